@@ -1,0 +1,1 @@
+"""cachemgr: decides who owns which KV block. See docs/architecture.md."""

@@ -1,0 +1,113 @@
+"""All pools of this cachemgr: which epoch of each is attached, and which lease belongs to which.
+
+A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here),
+or a stranger (an epoch with a history that this cachemgr does not have), which has to begin a new epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
+from quire.cachemgr.ledger import Ledger
+from quire.cachemgr.planner import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A pool, as its worker presents it."""
+
+    pool: str
+    epoch: int
+    highest_term: int
+    attached_term: int
+    geometry: Geometry
+    worker_address: str
+
+
+@dataclass(slots=True)
+class AttachedPool:
+    """A pool's books with what belongs to the attachment."""
+
+    ledger: Ledger
+    signing_key: bytes
+    worker_address: str
+    is_attached: bool = True
+    acknowledged_report: int = 0
+
+
+class Catalog:
+    """Pools by name. `term` is this cachemgr's incarnation."""
+
+    def __init__(self, term: int, *, verify: bool = False) -> None:
+        self.term = term
+        self._verify = verify
+        self._pools: dict[str, AttachedPool] = {}
+        self._pool_of_lease: dict[str, str] = {}
+
+    def pools(self) -> list[AttachedPool]:
+        """All pools, by name."""
+        return [self._pools[name] for name in sorted(self._pools)]
+
+    def pool(self, name: str) -> AttachedPool:
+        """The pool of this name; of no name, the only one there is. Raises CallRefused (POOL_NOT_FOUND)."""
+        if name in self._pools:
+            return self._pools[name]
+        if not name and len(self._pools) == 1:
+            return next(iter(self._pools.values()))
+        raise pool_not_found(name)
+
+    def pool_of(self, lease_id: str) -> AttachedPool:
+        """The pool a lease is for. Raises CallRefused (LEASE_NOT_FOUND)."""
+        name = self._pool_of_lease.get(lease_id)
+        if name is None:
+            raise lease_not_found(lease_id)
+        return self._pools[name]
+
+    def register(self, registration: Registration, *, signing_key: bytes) -> AttachedPool | None:
+        """Attaches a pool; None if its worker has to begin a new epoch first.
+
+        `signing_key` is for an epoch that is new here; one that is back keeps its key, so that grants on their way
+        stay good. Raises CallRefused (TERM_SUPERSEDED, POOL_ALREADY_ATTACHED).
+        """
+        self._refuse_if_superseded(registration)
+        known = self._pools.get(registration.pool)
+        if known is not None and known.is_attached:
+            message = f"a worker with epoch {known.ledger.epoch} is attached to pool {registration.pool!r}"
+            refusal = refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=registration.pool, epoch=known.ledger.epoch)
+            raise CallRefused(refusal)
+        if known is not None and known.ledger.epoch == registration.epoch:
+            known.is_attached = True
+            known.worker_address = registration.worker_address
+            return known
+        if registration.attached_term:
+            return None
+        return self._begin(registration, signing_key, known)
+
+    def _begin(self, registration: Registration, signing_key: bytes, known: AttachedPool | None) -> AttachedPool:
+        """Books for a new epoch. Open leases of the pool go on without their sequences."""
+        ledger = Ledger(registration.pool, registration.epoch, registration.geometry, verify=self._verify)
+        pool = AttachedPool(ledger, signing_key, registration.worker_address)
+        self._pools[registration.pool] = pool
+        for lease in known.ledger.leases() if known is not None else []:
+            if known is not None and known.ledger.is_open(lease.lease_id):
+                ledger.adopt_lease(lease)
+            else:
+                self._pool_of_lease.pop(lease.lease_id, None)
+        return pool
+
+    def _refuse_if_superseded(self, registration: Registration) -> None:
+        if registration.highest_term <= self.term:
+            return
+        message = f"the worker has obeyed term {registration.highest_term}; this cachemgr's is {self.term}"
+        raise CallRefused(refuse(Reason.TERM_SUPERSEDED, message, value=self.term, limit=registration.highest_term))
+
+    def open_lease(self, pool: AttachedPool, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> None:
+        """A new lease on a pool."""
+        pool.ledger.open_lease(lease_id, ttl_s=ttl_s, now=now, tenant=tenant)
+        self._pool_of_lease[lease_id] = pool.ledger.pool
+
+    def lease_fenced(self, pool: AttachedPool, lease_id: str) -> None:
+        """The worker has fenced a lease: it is gone."""
+        pool.ledger.lease_fenced(lease_id)
+        self._pool_of_lease.pop(lease_id, None)

@@ -1,0 +1,402 @@
+"""The books of one pool in one epoch: which block belongs to whom, and which steps may still touch it.
+
+Single writer, no I/O, no clock: every method is atomic, and time comes in as `now`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
+from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, ExpiryQueue, Lease, LeaseState, Run, StepInFlight
+from quire.cachemgr.planner import Geometry, LedgerCounters, StepPlanner, extend_hashes
+from quire.cachemgr.plans import StepPlan, StepRequest
+from quire.cachemgr.pool import BlockCounts, BlockPool, BlockState
+from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
+from quire.cachemgr.sequences import Sequence
+
+
+class StepOutcome(Enum):
+    COMPUTED = "computed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatistics:
+    """The present state of a pool, and what happened in its epoch."""
+
+    counts: BlockCounts
+    num_leases: int
+    num_sequences: int
+    num_held_tokens: int
+    """Tokens in active blocks, each block counted once."""
+    num_table_entries: int
+    num_shared_blocks: int
+    counters: LedgerCounters
+    num_allocated: int
+    num_evicted: int
+    num_published: int
+    refusals: dict[Reason, int]
+
+
+class Ledger:
+    """Books of one pool, from the attachment of an epoch to its end."""
+
+    def __init__(self, pool: str, epoch: int, geometry: Geometry, *, verify: bool = False) -> None:
+        self.pool = pool
+        self.epoch = epoch
+        self.geometry = geometry
+        self._verify = verify
+        self._index = PrefixIndex(geometry.num_blocks)
+        self._blocks = BlockPool(geometry.num_blocks, self._index)
+        self._leases: dict[str, Lease] = {}
+        self._expiry = ExpiryQueue()
+        self._num_rows = 0
+        self._counters = LedgerCounters()
+        self._refusals: Counter[Reason] = Counter()
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    def open_lease(self, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> Lease:
+        """A new lease without sequences."""
+        lease = Lease(lease_id, self.pool, ttl_s, now + ttl_s, tenant)
+        self.adopt_lease(lease)
+        return lease
+
+    def adopt_lease(self, lease: Lease) -> None:
+        """Takes over an open lease of an earlier epoch; its sequences are gone."""
+        lease.start_anew()
+        self._leases[lease.lease_id] = lease
+        self._expiry.add(lease)
+
+    def lease(self, lease_id: str) -> Lease:
+        """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""
+        if not self.is_open(lease_id):
+            raise lease_not_found(lease_id)
+        return self._leases[lease_id]
+
+    def is_open(self, lease_id: str) -> bool:
+        """Whether the lease is there and has not ended."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.state is LeaseState.OPEN
+
+    def leases(self) -> list[Lease]:
+        """All leases, those being fenced included, by id."""
+        return [self._leases[lease_id] for lease_id in sorted(self._leases)]
+
+    def end_lease(self, lease_id: str) -> bool:
+        """Stops a lease; its blocks come back with `lease_fenced`. False if it is not open."""
+        if not self.is_open(lease_id):
+            return False
+        self._leases[lease_id].state = LeaseState.FENCING
+        return True
+
+    def expire_leases(self, now: float) -> list[Lease]:
+        """Stops the leases whose time is over and returns them: the worker has to fence them."""
+        expired = self._expiry.pop_expired(self._leases, now)
+        for lease in expired:
+            lease.state = LeaseState.FENCING
+        self._counters.expired_leases += len(expired)
+        return expired
+
+    def next_expiry(self) -> float | None:
+        """No lease runs out before this."""
+        return self._expiry.next_expiry()
+
+    def lease_fenced(self, lease_id: str) -> None:
+        """The worker will not touch the lease's blocks any more: all of them come back. No effect if it is gone."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return
+        for sequence in lease.sequences.values():
+            sequence.released = True
+            self._blocks.release(sequence.block_table[::-1])
+        self._num_rows -= len(lease.sequences)
+        for step in lease.in_flight:
+            self._finish(step)
+        self._check()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, lease_id: str, epoch: int, request: StepRequest, *, now: float, request_id: str = "", digest: bytes = b""
+    ) -> StepPlan:
+        """Plans the lease's next step and renews the lease.
+
+        `digest` identifies the request for `request_id`. Raises CallRefused (LEASE_NOT_FOUND, EPOCH_CHANGED,
+        REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with nothing changed.
+        """
+        lease = self.lease(lease_id)
+        lease.renew(now)
+        self._require_epoch(epoch)
+        known = lease.recall(request_id, digest)
+        if known is not None:
+            return known
+        refuse_repeated(request)
+        if len(lease.in_flight) >= MAX_STEPS_IN_FLIGHT:
+            message = f"the lease has {len(lease.in_flight)} steps in flight, the most there may be"
+            raise CallRefused(refuse(Reason.TOO_MANY_STEPS, message, limit=MAX_STEPS_IN_FLIGHT))
+        planner = StepPlanner(
+            lease,
+            pool=self._blocks,
+            index=self._index,
+            geometry=self.geometry,
+            counters=self._counters,
+            num_rows=self._num_rows,
+        )
+        plan = planner.run(request)
+        self._num_rows = planner.num_rows
+        self._counters.planned_steps += 1
+        self._refusals.update(refused.refusal.reason for refused in plan.refusals)
+        lease.remember(request_id, digest, plan)
+        self._check()
+        return plan
+
+    def settle(
+        self,
+        lease_id: str,
+        step_number: int,
+        outcome: StepOutcome,
+        *,
+        computed: list[tuple[int, int]],
+        sampled: dict[int, int],
+    ) -> None:
+        """Enters the worker's report of a step.
+
+        `computed` says (sequence, tokens whose KV is valid) in the order of the plan's runs; `sampled` the tokens by
+        sequence. A step that is settled already, or of a lease that is gone, has no effect. Raises CallRefused
+        (INVALID_ARGUMENT) if the report does not fit what was planned.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or step_number <= lease.settled_step:
+            return
+        step = lease.in_flight[0] if lease.in_flight else None
+        if step is None or step.step_number != step_number:
+            limit = f"{lease.settled_step + 1}, planned and not reported"
+            raise CallRefused(invalid("step_report.step_number", step_number, limit))
+        if outcome is StepOutcome.COMPUTED:
+            refuse_unplanned(step, computed, sampled)
+        lease.in_flight.popleft()
+        lease.settled_step = step_number
+        for prefix_hash in step.pending:
+            lease.pending.pop(prefix_hash, None)
+        self._count(outcome)
+        if outcome is StepOutcome.COMPUTED:
+            self._enter_computed(lease, step, sampled)
+        elif step.runs:
+            self._forget_in_flight(lease)
+        self._finish(step)
+        self._check()
+
+    def _count(self, outcome: StepOutcome) -> None:
+        counters = self._counters
+        counters.computed_steps += outcome is StepOutcome.COMPUTED
+        counters.failed_steps += outcome is StepOutcome.FAILED
+        counters.skipped_steps += outcome is StepOutcome.SKIPPED
+
+    def _enter_computed(self, lease: Lease, step: StepInFlight, sampled: dict[int, int]) -> None:
+        for run in step.runs:
+            run.sequence.num_computed = max(run.sequence.num_computed, run.end)
+            if run.receivers:
+                token = sampled[run.sequence.seq_id].to_bytes(TOKEN_BYTES, "little")
+                for sequence in run.receivers:
+                    sequence.tokens += token
+                    sequence.num_promised -= 1
+        for run in step.runs:
+            self._publish(lease, run.sequence)
+
+    def _publish(self, lease: Lease, sequence: Sequence) -> None:
+        """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
+        num_full = min(sequence.num_computed, sequence.num_known) // self.geometry.block_size
+        if num_full <= sequence.num_published:
+            return
+        extend_hashes(sequence, num_full, block_size=self.geometry.block_size)
+        for index in range(sequence.num_published, num_full):
+            block_id = sequence.block_table[index]
+            standing = self._blocks.publish(sequence.hashes[index], block_id)
+            if standing != block_id and not sequence.released:
+                self._swap(lease, sequence, index, standing)
+        sequence.num_published = num_full
+
+    def _swap(self, lease: Lease, sequence: Sequence, index: int, standing: int) -> None:
+        """Two blocks hold the same tokens: keep the one that is published."""
+        duplicate = sequence.block_table[index]
+        self._blocks.acquire(standing)
+        sequence.block_table[index] = standing
+        lease.table_changes.append((sequence, index))
+        if lease.in_flight:
+            self._blocks.pin(duplicate)
+            lease.in_flight[-1].pinned.append(duplicate)
+        self._blocks.release([duplicate])
+
+    def _forget_in_flight(self, lease: Lease) -> None:
+        """A step computed nothing: whatever builds on it will be reported failed too."""
+        lease.pending.clear()
+        for step in lease.in_flight:
+            for run in step.runs:
+                run.receivers.clear()
+        for sequence in lease.sequences.values():
+            sequence.forget_uncomputed()
+
+    def _finish(self, step: StepInFlight) -> None:
+        self._blocks.unpin(step.pinned)
+        self._num_rows -= step.num_released_rows
+
+    def _require_epoch(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            return
+        message = f"pool {self.pool!r} has epoch {self.epoch}, the call is for {epoch}; its sequences are gone"
+        raise CallRefused(refuse(Reason.EPOCH_CHANGED, message, pool=self.pool, epoch=self.epoch, value=epoch))
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def sequence(self, lease_id: str, seq_id: int) -> Sequence | None:
+        """A sequence of an open lease, or None. Raises CallRefused (LEASE_NOT_FOUND)."""
+        return self.lease(lease_id).sequences.get(seq_id)
+
+    def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
+        """Tokens that an admission would find in the cache; takes nothing."""
+        root = root_hash(tenant=tenant, salt=salt, model_fingerprint=self.geometry.model_fingerprint)
+        hashes = chain_hashes(root, tokens, block_bytes=self.geometry.block_size * TOKEN_BYTES)
+        most = (len(tokens) // TOKEN_BYTES - 1) // self.geometry.block_size
+        found = 0
+        while found < most and self._index.lookup(hashes[found]) is not None:
+            found += 1
+        return found * self.geometry.block_size
+
+    def counts(self) -> BlockCounts:
+        return self._blocks.counts()
+
+    def block(self, block_id: int) -> tuple[BlockState, int, int, bytes | None]:
+        """State, references, pins and prefix hash of a block."""
+        pool = self._blocks
+        return (
+            pool.state(block_id),
+            pool.ref_count(block_id),
+            pool.pin_count(block_id),
+            self._index.hash_of(block_id),
+        )
+
+    def reset_prefix_cache(self) -> int:
+        """Makes nothing findable any more; returns how many blocks were."""
+        dropped = self._blocks.drop_cached()
+        self._check()
+        return dropped
+
+    def statistics(self) -> LedgerStatistics:
+        """Cost: O(table entries)."""
+        holders = self._holders()
+        pool = self._blocks.statistics()
+        return LedgerStatistics(
+            counts=pool.counts,
+            num_leases=len(self._leases),
+            num_sequences=sum(len(lease.sequences) for lease in self._leases.values()),
+            num_held_tokens=self._num_held_tokens(),
+            num_table_entries=holders.total(),
+            num_shared_blocks=sum(count > 1 for count in holders.values()),
+            counters=self._counters,
+            num_allocated=pool.num_allocated,
+            num_evicted=pool.num_evicted,
+            num_published=self._index.statistics().num_published,
+            refusals=dict(self._refusals),
+        )
+
+    def _sequences(self) -> Iterator[Sequence]:
+        for lease in self._leases.values():
+            yield from lease.sequences.values()
+
+    def _holders(self) -> Counter[int]:
+        return Counter(block_id for sequence in self._sequences() for block_id in sequence.block_table)
+
+    def _num_held_tokens(self) -> int:
+        """A block that several sequences hold counts as its fullest holder fills it."""
+        size = self.geometry.block_size
+        fill: dict[int, int] = {}
+        for sequence in self._sequences():
+            num_tokens = max(sequence.num_known, sequence.num_scheduled)
+            for index, block_id in enumerate(sequence.block_table):
+                fill[block_id] = max(fill.get(block_id, 0), min(size, num_tokens - index * size))
+        return sum(fill.values())
+
+    # -- checking -------------------------------------------------------------------------------------------------
+
+    def violations(self) -> Iterator[str]:
+        """What is wrong with the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
+        yield from self._index.violations()
+        yield from self._blocks.violations()
+        yield from self._wrong_references()
+        yield from self._wrong_pins()
+        yield from self._wrong_sharing()
+        rows = sum(len(lease.sequences) for lease in self._leases.values())
+        rows += sum(step.num_released_rows for lease in self._leases.values() for step in lease.in_flight)
+        if rows != self._num_rows:
+            yield f"{self._num_rows} rows counted in the worker, {rows} are taken"
+
+    def _wrong_references(self) -> Iterator[str]:
+        holders = self._holders()
+        for block_id in range(1, self.geometry.num_blocks):
+            if holders[block_id] != self._blocks.ref_count(block_id):
+                count = self._blocks.ref_count(block_id)
+                yield f"block {block_id} is in {holders[block_id]} tables and has {count} references"
+
+    def _wrong_pins(self) -> Iterator[str]:
+        steps = (step for lease in self._leases.values() for step in lease.in_flight)
+        pins = Counter(block_id for step in steps for block_id in step.pinned)
+        for block_id in range(1, self.geometry.num_blocks):
+            if pins[block_id] != self._blocks.pin_count(block_id):
+                count = self._blocks.pin_count(block_id)
+                yield f"block {block_id} is pinned by {pins[block_id]} steps and has {count} pins"
+
+    def _wrong_sharing(self) -> Iterator[str]:
+        """I4: who shares a block agrees on every token up to its end, as far as steps were planned to fill it."""
+        size = self.geometry.block_size
+        seen: dict[tuple[int, int], bytes] = {}
+        for sequence in self._sequences():
+            for index, block_id in enumerate(sequence.block_table):
+                if self._blocks.ref_count(block_id) < 2:
+                    continue
+                filled = min((index + 1) * size, sequence.num_known, sequence.num_scheduled)
+                prefix = sequence.root + sequence.token_bytes(0, filled)
+                other = seen.setdefault((index, block_id), prefix)
+                shorter = min(len(prefix), len(other))
+                if prefix[:shorter] != other[:shorter]:
+                    yield f"block {block_id} is shared by sequences with different tokens"
+
+    def check_invariants(self) -> None:
+        """Raises BrokenInvariant with the first violation."""
+        for violation in self.violations():
+            raise BrokenInvariant(violation)
+
+    def _check(self) -> None:
+        if self._verify:
+            self.check_invariants()
+
+
+def refuse_repeated(request: StepRequest) -> None:
+    """A sequence can be computed only once in a step. Raises CallRefused (INVALID_ARGUMENT)."""
+    if len(request.extend_ids) != len(request.extend_token_counts):
+        limit = f"{len(request.extend_ids)} entries, as extends.sequence_ids"
+        raise CallRefused(invalid("extends.token_counts", f"{len(request.extend_token_counts)} entries", limit))
+    if len(set(request.extend_ids)) != len(request.extend_ids):
+        repeated = Counter(request.extend_ids).most_common(1)[0][0]
+        raise CallRefused(invalid("extends.sequence_ids", f"{repeated} more than once", "distinct"))
+
+
+def refuse_unplanned(step: StepInFlight, computed: list[tuple[int, int]], sampled: dict[int, int]) -> None:
+    """A report has to be about what was planned. Raises CallRefused (INVALID_ARGUMENT)."""
+    planned = [(run.sequence.seq_id, run.sampled_position) for run in step.runs]
+    if planned != computed:
+        raise CallRefused(invalid("step_report.sequence_ids", "other runs", f"the runs of step {step.step_number}"))
+    missing = [seq_id for seq_id in map(receiving_id, step.runs) if seq_id is not None and seq_id not in sampled]
+    if missing:
+        limit = f"a token for sequence {missing[0]}"
+        raise CallRefused(invalid("step_report.sampled_sequence_ids", "incomplete", limit))
+
+
+def receiving_id(run: Run) -> int | None:
+    """The sequence whose sampled token somebody waits for, or None."""
+    return run.sequence.seq_id if run.receivers else None
