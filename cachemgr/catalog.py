@@ -34,6 +34,7 @@ class AttachedPool:
     worker_address: str
     is_attached: bool = True
     acknowledged_report: int = 0
+    is_acknowledging: bool = False
 
 
 class Catalog:

@@ -1,7 +1,7 @@
 """Plans one step of one lease: applies a request's items to the books, one by one, each whole or not at all.
 
-Order: releases, trims, forks, extends, admissions. Forks come before extends, so that a block that is shared from now on
-is not written by its old holder in the same step.
+Order: releases, trims, forks, extends, admissions. Forks come before extends, so that a block that is shared from now
+on is not written by its old holder in the same step.
 
 What lets go of a block, and until when it stays retired (n is the step being planned):
 

@@ -1,0 +1,75 @@
+"""The cachemgr process: flags, wiring, start to exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+
+import click
+
+from quire.cache.v1 import cache_service_pb2_grpc
+from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.errors import BrokenInvariant
+from quire.cachemgr.metrics import metric_families
+from quire.cachemgr.servicer import CacheServicer
+from quire.cachemgr.statuses import DOMAIN
+from quire.serving.logs import configure_logging
+from quire.serving.metrics import MetricsPage
+from quire.serving.options import ServerOptions, command_settings, server_options
+from quire.serving.server import Server, StopSignals, run
+
+log = logging.getLogger("quire.cachemgr")
+
+SERVICE_NAME = "quire.cache.v1.CacheService"
+DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
+
+
+async def serve(options: ServerOptions, signals: StopSignals, *, verify: bool) -> None:
+    """Serves CacheService until a signal."""
+    # A later start is a higher term; the wall clock needs no state to be kept between starts.
+    catalog = Catalog(term=time.time_ns(), verify=verify)
+    servicer = CacheServicer(catalog)
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server(service_names=[SERVICE_NAME], domain=DOMAIN, fatal=(BrokenInvariant,))
+        await stack.enter_async_context(server)
+        if options.metrics_listen is not None:
+            stack.enter_context(MetricsPage(options.metrics_listen, lambda: metric_families(catalog)))
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
+        await server.start(options.listen)
+        expiry = asyncio.create_task(servicer.expire_leases())
+        expiry.add_done_callback(lambda task: None if task.cancelled() else server.fail(task.exception() or Ended()))
+        stack.callback(expiry.cancel)
+        gc.freeze()
+        await server.announce_serving()
+        log.info("serving term=%d addresses=%s", catalog.term, ",".join(map(str, server.addresses)))
+        await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=options.drain_timeout_s)
+
+
+class Ended(Exception):
+    """A task that has to run as long as the process has returned."""
+
+
+@click.command(name="cachemgr", context_settings=command_settings("QUIRE_CACHEMGR"))
+@server_options(default_listen=DEFAULT_LISTEN)
+def main(server: ServerOptions) -> None:
+    """Serve the block manager: who owns which KV block.
+
+    Workers attach their pools to it, clients take leases and plan steps. It keeps no state: after a restart it makes
+    every worker begin a new epoch. Set QUIRE_VERIFY=1 to check all invariants after every change (slow).
+
+    \b
+    Example:
+      quire cachemgr --listen unix:/run/quire/cachemgr.sock --listen 127.0.0.1:7070
+    """
+    configure_logging(server.log_level)
+    verify = os.environ.get("QUIRE_VERIFY") == "1"
+    sys.exit(run(lambda signals: serve(server, signals, verify=verify)))
+
+
+if __name__ == "__main__":
+    main()

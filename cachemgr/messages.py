@@ -1,0 +1,332 @@
+"""Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cachemgr import statuses
+from quire.cachemgr.catalog import AttachedPool, Registration
+from quire.cachemgr.errors import CallRefused, Refusal, invalid
+from quire.cachemgr.leases import Lease, LeaseState
+from quire.cachemgr.ledger import LedgerStatistics, StepOutcome
+from quire.cachemgr.planner import Geometry
+from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
+from quire.cachemgr.pool import BlockCounts, BlockState
+from quire.cachemgr.prefix import TOKEN_BYTES
+from quire.cachemgr.sequences import Sequence as KVSequence
+from quire.serving.errors import to_message
+
+MAX_REQUEST_ID_BYTES = 64
+MAX_SALT_BYTES = 64
+MAX_POOL_NAME_LENGTH = 128
+SHOWN_LEASE_ID_LENGTH = 8
+
+PLAN_ITEMS = {
+    PlanItem.TRIM: cache_service_pb2.PLAN_ITEM_TRIM,
+    PlanItem.FORK: cache_service_pb2.PLAN_ITEM_FORK,
+    PlanItem.EXTEND: cache_service_pb2.PLAN_ITEM_EXTEND,
+    PlanItem.ADMISSION: cache_service_pb2.PLAN_ITEM_ADMISSION,
+}
+BLOCK_STATES = {
+    BlockState.FREE: cache_service_pb2.BLOCK_STATE_FREE,
+    BlockState.CACHED: cache_service_pb2.BLOCK_STATE_CACHED,
+    BlockState.ACTIVE: cache_service_pb2.BLOCK_STATE_ACTIVE,
+    BlockState.RETIRED: cache_service_pb2.BLOCK_STATE_RETIRED,
+}
+LEASE_STATES = {
+    LeaseState.OPEN: cache_service_pb2.LEASE_STATE_OPEN,
+    LeaseState.FENCING: cache_service_pb2.LEASE_STATE_FENCING,
+}
+OUTCOMES: dict[int, StepOutcome] = {
+    attach_pb2.STEP_OUTCOME_COMPUTED: StepOutcome.COMPUTED,
+    attach_pb2.STEP_OUTCOME_FAILED: StepOutcome.FAILED,
+    attach_pb2.STEP_OUTCOME_SKIPPED: StepOutcome.SKIPPED,
+}
+
+
+def token_bytes(token_ids: Iterable[int]) -> bytes:
+    """A repeated int32 field as the core keeps tokens."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+# -- plans --------------------------------------------------------------------------------------------------------
+
+
+def plan_digest(request: cache_service_pb2.PlanStepRequest) -> bytes:
+    """Identifies a plan's content for its request_id; empty if it has none."""
+    if not request.request_id:
+        return b""
+    return sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
+    """Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together and values out of range."""
+    check_request_id(request.request_id)
+    require_parallel("trim_token_counts", request.trim_token_counts, "trim_sequence_ids", request.trim_sequence_ids)
+    require_not_negative("admission_token_budget", request.admission_token_budget)
+    require_not_negative("admission_reserve_block_count", request.admission_reserve_block_count)
+    trims = zip(request.trim_sequence_ids, request.trim_token_counts, strict=True)
+    return StepRequest(
+        releases=request.release_sequence_ids,
+        trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
+        forks=list(decode_forks(request.forks)),
+        extend_ids=request.extends.sequence_ids,
+        extend_token_counts=request.extends.token_counts,
+        appends=decode_appends(request.extends),
+        admissions=[decode_admission(admission) for admission in request.admissions],
+        admission_token_budget=request.admission_token_budget,
+        admission_reserve=request.admission_reserve_block_count,
+    )
+
+
+def decode_forks(forks: Iterable[cache_service_pb2.Fork]) -> Iterator[Fork]:
+    for fork in forks:
+        if not fork.child_sequence_ids:
+            raise CallRefused(invalid("forks.child_sequence_ids", "empty", "at least one sequence"))
+        for child_id in fork.child_sequence_ids:
+            yield Fork(fork.parent_sequence_id, child_id, fork.token_count)
+
+
+def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:
+    counts = extends.append_token_counts
+    if not counts and not extends.append_token_ids:
+        return {}
+    require_parallel("extends.append_token_counts", counts, "extends.sequence_ids", extends.sequence_ids)
+    if min(counts) < 0 or sum(counts) != len(extends.append_token_ids):
+        limit = f"the {len(extends.append_token_ids)} append_token_ids, none negative"
+        raise CallRefused(invalid("extends.append_token_counts", f"{sum(counts)} in sum", limit))
+    tokens, appends, start = token_bytes(extends.append_token_ids), {}, 0
+    for seq_id, count in zip(extends.sequence_ids, counts, strict=True):
+        end = start + count * TOKEN_BYTES
+        appends[seq_id] = tokens[start:end]
+        start = end
+    return appends
+
+
+def decode_admission(admission: cache_service_pb2.Admission) -> Admission:
+    require_not_negative("admissions.max_compute_token_count", admission.max_compute_token_count)
+    check_salt("admissions.salt", admission.salt)
+    return Admission(
+        admission.sequence_id,
+        token_bytes(admission.token_ids),
+        max_compute=admission.max_compute_token_count,
+        salt=admission.salt,
+    )
+
+
+def encode_plan(plan: StepPlan, grant: grant_pb2.SignedGrant) -> cache_service_pb2.PlanStepResponse:
+    return cache_service_pb2.PlanStepResponse(
+        grant=grant,
+        step_number=plan.step_number,
+        refusals=[encode_refused(refused) for refused in plan.refusals],
+        run_sequence_ids=plan.run_seq_ids,
+        run_starts=plan.run_starts,
+        run_token_counts=plan.run_token_counts,
+        given_run_indexes=plan.given_run_indexes,
+        admitted_sequence_ids=plan.admitted_ids,
+        admitted_cached_token_counts=plan.admitted_cached_counts,
+        block_counts=encode_counts(plan.counts),
+    )
+
+
+def encode_refused(refused: RefusedItem) -> cache_service_pb2.Refusal:
+    return cache_service_pb2.Refusal(
+        item=PLAN_ITEMS[refused.item],
+        sequence_id=refused.seq_id,
+        error=to_message(statuses.to_error_status(refused.refusal)),
+    )
+
+
+def encode_plan_error(refusal: Refusal) -> cache_service_pb2.PlanStepsResponse:
+    return cache_service_pb2.PlanStepsResponse(error=to_message(statuses.to_error_status(refusal)))
+
+
+# -- attachments --------------------------------------------------------------------------------------------------
+
+
+def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    name = message.pool
+    is_plain = all(character.isalnum() or character in "._-" for character in name)
+    if not (name.isascii() and is_plain and 1 <= len(name) <= MAX_POOL_NAME_LENGTH):
+        limit = f"1 to {MAX_POOL_NAME_LENGTH} letters, digits, '.', '_' and '-'"
+        raise CallRefused(invalid("register_pool.pool", repr(name), limit))
+    if message.epoch == 0:
+        raise CallRefused(invalid("register_pool.epoch", 0, "not 0"))
+    return Registration(
+        pool=name,
+        epoch=message.epoch,
+        highest_term=message.highest_term,
+        attached_term=message.attached_term,
+        geometry=decode_geometry(message.geometry),
+        worker_address=message.worker_address,
+    )
+
+
+def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    limits = {
+        "block_size_tokens": (message.block_size_tokens, 1, 1024),
+        "block_count": (message.block_count, 2, 2**31 - 1),
+        "block_bytes": (message.block_bytes, 1, 2**63 - 1),
+        "max_sequence_count": (message.max_sequence_count, 1, 2**31 - 1),
+        "max_sequence_tokens": (message.max_sequence_tokens, 1, 2**31 - 1),
+        "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
+    }
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise CallRefused(invalid(f"geometry.{name}", value, f"{least} to {most}"))
+    return Geometry(
+        block_size=message.block_size_tokens,
+        num_blocks=message.block_count,
+        block_bytes=message.block_bytes,
+        max_sequences=message.max_sequence_count,
+        max_sequence_tokens=message.max_sequence_tokens,
+        vocab_size=message.vocabulary_size,
+        model=message.model,
+        model_fingerprint=message.model_fingerprint,
+    )
+
+
+def decode_outcome(report: attach_pb2.StepReport) -> StepOutcome:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    outcome = OUTCOMES.get(report.outcome)
+    if outcome is None:
+        raise CallRefused(invalid("step_report.outcome", report.outcome, "COMPUTED, FAILED or SKIPPED"))
+    require_parallel(
+        "step_report.computed_token_counts", report.computed_token_counts, "sequence_ids", report.sequence_ids
+    )
+    require_parallel(
+        "step_report.sampled_token_ids", report.sampled_token_ids, "sampled_sequence_ids", report.sampled_sequence_ids
+    )
+    return outcome
+
+
+def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
+    return attach_pb2.PoolGeometry(
+        block_size_tokens=geometry.block_size,
+        block_count=geometry.num_blocks,
+        block_bytes=geometry.block_bytes,
+        max_sequence_count=geometry.max_sequences,
+        max_sequence_tokens=geometry.max_sequence_tokens,
+        vocabulary_size=geometry.vocab_size,
+        model=geometry.model,
+        model_fingerprint=geometry.model_fingerprint,
+    )
+
+
+# -- inspection ---------------------------------------------------------------------------------------------------
+
+
+def encode_counts(counts: BlockCounts) -> cache_service_pb2.BlockCounts:
+    return cache_service_pb2.BlockCounts(
+        free_count=counts.free,
+        cached_count=counts.cached,
+        active_count=counts.active,
+        retired_count=counts.retired,
+    )
+
+
+def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
+    leases = pool.ledger.leases()
+    return cache_service_pb2.Pool(
+        name=pool.ledger.pool,
+        epoch=pool.ledger.epoch,
+        term=term,
+        attached=pool.is_attached,
+        geometry=encode_geometry(pool.ledger.geometry),
+        worker_address=pool.worker_address,
+        block_counts=encode_counts(pool.ledger.counts()),
+        lease_count=len(leases),
+        sequence_count=sum(len(lease.sequences) for lease in leases),
+    )
+
+
+def encode_lease(lease: Lease, *, wall_clock_offset_s: float) -> cache_service_pb2.Lease:
+    message = cache_service_pb2.Lease(
+        lease_id_prefix=lease.lease_id[:SHOWN_LEASE_ID_LENGTH],
+        pool=lease.pool,
+        state=LEASE_STATES[lease.state],
+        last_step_number=lease.next_step - 1,
+        step_in_flight_count=len(lease.in_flight),
+        sequence_count=len(lease.sequences),
+    )
+    message.ttl.FromNanoseconds(int(lease.ttl_s * 1e9))
+    message.expire_time.FromNanoseconds(int((lease.expires_at + wall_clock_offset_s) * 1e9))
+    return message
+
+
+def encode_sequence(sequence: KVSequence, lease_id: str, *, with_blocks: bool) -> cache_service_pb2.Sequence:
+    return cache_service_pb2.Sequence(
+        lease_id_prefix=lease_id[:SHOWN_LEASE_ID_LENGTH],
+        sequence_id=sequence.seq_id,
+        token_count=sequence.num_tokens,
+        computed_token_count=sequence.num_computed,
+        scheduled_token_count=sequence.num_scheduled,
+        cached_token_count=sequence.num_cached,
+        block_ids=sequence.block_table if with_blocks else (),
+        block_count=len(sequence.block_table),
+    )
+
+
+def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache_service_pb2.PoolStatistics:
+    counters = statistics.counters
+    return cache_service_pb2.PoolStatistics(
+        pool=pool.ledger.pool,
+        epoch=pool.ledger.epoch,
+        block_counts=encode_counts(statistics.counts),
+        lease_count=statistics.num_leases,
+        sequence_count=statistics.num_sequences,
+        held_token_count=statistics.num_held_tokens,
+        table_entry_count=statistics.num_table_entries,
+        shared_block_count=statistics.num_shared_blocks,
+        planned_step_count=counters.planned_steps,
+        computed_step_count=counters.computed_steps,
+        failed_step_count=counters.failed_steps,
+        skipped_step_count=counters.skipped_steps,
+        admission_count=counters.admissions,
+        admitted_token_count=counters.admitted_tokens,
+        cached_token_count=counters.cached_tokens,
+        fork_count=counters.forks,
+        copied_block_count=counters.copied_blocks,
+        allocated_block_count=statistics.num_allocated,
+        evicted_block_count=statistics.num_evicted,
+        published_block_count=statistics.num_published,
+        refusal_counts={reason.value: count for reason, count in statistics.refusals.items()},
+        expired_lease_count=counters.expired_leases,
+    )
+
+
+# -- form ---------------------------------------------------------------------------------------------------------
+
+
+def check_request_id(request_id: str) -> None:
+    length = len(request_id.encode())
+    if length > MAX_REQUEST_ID_BYTES:
+        raise CallRefused(invalid("request_id", f"{length} bytes", f"at most {MAX_REQUEST_ID_BYTES} bytes"))
+
+
+def check_salt(name: str, salt: bytes) -> None:
+    if len(salt) > MAX_SALT_BYTES:
+        raise CallRefused(invalid(name, f"{len(salt)} bytes", f"at most {MAX_SALT_BYTES} bytes"))
+
+
+def require_not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise CallRefused(invalid(name, value, "at least 0"))
+
+
+def require_parallel(name: str, values: Sequence[int], other_name: str, others: Sequence[int]) -> None:
+    if len(values) != len(others):
+        raise CallRefused(invalid(name, f"{len(values)} entries", f"{len(others)} entries, as {other_name}"))
+
+
+def page_limit(page_size: int, *, default: int, most: int) -> int:
+    """How many entries a page has. Raises CallRefused (INVALID_ARGUMENT)."""
+    if not 0 <= page_size <= most:
+        raise CallRefused(invalid("page_size", page_size, f"0 to {most}"))
+    return page_size or default

@@ -1,0 +1,418 @@
+"""CacheService: every handler decodes, calls the core, encodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from hashlib import sha256
+from typing import Any, ParamSpec, TypeVar
+
+import grpc
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
+from quire.cachemgr import messages
+from quire.cachemgr.attachments import Attachments, pool_detached
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse, sequence_not_found
+from quire.cachemgr.grants import sign_grant
+from quire.cachemgr.statuses import to_error_status
+from quire.serving.errors import abort
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+P = ParamSpec("P")
+Response = TypeVar("Response")
+
+DEFAULT_TTL_S = 30.0
+MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
+OPEN_LEASE_TIMEOUT_S = 5.0
+REMEMBER_LEASES_S = 300.0
+DEFAULT_PAGE, MAX_PAGE = 100, 1_000
+DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
+
+
+def refusing(
+    handler: Callable[[Any, Any, Context], Awaitable[Response]],
+) -> Callable[[Any, Any, Context], Awaitable[Response]]:
+    """A unary handler whose CallRefused becomes the call's status."""
+
+    async def handle(self: Any, request: Any, context: Context) -> Response:
+        try:
+            return await handler(self, request, context)
+        except CallRefused as refused:
+            await abort(context, to_error_status(refused.refusal))
+
+    return handle
+
+
+class LeaseAnswers:
+    """CreateLease calls by request_id, those still running included, for REMEMBER_LEASES_S."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[str, tuple[bytes, float, asyncio.Future[cache_service_pb2.CreateLeaseResponse]]]
+        self._calls = OrderedDict()
+
+    def recall(
+        self, request: cache_service_pb2.CreateLeaseRequest, now: float
+    ) -> asyncio.Future[cache_service_pb2.CreateLeaseResponse] | None:
+        """The call with this request_id; one that failed does not count. Raises CallRefused (REQUEST_ID_REUSED)."""
+        while self._calls and next(iter(self._calls.values()))[1] < now - REMEMBER_LEASES_S:
+            self._calls.popitem(last=False)
+        if request.request_id not in self._calls:
+            return None
+        digest, _, answer = self._calls[request.request_id]
+        if answer.done() and (answer.cancelled() or answer.exception() is not None):
+            del self._calls[request.request_id]
+            return None
+        if digest != self._digest(request):
+            message = f"request_id {request.request_id!r} was used for another call"
+            raise CallRefused(refuse(Reason.REQUEST_ID_REUSED, message, request_id=request.request_id))
+        return answer
+
+    def remember(
+        self,
+        request: cache_service_pb2.CreateLeaseRequest,
+        answer: asyncio.Future[cache_service_pb2.CreateLeaseResponse],
+        now: float,
+    ) -> None:
+        if request.request_id:
+            self._calls[request.request_id] = (self._digest(request), now, answer)
+
+    @staticmethod
+    def _digest(request: cache_service_pb2.CreateLeaseRequest) -> bytes:
+        return sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
+    """The core behind gRPC. Runs on one event loop, which makes every core call atomic."""
+
+    def __init__(self, catalog: Catalog, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._catalog = catalog
+        self._clock = clock
+        self._attachments = Attachments(catalog)
+        self._lease_answers = LeaseAnswers()
+        self._leases_changed = asyncio.Event()
+        self._is_draining = False
+
+    async def drain(self) -> None:
+        """No new plans and leases from here on. Those that were answered need nothing more of this process."""
+        self._is_draining = True
+
+    async def expire_leases(self) -> None:
+        """Ends leases as their time runs out; runs until cancelled."""
+        while True:
+            self._leases_changed.clear()
+            now = self._clock()
+            for pool in self._catalog.pools():
+                for lease in pool.ledger.expire_leases(now):
+                    log.info("lease expired lease=%s pool=%s", lease.lease_id[:8], lease.pool)
+                    self._attachments.fence_lease(pool, lease.lease_id)
+            times = [expiry for pool in self._catalog.pools() if (expiry := pool.ledger.next_expiry()) is not None]
+            delay = max(0.0, min(times) - self._clock()) if times else None
+            try:
+                async with asyncio.timeout(delay):
+                    await self._leases_changed.wait()
+            except TimeoutError:
+                continue
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def CreateLease(  # noqa: N802
+        self, request: cache_service_pb2.CreateLeaseRequest, context: Context
+    ) -> cache_service_pb2.CreateLeaseResponse:
+        self._refuse_if_draining()
+        messages.check_request_id(request.request_id)
+        answer = self._lease_answers.recall(request, self._clock())
+        if answer is None:
+            answer = asyncio.ensure_future(self._create_lease(request))
+            self._lease_answers.remember(request, answer, self._clock())
+        return await asyncio.shield(answer)
+
+    async def _create_lease(
+        self, request: cache_service_pb2.CreateLeaseRequest
+    ) -> cache_service_pb2.CreateLeaseResponse:
+        ttl_s = request.ttl.ToTimedelta().total_seconds() if request.HasField("ttl") else DEFAULT_TTL_S
+        if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+            raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s"))
+        pool = self._catalog.pool(request.pool)
+        if not pool.is_attached:
+            raise pool_detached(pool)
+        lease_id = secrets.token_hex(16)
+        self._catalog.open_lease(pool, lease_id, ttl_s=ttl_s, now=self._clock())
+        self._leases_changed.set()
+        try:
+            async with asyncio.timeout(OPEN_LEASE_TIMEOUT_S):
+                await self._attachments.open_lease(pool, lease_id)
+        except TimeoutError:
+            self._end_lease(lease_id)
+            raise pool_detached(pool) from None
+        log.info("lease created lease=%s pool=%s ttl_s=%g", lease_id[:8], pool.ledger.pool, ttl_s)
+        return self._encode_created(lease_id)
+
+    def _encode_created(self, lease_id: str) -> cache_service_pb2.CreateLeaseResponse:
+        pool = self._catalog.pool_of(lease_id)
+        response = cache_service_pb2.CreateLeaseResponse(
+            lease_id=lease_id,
+            pool=pool.ledger.pool,
+            epoch=pool.ledger.epoch,
+            term=self._catalog.term,
+            geometry=messages.encode_geometry(pool.ledger.geometry),
+            worker_address=pool.worker_address,
+        )
+        response.expire_time.FromNanoseconds(self._wall_clock_ns(pool.ledger.lease(lease_id).expires_at))
+        return response
+
+    @refusing
+    async def RenewLease(  # noqa: N802
+        self, request: cache_service_pb2.RenewLeaseRequest, context: Context
+    ) -> cache_service_pb2.RenewLeaseResponse:
+        lease = self._catalog.pool_of(request.lease_id).ledger.lease(request.lease_id)
+        lease.renew(self._clock())
+        response = cache_service_pb2.RenewLeaseResponse()
+        response.expire_time.FromNanoseconds(self._wall_clock_ns(lease.expires_at))
+        return response
+
+    @refusing
+    async def DeleteLease(  # noqa: N802
+        self, request: cache_service_pb2.DeleteLeaseRequest, context: Context
+    ) -> cache_service_pb2.DeleteLeaseResponse:
+        self._end_lease(request.lease_id)
+        return cache_service_pb2.DeleteLeaseResponse()
+
+    def _end_lease(self, lease_id: str) -> None:
+        try:
+            pool = self._catalog.pool_of(lease_id)
+        except CallRefused:
+            return
+        if pool.ledger.end_lease(lease_id):
+            log.info("lease ended lease=%s pool=%s", lease_id[:8], pool.ledger.pool)
+            self._attachments.fence_lease(pool, lease_id)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def PlanStep(  # noqa: N802
+        self, request: cache_service_pb2.PlanStepRequest, context: Context
+    ) -> cache_service_pb2.PlanStepResponse:
+        return self.plan_step(request)
+
+    async def PlanSteps(  # noqa: N802
+        self, request_iterator: AsyncIterator[cache_service_pb2.PlanStepsRequest], context: Context
+    ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
+        async for request in request_iterator:
+            try:
+                answer = cache_service_pb2.PlanStepsResponse(plan=self.plan_step(request.plan))
+            except CallRefused as refused:
+                answer = messages.encode_plan_error(refused.refusal)
+            yield answer
+
+    def plan_step(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
+        """Plans one step and signs the grant for it. Raises CallRefused."""
+        self._refuse_if_draining()
+        pool = self._catalog.pool_of(request.lease_id)
+        plan = pool.ledger.plan(
+            request.lease_id,
+            request.epoch,
+            messages.decode_plan(request),
+            now=self._clock(),
+            request_id=request.request_id,
+            digest=messages.plan_digest(request),
+        )
+        grant = sign_grant(plan, pool, lease_id=request.lease_id, term=self._catalog.term)
+        return messages.encode_plan(plan, grant)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    async def AttachPool(  # type: ignore[override]  # noqa: N802  # writes to the context, yields nothing
+        self, request_iterator: AsyncIterator[attach_pb2.AttachPoolRequest], context: Context
+    ) -> None:
+        try:
+            await self._attachments.converse(request_iterator, context.write)
+        except CallRefused as refused:
+            log.warning("attachment refused reason=%s message=%s", refused.refusal.reason.value, refused)
+            await abort(context, to_error_status(refused.refusal))
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def GetPool(  # noqa: N802
+        self, request: cache_service_pb2.GetPoolRequest, context: Context
+    ) -> cache_service_pb2.GetPoolResponse:
+        pool = messages.encode_pool(self._catalog.pool(request.pool), term=self._catalog.term)
+        return cache_service_pb2.GetPoolResponse(pool=pool)
+
+    @refusing
+    async def ListPools(  # noqa: N802
+        self, request: cache_service_pb2.ListPoolsRequest, context: Context
+    ) -> cache_service_pb2.ListPoolsResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        pools = [pool for pool in self._catalog.pools() if pool.ledger.pool > request.page_token]
+        response = cache_service_pb2.ListPoolsResponse(
+            pools=[messages.encode_pool(pool, term=self._catalog.term) for pool in pools[:limit]]
+        )
+        if len(pools) > limit:
+            response.next_page_token = pools[limit - 1].ledger.pool
+        return response
+
+    @refusing
+    async def ListLeases(  # noqa: N802
+        self, request: cache_service_pb2.ListLeasesRequest, context: Context
+    ) -> cache_service_pb2.ListLeasesResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        offset_s = time.time() - self._clock()
+        pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
+        keyed = {page_key(lease.lease_id): lease for pool in pools for lease in pool.ledger.leases()}
+        keys = sorted(key for key in keyed if key > request.page_token)
+        response = cache_service_pb2.ListLeasesResponse(
+            leases=[messages.encode_lease(keyed[key], wall_clock_offset_s=offset_s) for key in keys[:limit]]
+        )
+        if len(keys) > limit:
+            response.next_page_token = keys[limit - 1]
+        return response
+
+    @refusing
+    async def GetSequence(  # noqa: N802
+        self, request: cache_service_pb2.GetSequenceRequest, context: Context
+    ) -> cache_service_pb2.GetSequenceResponse:
+        ledger = self._catalog.pool_of(request.lease_id).ledger
+        sequence = ledger.sequence(request.lease_id, request.sequence_id)
+        if sequence is None:
+            raise CallRefused(sequence_not_found(request.sequence_id))
+        encoded = messages.encode_sequence(sequence, request.lease_id, with_blocks=True)
+        return cache_service_pb2.GetSequenceResponse(sequence=encoded)
+
+    @refusing
+    async def ListSequences(  # noqa: N802
+        self, request: cache_service_pb2.ListSequencesRequest, context: Context
+    ) -> cache_service_pb2.ListSequencesResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        keyed = {
+            f"{page_key(lease.lease_id)}.{seq_id:010d}": (sequence, lease.lease_id)
+            for lease in self._catalog.pool(request.pool).ledger.leases()
+            if not request.lease_id or lease.lease_id == request.lease_id
+            for seq_id, sequence in lease.sequences.items()
+        }
+        keys = sorted(key for key in keyed if key > request.page_token)
+        page = (keyed[key] for key in keys[:limit])
+        response = cache_service_pb2.ListSequencesResponse(
+            sequences=[messages.encode_sequence(*entry, with_blocks=False) for entry in page]
+        )
+        if len(keys) > limit:
+            response.next_page_token = keys[limit - 1]
+        return response
+
+    @refusing
+    async def ListBlocks(  # noqa: N802
+        self, request: cache_service_pb2.ListBlocksRequest, context: Context
+    ) -> cache_service_pb2.ListBlocksResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_BLOCK_PAGE, most=MAX_BLOCK_PAGE)
+        if request.state not in (cache_service_pb2.BLOCK_STATE_UNSPECIFIED, *messages.BLOCK_STATES.values()):
+            raise CallRefused(invalid("state", request.state, "a BlockState"))
+        pool = self._catalog.pool(request.pool)
+        start = decode_block_token(request.page_token) + 1
+        blocks = listed_blocks(pool, candidate_blocks(pool, request.lease_id, start), request.state)
+        response = cache_service_pb2.ListBlocksResponse()
+        for block in blocks:
+            if len(response.blocks) == limit:
+                response.next_page_token = str(response.blocks[-1].block_id)
+                break
+            response.blocks.append(block)
+        return response
+
+    @refusing
+    async def LookupPrefix(  # noqa: N802
+        self, request: cache_service_pb2.LookupPrefixRequest, context: Context
+    ) -> cache_service_pb2.LookupPrefixResponse:
+        messages.check_salt("salt", request.salt)
+        if not request.token_ids:
+            raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+        tokens = messages.token_bytes(request.token_ids)
+        pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
+        matches = [
+            cache_service_pb2.PrefixMatch(
+                pool=pool.ledger.pool,
+                cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=request.salt),
+                block_counts=messages.encode_counts(pool.ledger.counts()),
+                worker_address=pool.worker_address,
+            )
+            for pool in pools
+        ]
+        matches.sort(key=lambda match: -match.cached_token_count)
+        return cache_service_pb2.LookupPrefixResponse(matches=matches)
+
+    @refusing
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> cache_service_pb2.ResetPrefixCacheResponse:
+        dropped = self._catalog.pool(request.pool).ledger.reset_prefix_cache()
+        return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=dropped)
+
+    @refusing
+    async def AuditPool(  # noqa: N802
+        self, request: cache_service_pb2.AuditPoolRequest, context: Context
+    ) -> cache_service_pb2.AuditPoolResponse:
+        ledger = self._catalog.pool(request.pool).ledger
+        return cache_service_pb2.AuditPoolResponse(
+            violations=list(ledger.violations()),
+            block_count=ledger.geometry.num_blocks - 1,
+            sequence_count=sum(len(lease.sequences) for lease in ledger.leases()),
+        )
+
+    @refusing
+    async def GetStatistics(  # noqa: N802
+        self, request: cache_service_pb2.GetStatisticsRequest, context: Context
+    ) -> cache_service_pb2.GetStatisticsResponse:
+        pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
+        return cache_service_pb2.GetStatisticsResponse(
+            pools=[messages.encode_statistics(pool, pool.ledger.statistics()) for pool in pools]
+        )
+
+    def _refuse_if_draining(self) -> None:
+        if self._is_draining:
+            raise CallRefused(refuse(Reason.SHUTTING_DOWN, "cachemgr is shutting down"))
+
+    def _wall_clock_ns(self, at: float) -> int:
+        return int((time.time() + at - self._clock()) * 1e9)
+
+
+def page_key(lease_id: str) -> str:
+    """Orders leases in lists without giving their ids away, which are capabilities."""
+    return sha256(lease_id.encode()).hexdigest()[:24]
+
+
+def decode_block_token(token: str) -> int:
+    """The last block of the page before; 0 at the beginning. Raises CallRefused (INVALID_ARGUMENT)."""
+    if not token:
+        return 0
+    if not (token.isascii() and token.isdigit()):
+        raise CallRefused(invalid("page_token", repr(token), "one from an earlier answer"))
+    return int(token)
+
+
+def candidate_blocks(pool: AttachedPool, lease_id: str, start: int) -> Iterable[int]:
+    """Block ids from start on: all, or those in the block tables of one lease. Raises CallRefused."""
+    if not lease_id:
+        return range(start, pool.ledger.geometry.num_blocks)
+    sequences = pool.ledger.lease(lease_id).sequences.values()
+    held = {block_id for sequence in sequences for block_id in sequence.block_table}
+    return sorted(block_id for block_id in held if block_id >= start)
+
+
+def listed_blocks(pool: AttachedPool, block_ids: Iterable[int], state: int) -> Iterable[cache_service_pb2.Block]:
+    """The blocks that are in the state asked for; BLOCK_STATE_UNSPECIFIED: in any."""
+    for block_id in block_ids:
+        block_state, ref_count, pin_count, prefix_hash = pool.ledger.block(block_id)
+        if state in (cache_service_pb2.BLOCK_STATE_UNSPECIFIED, messages.BLOCK_STATES[block_state]):
+            yield cache_service_pb2.Block(
+                block_id=block_id,
+                state=messages.BLOCK_STATES[block_state],
+                reference_count=ref_count,
+                pin_count=pin_count,
+                prefix_hash=prefix_hash or b"",
+            )

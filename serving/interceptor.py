@@ -1,0 +1,194 @@
+"""What stands between gRPC and every handler: unexpected exceptions, unreadable messages, the end of streams.
+
+gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an
+unreadable message the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
+type and place, and the second INVALID_ARGUMENT.
+
+Handlers are async functions or async generators; others pass untouched.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from quire.serving.errors import ErrorStatus, abort
+from quire.serving.logs import describe_exception
+
+log = logging.getLogger(__name__)
+
+Handler = Any  # grpc.RpcMethodHandler, whose fields the stubs leave untyped
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MalformedRequestError(Exception):
+    """The bytes are no message of the method's request type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Takes the place of a unary request that could not be read: raised there, gRPC would answer by itself."""
+
+
+class HandlerGuard(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server, once per method.
+
+    fatal     exceptions after which the process must not go on; `on_fatal` is called with them
+    domain    of the errors made here
+    """
+
+    def __init__(
+        self, *, domain: str, fatal: tuple[type[BaseException], ...], on_fatal: Callable[[BaseException], None]
+    ) -> None:
+        self._domain = domain
+        self._fatal = fatal
+        self._on_fatal = on_fatal
+        self._handlers: dict[str, Handler] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._ending = False
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        method = handler_call_details.method
+        guarded = self._handlers.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # gRPC answers UNIMPLEMENTED; not kept, since method names come from the peer
+            guarded = self._handlers[method] = self._guard(handler, method)
+        return guarded
+
+    def end_streams(self) -> None:
+        """Ends the streams that are open, and those still to come, with UNAVAILABLE and the reason SHUTTING_DOWN."""
+        self._ending = True
+        for task in tuple(self._streams):
+            task.cancel()
+
+    def _guard(self, handler: Handler, method: str) -> Handler:
+        read = _reading(handler.request_deserializer, is_stream=handler.request_streaming)
+        sides = (handler.request_streaming, handler.response_streaming)
+        name = "_".join("stream" if is_stream else "unary" for is_stream in sides)
+        make = getattr(grpc, f"{name}_rpc_method_handler")
+        wrap = self._guard_stream if any(sides) else self._guard_unary
+        behavior = wrap(getattr(handler, name), method)
+        return make(behavior, request_deserializer=read, response_serializer=handler.response_serializer)
+
+    def _guard_unary(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+        if not inspect.iscoroutinefunction(behavior):
+            return behavior
+
+        async def unary(request: Any, context: Context) -> Any:
+            try:
+                if isinstance(request, _Malformed):
+                    raise MalformedRequestError
+                return await behavior(request, context)
+            except Exception as error:
+                await self._answer(error, method, context)
+
+        return unary
+
+    def _guard_stream(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behavior):
+            return self._guard_generator(behavior, method)
+        if not inspect.iscoroutinefunction(behavior):
+            return behavior
+
+        async def stream(request: Any, context: Context) -> Any:
+            task = self._enter_stream()
+            try:
+                if isinstance(request, _Malformed):
+                    raise MalformedRequestError
+                return await behavior(request, context)
+            except asyncio.CancelledError:
+                await self._end_stream(task, context)
+            except Exception as error:
+                await self._answer(error, method, context)
+            finally:
+                self._streams.discard(task)
+
+        return stream
+
+    def _guard_generator(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            task = self._enter_stream()
+            answers = None
+            try:
+                if isinstance(request, _Malformed):
+                    raise MalformedRequestError
+                answers = behavior(request, context)
+                async for answer in answers:
+                    yield answer
+            except asyncio.CancelledError:
+                await self._end_stream(task, context)
+            except Exception as error:
+                await self._answer(error, method, context)
+            finally:
+                self._streams.discard(task)
+                if answers is not None:
+                    await answers.aclose()
+
+        return stream
+
+    def _enter_stream(self) -> asyncio.Task[Any]:
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs handlers in tasks"
+        self._streams.add(task)
+        if self._ending:
+            task.cancel()
+        return task
+
+    async def _end_stream(self, task: asyncio.Task[Any], context: Context) -> None:
+        if not self._ending or context.cancelled():
+            raise asyncio.CancelledError
+        task.uncancel()
+        await abort(context, shutting_down(self._domain))
+
+    async def _answer(self, error: Exception, method: str, context: Context) -> None:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, (MalformedRequestError, DecodeError)):
+            await abort(context, malformed_request(self._domain))
+        log.error("handler failed method=%s error=%s", method, describe_exception(error))
+        if isinstance(error, self._fatal):
+            self._on_fatal(error)
+        await abort(context, unexpected(self._domain))
+
+
+def shutting_down(domain: str) -> ErrorStatus:
+    """What a stream ends with when the server stops."""
+    return ErrorStatus(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the server is shutting down", domain)
+
+
+def malformed_request(domain: str) -> ErrorStatus:
+    """What bytes that are no message are answered with."""
+    message = "the bytes received are not a message of this method's request type"
+    return ErrorStatus(
+        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, {"field": "", "value": ""}
+    )
+
+
+def unexpected(domain: str) -> ErrorStatus:
+    """What a defect of the server is answered with: nothing of the exception leaves the process."""
+    return ErrorStatus(grpc.StatusCode.INTERNAL, "INTERNAL", "unexpected error in the server; see its log", domain)
+
+
+def _reading(deserialize: Callable[[bytes], Any] | None, *, is_stream: bool) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception as error:
+            if is_stream:
+                raise MalformedRequestError from error
+            return _Malformed()
+
+    return read

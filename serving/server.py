@@ -1,0 +1,287 @@
+"""A gRPC server process from start to exit: options, health, reflection, addresses, signals, drain.
+
+    async def serve(signals: StopSignals) -> None:
+        async with Server(service_names=["quire.cache.v1.CacheService"], domain="cache.quire.dev") as server:
+            add_CacheServiceServicer_to_server(servicer, server.grpc)
+            await server.start(addresses)               # health: NOT_SERVING
+            await server.announce_serving()             # health: SERVING
+            await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
+
+    sys.exit(run(serve))
+
+Life of a stop. First signal: health NOT_SERVING, `drain` is awaited, then no new calls, streams end with UNAVAILABLE
+(SHUTTING_DOWN), unary calls that have begun finish, exit 0. Second signal: everything is dropped, exit 128 + signal. A
+signal before `serve_until_signal` cancels the start-up and exits 0. Exceptions: one log line, exit 1.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from quire.serving.addresses import (
+    Address,
+    AddressError,
+    AddressInUseError,
+    TcpAddress,
+    claimed_socket,
+    explain_bind_failure,
+)
+from quire.serving.interceptor import HandlerGuard
+from quire.serving.logs import describe_exception
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# Unknown names are ignored without a word: tests watch the effects.
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port and takes half of the calls
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+# Left for streams to tell their clients, when the drain has used up its time.
+_LAST_WORDS_S = 0.5
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of this process, as events. Made by `run`."""
+
+    def __init__(self) -> None:
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+        self._is_awaited = False
+        self.last_signal = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody has begun to wait: until then a signal means a start-up to be cancelled."""
+        return self._is_awaited
+
+    async def first(self) -> None:
+        """Returns on the first signal."""
+        self._is_awaited = True
+        await self._first.wait()
+
+    async def second(self) -> None:
+        """Returns on the second signal."""
+        await self._second.wait()
+
+    def receive(self, number: int) -> None:
+        """Takes note of a signal."""
+        self.last_signal = number
+        (self._second if self._first.is_set() else self._first).set()
+
+
+class StoppedAtOnceError(Exception):
+    """A second signal came before the drain had ended; what was running was dropped."""
+
+
+class Server:
+    """A grpc.aio server with health, reflection and guarded handlers; one per process, on the running event loop.
+
+    service_names   full names of the services it will carry ("quire.cache.v1.CacheService")
+    domain          of the errors that serving itself makes
+    fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
+
+    `grpc` is the server to add servicers to, before `start`.
+    """
+
+    def __init__(
+        self, *, service_names: Sequence[str], domain: str, fatal: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        self._guard = HandlerGuard(domain=domain, fatal=fatal, on_fatal=self.fail)
+        self._health = health.aio.HealthServicer()
+        self._names = ("", *service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._sockets: dict[str, int] = {}
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background: set[asyncio.Task[None]] = set()
+        self.addresses: tuple[Address, ...] = ()
+        self.grpc = grpc.aio.server(interceptors=(self._guard,), options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(self._names[1:], self.grpc)
+
+    async def __aenter__(self) -> "Server":
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._health.enter_graceful_shutdown()
+        self._guard.end_streams()
+        await self.grpc.stop(None)
+        self._unlink_sockets()
+        if self._failure.done() and not self._failure.cancelled():
+            self._failure.exception()  # seen, whether or not anybody waited for it
+
+    async def start(self, addresses: Iterable[Address]) -> None:
+        """Binds every address and answers calls; health says NOT_SERVING. `self.addresses` then has the real ports.
+
+        Raises AddressInUseError or AddressError, and then serves nothing.
+        """
+        bound = [self._bind(address) for address in addresses]
+        if not bound:
+            raise AddressError("no address to listen on")
+        self.addresses = tuple(bound)
+        await self.grpc.start()
+        log.info("listening addresses=%s", ",".join(map(str, bound)))
+
+    async def announce_serving(self) -> None:
+        """Health SERVING, for the whole server and each service. Without effect once the stop has begun."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def announce_not_serving(self) -> None:
+        """Health NOT_SERVING: alive, but do not send work."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends `serve_until_signal` with this error, now and without a drain. For broken invariants."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            task = asyncio.get_running_loop().create_task(self._health.enter_graceful_shutdown())
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    async def serve_until_signal(
+        self, signals: StopSignals, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
+    ) -> None:
+        """Serves until SIGTERM or SIGINT, then stops in order; see the top of this file.
+
+        `drain` must return when the work that counts has finished, and should make the servicer refuse new work. It and
+        the calls that have begun get `drain_timeout_s` together; what is left then is dropped with a log line.
+        Raises StoppedAtOnceError on a second signal, and whatever `fail` was given.
+        """
+        await self._first_of(signals.first())
+        log.info("draining signal=%s timeout_s=%g", _signal_name(signals.last_signal), drain_timeout_s)
+        await self._health.enter_graceful_shutdown()
+        await self._first_of(self._stop(drain, drain_timeout_s), _hurry(signals))
+        log.info("stopped")
+
+    async def _stop(self, drain: Callable[[], Awaitable[None]] | None, drain_timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain_timeout_s
+        if drain is not None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await drain()
+            except TimeoutError:
+                log.warning("drain timed out timeout_s=%g", drain_timeout_s)
+        grace_s = max(deadline - loop.time(), _LAST_WORDS_S)
+        stopping = asyncio.ensure_future(self.grpc.stop(grace_s))
+        await asyncio.sleep(0)  # stop accepts no calls from its first step on
+        self._guard.end_streams()
+        await stopping
+        self._unlink_sockets()
+
+    async def _first_of(self, *coroutines: Coroutine[Any, Any, None]) -> None:
+        """Runs them until one ends or `fail` is called, cancels the rest; raises what the first to end raised."""
+        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+        try:
+            done, _ = await asyncio.wait((*tasks, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for future in done:
+            future.result()
+
+    async def _set_health(self, status: Literal[1, 2]) -> None:
+        for name in self._names:
+            await self._health.set(name, status)
+
+    def _bind(self, address: Address) -> Address:
+        if isinstance(address, TcpAddress):
+            return self._bind_tcp(address)
+        with claimed_socket(address.path):
+            try:
+                self.grpc.add_insecure_port(str(address))
+            except RuntimeError as error:
+                raise AddressError(f"{address}: can't listen there") from error
+            self._sockets[address.path] = os.stat(address.path).st_ino
+        return address
+
+    def _bind_tcp(self, address: TcpAddress) -> TcpAddress:
+        try:
+            port = self.grpc.add_insecure_port(str(address))
+        except RuntimeError as error:
+            reason = explain_bind_failure(address)
+            if reason == os.strerror(errno.EADDRINUSE):
+                raise AddressInUseError(f"{address}: another process is listening there") from error
+            raise AddressError(f"{address}: can't listen there: {reason or 'gRPC does not say why'}") from error
+        return TcpAddress(address.host, port)
+
+    def _unlink_sockets(self) -> None:
+        """Removes the socket files made here; gRPC does too, but not when a start fails half-way."""
+        for path, inode in self._sockets.items():
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:
+                    Path(path).unlink()
+        self._sockets.clear()
+
+
+def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> int:
+    """Runs a server's main coroutine on uvloop with signal handlers; returns the process's exit status.
+
+    0 after an orderly stop, 1 after an exception, which is logged in one line. Does not return, but ends the process,
+    after an unexpected exception and if a signal cut short the start-up (status 0) or the drain (128 + signal): threads
+    that load or compute can't be interrupted and would hold it up. `main` must not block the loop: signals are heard
+    between its steps.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status, at_once = runner.run(_supervise(main))
+        if at_once:
+            logging.shutdown()
+            os._exit(status)
+    return status
+
+
+async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> tuple[int, bool]:
+    """Exit status, and whether to end the process without waiting for its threads."""
+    signals = StopSignals()
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(main(signals))
+
+    def on_signal(number: int) -> None:
+        signals.receive(number)
+        if not signals.is_awaited:
+            log.info("start-up cancelled signal=%s", _signal_name(number))
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 0, True
+    except StoppedAtOnceError:
+        return 128 + signals.last_signal, True
+    except AddressError as error:
+        log.error("can't start: %s", error)
+        return 1, False
+    except Exception as error:
+        log.error("failed: %s (%s)", error, describe_exception(error))
+        return 1, True
+    return 0, False
+
+
+async def _hurry(signals: StopSignals) -> None:
+    await signals.second()
+    log.warning("stopping at once signal=%s", _signal_name(signals.last_signal))
+    raise StoppedAtOnceError
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number else "none"
