@@ -20,7 +20,6 @@ import importlib.util
 import inspect
 import json
 import math
-import os
 import platform
 import re
 import sysconfig
@@ -37,7 +36,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 SEED = 20
 EOS = "<|endoftext|>"
@@ -53,12 +59,13 @@ class Source:
 
     package: str
     licence: str
+    headers: tuple[str, ...] = ()  # folders of C++ headers, read for their comments
 
 
 SOURCES = (
     Source("python", "PSF-2.0"),  # the standard library, pydoc_data.topics (the language reference) included
     Source("numpy", "BSD-3-Clause"),
-    Source("torch", "BSD-3-Clause"),
+    Source("torch", "BSD-3-Clause", headers=("include/ATen", "include/c10", "include/torch")),
     Source("transformers", "Apache-2.0"),
     Source("huggingface_hub", "Apache-2.0"),
     Source("networkx", "BSD-3-Clause"),
@@ -71,7 +78,7 @@ SOURCES = (
 
 # Tests have little prose, the other folders hold other people's code under other licences.
 SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "ensurepip", "__pycache__", "_vendor", "vendored"}
+    ("test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "ensurepip", "_vendor", "vendored")
 )
 # Files written by a program, or tables.
 SKIPPED_FILES = re.compile(r"(^test_|_test\.py$|_pb2|dummy_|^_?sysconfigdata|_generated)")
@@ -94,7 +101,8 @@ def source_version(source: Source) -> str:
 
 def source_files(source: Source) -> Iterator[Path]:
     root = source_root(source)
-    for path in sorted(root.rglob("*.py")):
+    headers = [path for folder in source.headers for path in (root / folder).rglob("*.h")]
+    for path in sorted(root.rglob("*.py")) + sorted(headers):
         inner = path.relative_to(root)
         if not SKIPPED_FOLDERS.intersection(inner.parts[:-1]) and not SKIPPED_FILES.search(inner.name):
             yield path
@@ -105,6 +113,7 @@ def source_files(source: Source) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#(?![!:-]).*\n){3,}", re.MULTILINE)
+CPP_COMMENT_BLOCK = re.compile(r"(?:^[ \t]*//.*\n){3,}", re.MULTILINE)
 
 
 def raw_texts(path: Path) -> Iterator[str]:
@@ -115,6 +124,10 @@ def raw_texts(path: Path) -> Iterator[str]:
     """
     try:
         code = path.read_text(encoding="utf-8")
+        if path.suffix == ".h":
+            for block in CPP_COMMENT_BLOCK.findall(code):
+                yield "\n".join(re.sub(r"^\s*//+ ?", "", line).rstrip() for line in block.splitlines())
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(code)
@@ -146,6 +159,7 @@ MARKUP: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?"), r"\1"),
     (re.compile(r"\s?\[[\w#*]+\]_"), ""),
     (re.compile(r"``([^`]*)``"), r"\1"),
+    (re.compile(r'"{1,2}([\w.]+(?:\(\))?)"{1,2}'), r"\1"),
     (re.compile(r"`([^`]*)`_?"), r"\1"),
     (re.compile(r"\*\*([^*\n]+)\*\*"), r"\1"),
     (re.compile(r"(?<![\w*])\*([^*\s][^*\n]*)\*(?!\w)"), r"\1"),
@@ -155,22 +169,37 @@ MARKUP: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\s*(?:\u2014|\u2013|---|--)\s*"), " - "),
 )
 
-# A paragraph with one of these is code, a table, a directive or a list of parameters.
+# A piece of text with one of these is code, a table, a directive or legal text.
 NOT_PROSE = re.compile(
-    r">>>|^\s*\.\.\s|^\s*[-=~^+*|#]{3,}|\\\w+\{|^\s*[\w.*, ]+ : |^\s*\w+ \([^)]*\):|^\s*:\w+|```|^\s*@|</?\w+>"
-    r"|^\s*(?:def|class|import|from|return|assert|if|for|while|with) .*[:\w]$|copyright|licen[sc]e|warrant|TODO|FIXME"
-    r"|^\s*(?:Args|Parameters|Returns?|Raises|Examples?|Note|Notes|See Also|References)\b:?\s*$",
+    r">>>|^\s*\.\.\s|^\s*[-=~^+*|#]{3,}|\\\w+\{|^\s*:\w+|```|^\s*@|</?\w+>"
+    r"|^\s*(?:def|class|if|for|while|with) .*:$|^\s*import [\w.]+$|copyright|licen[sc]e|warrant|TODO|FIXME",
     re.MULTILINE | re.IGNORECASE,
 )
-BULLET = re.compile(r"^\s*(?:[-*+•]|\(?\d+[.)]|[a-z]\))\s+")
+# Where a paragraph falls into pieces: bullets, the heads of parameter descriptions (three styles), section titles.
+PIECES = re.compile(
+    r"^\s*(?:[-*+\u2022]|\(?\d+[.)]|\[\d+\]|[a-z]\))\s+"
+    r"|^\s*[\w*, ]+ : .*$|^\s*[\w.*`]+ ?\([^\n]*?\):|^\s*:\w+ [\w ]+:"
+    r"|^\s*(?:Args|Arguments|Parameters|Attributes|Returns?|Yields|Raises|Examples?|Notes?|See Also|References):?\s*$",
+    re.MULTILINE,
+)
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|al|resp|Fig|Eq|Sec|No|Dr|Mr|St|approx)|\b[A-Z])\.$")
 SENTENCE_END = re.compile(r"(?<=[.?!])[\"')]*\s+(?=[A-Z\"'(])")
 PLAIN = re.compile(r"[A-Za-z ,.';?!\-]")
-ODD = re.compile(r"[^\x20-\x7e]|[=<>\\{}\[\]|~^$@#&%+*_]{2}|[\\{}|~^$@&=<>#]|https?:|www\.|\.\.\.|\bet al\b|\bpp\.")
-IDENTIFIER = re.compile(r"\b\w*_\w*\b|\b\w+\.\w+|\b\w+\(|\b[a-z]+[A-Z]\w*|\b[A-Z][a-z0-9]+[A-Z]\w*|\b[A-Z]{2,}\d*\b|\d+")
+ODD = re.compile(
+    r"[^\x20-\x7e]|[=<>\\{}\[\]|~^$@#&%+*_]{2}|[\\{}|~^$@&=<>#]|https?:|::|www\.|\.\.\.|\bet al\b|\bpp\."
+    r"|'[^\w\s]*'|(?:^|\s)[^\w\s]+(?=\s)(?<!-)|\?\?|!!"
+)
+# A name from code, a quoted word, an acronym or a number.
+IDENTIFIER = re.compile(
+    r"\b\w*_\w*\b|\b\w+\.\w+|\b\w+\(|\b[a-z]+[A-Z]\w*|\b[A-Z][a-z0-9]+[A-Z]\w*|\b[A-Z]{2,}\d*\b|\d+|(?<!\w)['\"]\w"
+)
 COMMON = frozenset(
-    "a an the of to in is are be for and or that this it with by as on if not from which can will when at has have "
-    "must may should used was were been does do no any all its you".split()
+    re.findall(
+        r"\w+",
+        "a an the of to in is are be for and or that this it with by as on if not from which can will when at has have "
+        "must may should used was were been does do no any all its you we they their these those there each other such "
+        "than then so but one only also more into after before between how what where while without both same use uses",
+    )
 )
 
 
@@ -193,37 +222,34 @@ def sentences(paragraph: str) -> Iterator[str]:
 
 
 def is_english(sentence: str) -> bool:
-    """Does it read as a whole sentence of plain English, with at most two names from code in it?"""
+    """Does it read as a whole sentence of plain English, with at most one name from code in it?"""
     words = sentence.split()
     if not 5 <= len(words) <= 40 or not sentence[0].isupper() or sentence[-1] not in ".?!":
         return False
     if ODD.search(sentence) or sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
         return False
-    if len(PLAIN.findall(sentence)) < 0.95 * len(sentence) or max(map(len, words)) > 24:
+    if len(PLAIN.findall(sentence)) < 0.94 * len(sentence) or max(map(len, words)) > 26:
         return False
-    if len(IDENTIFIER.findall(sentence)) > 2:
+    if len(IDENTIFIER.findall(sentence)) > 1:
         return False
     common = sum(word.lower().strip(",.;") in COMMON for word in words)
-    return common >= 2 and common >= 0.22 * len(words)
+    return common >= 0.2 * len(words)
 
 
 def prose(text: str) -> Iterator[list[str]]:
     """The paragraphs of a raw text, each as its run of good sentences (a bad sentence ends the run)."""
     for block in re.split(r"\n\s*\n", text):
-        if NOT_PROSE.search(block):
-            continue
-        lines = block.splitlines()
-        if sum(bool(BULLET.match(line)) for line in lines) > 1:
-            continue  # a list: its items do not make a paragraph
-        flat = " ".join(" ".join(BULLET.sub("", line) for line in lines).split())
-        run: list[str] = []
-        for sentence in sentences(strip_markup(flat)):
-            if is_english(sentence):
-                run.append(sentence)
+        for piece in PIECES.split(block):
+            if NOT_PROSE.search(piece):
                 continue
+            run: list[str] = []
+            for sentence in sentences(strip_markup(" ".join(piece.split()))):
+                if is_english(sentence):
+                    run.append(sentence)
+                    continue
+                yield run
+                run = []
             yield run
-            run = []
-        yield run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,8 +273,10 @@ class Document:
 
     @property
     def weight(self) -> int:
-        """How often an epoch shows it: the language reference is the best prose there is in the corpus."""
-        return 2 if self.path.endswith("topics.py") else 1
+        """How often an epoch shows it: the prose of Python is the clearest and the most general in the corpus."""
+        if self.path.endswith("topics.py"):
+            return 3
+        return 2 if self.package == "python" else 1
 
 
 def build_corpus(report: Callable[[str], None]) -> list[Document]:
@@ -299,7 +327,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=EOS,
         eos_token=EOS,
@@ -316,7 +344,10 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe. The defaults made the model in the repository."""
+    """The recipe. The defaults made the model in the repository.
+
+    The schedule follows the clock, so a second run on another machine takes another number of steps.
+    """
 
     minutes: float
     threads: int
@@ -333,11 +364,12 @@ class Settings:
     weight_decay: float = 0.1
     warmup_steps: int = 60
     decay_fraction: float = 0.5
+    compile: bool = True  # needs a C++ compiler; --set compile=false does without, at half the speed
 
 
 @dataclass
 class Progress:
-    """What training did; train.json holds it, the model card quotes it."""
+    """What training did. The last lines of the output have it, and the model card quotes it."""
 
     steps: int = 0
     tokens: int = 0
@@ -358,11 +390,11 @@ class Windows:
 
     def take(self, count: int) -> torch.Tensor:
         while len(self.pending) < count:
-            self.pending = np.concatenate([self.pending, self._next_epoch()])
+            self.pending = np.concatenate([self.pending, self.next_epoch()])
         taken, self.pending = self.pending[:count], self.pending[count:]
         return torch.from_numpy(taken)
 
-    def _next_epoch(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def next_epoch(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         order = self.random.permutation(len(self.documents))
         stream = np.concatenate([self.documents[i] for i in order])
         width = self.context + 1
@@ -385,9 +417,10 @@ def make_model(settings: Settings, eos: int) -> LlamaForCausalLM:
         bos_token_id=eos,
         eos_token_id=eos,
         pad_token_id=eos,
-        attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")  # the quicker one once compiled; the choice is not saved
+    return model
 
 
 def loss_of(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
@@ -398,9 +431,7 @@ def loss_of(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> float:
-    model.eval()
-    losses = [loss_of(model, part).item() * len(part) for part in windows.split(16)]
-    model.train()
+    losses = [loss_of(model, part).item() * len(part) for part in torch.split(windows, 16)]
     return sum(losses) / len(windows)
 
 
@@ -424,6 +455,10 @@ def train(
     muon = torch.optim.Muon(matrices, lr=settings.muon_rate, weight_decay=settings.weight_decay)
     peak_rates = {adam: settings.adam_rate, muon: settings.muon_rate}
 
+    compiled = torch.compile(loss_of) if settings.compile else loss_of
+    torch.autograd.backward(compiled(model, held_out[: settings.batch]))  # compiles, off the clock
+    model.zero_grad(set_to_none=True)
+
     progress = Progress()
     budget = settings.minutes * 60
     started = last_report = time.monotonic()
@@ -434,8 +469,8 @@ def train(
         for optimizer, peak in peak_rates.items():
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-        loss = loss_of(model, windows.take(settings.batch))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = compiled(model, windows.take(settings.batch))
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in peak_rates:
             optimizer.step()
@@ -461,10 +496,13 @@ def train(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    model.eval()
-    model.to(torch.bfloat16)  # type: ignore[call-arg]
+    torch.nn.Module.to(model, torch.bfloat16)
+    ids = {f"{name}_token_id": getattr(model.config, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.chmod(0o644)  # the weights are written for their owner alone
 
 
 @torch.no_grad()
@@ -475,7 +513,7 @@ def show_samples(out: Path, report: Callable[[str], None]) -> None:
     torch.manual_seed(SEED)
     for prompt in ("This function returns", "If the file does not exist,", "A class is", "When the model is loaded,"):
         ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        made = model.generate(
+        made = model.generate(  # type: ignore[misc]
             **ids, max_new_tokens=48, do_sample=True, temperature=0.7, top_k=40, repetition_penalty=1.15
         )
         report(f"> {tokenizer.decode(made[0])}")
@@ -496,7 +534,6 @@ def main(
     save_corpus: Path | None,
     load_corpus: Path | None,
 ) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
     numbers = {name: json.loads(value) for name, _, value in (item.partition("=") for item in overrides)}
     settings = Settings(minutes=minutes, threads=threads, **numbers)
     torch.set_num_threads(threads)
@@ -520,7 +557,7 @@ def main(
 
     windows = Windows(encode(training), settings.context, eos)
     held_out = Windows(encode([d for d in documents if d.held_out]), settings.context, eos)
-    held_out_windows = torch.from_numpy(held_out._next_epoch())
+    held_out_windows = torch.from_numpy(held_out.next_epoch())
     model = make_model(settings, eos)
     click.echo(
         f"{len(documents)} documents, {sum(len(d.text) for d in documents) / 1e6:.2f} MB; an epoch is "

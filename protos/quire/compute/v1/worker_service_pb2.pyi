@@ -222,7 +222,7 @@ class SamplingParameters(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0: the most probable token. At most 100. Unset: 1."""
+    """0: the most probable token. At least 0. Unset: 1."""
     top_k: _builtins.int
     """Only the k most probable tokens. 0 (default): all."""
     top_p: _builtins.float
@@ -234,16 +234,14 @@ class SamplingParameters(_message.Message):
     [0, 1]. Default 0.
     """
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens that occurred, in
-    (0, 100]. Unset: 1.
+    """Divides positive and multiplies negative logits of tokens that occurred;
+    above 0. Unset: 1.
     """
     presence_penalty: _builtins.float
-    """Taken from the logits of tokens that were generated, in [-100, 100].
-    Default 0.
-    """
+    """Taken from the logits of tokens that were generated, in [-2, 2]. Default 0."""
     seed: _builtins.int
     """The same seed, tokens and parameters give the same token, whatever else is
-    in the batch. Any value.
+    in the batch. 0 to 2^63 - 1.
     """
     logprob_count: _builtins.int
     """Log-probabilities to answer with, beside the chosen token's: 0 to

@@ -1,0 +1,203 @@
+"""cachemgr over gRPC: a thin typed client. Deadlines, safe retries, lease keep-alive; no policy."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from google.protobuf import duration_pb2
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cache.v1 import cache_service_pb2_grpc
+from quire.client.channel import ONCE, RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, retried, unary
+from quire.client.errors import LeaseLost, ProtocolViolation, QuireError
+
+
+class CacheApi(Protocol):
+    """What the engine needs of cachemgr. Every method raises QuireError and nothing else."""
+
+    async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
+        """A new lease on a pool; "" is the only pool there is."""
+
+    async def renew_lease(self, lease_id: str) -> None:
+        """Move the lease's expiry to now + its ttl. Raises LeaseLost."""
+
+    async def delete_lease(self, lease_id: str) -> None:
+        """End the lease; one that is gone is fine."""
+
+    async def plan(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
+        """Plan one step. One at a time."""
+
+    async def get_pool(self, pool: str) -> pb.Pool:
+        """How full a pool is and what it is made of."""
+
+    async def close(self) -> None:
+        """Give up all connections."""
+
+
+class CacheClient:
+    """CacheApi over a channel, and the calls that inspect. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = 10.0,
+        retry: RetryPolicy = RETRIES,
+    ) -> None:
+        """address is "unix:/path" or "host:port"; timeout_s is the deadline of each attempt of a call."""
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._channel = open_channel(address, credentials)
+        self._stub = cache_service_pb2_grpc.CacheServiceStub(self._channel)
+        self._plans: OrderedStream[pb.PlanStepsRequest, pb.PlanStepsResponse] = OrderedStream(
+            self._stub.PlanSteps, timeout_s=timeout_s
+        )
+
+    async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
+        """See CacheService.CreateLease. Repeated under one request_id. Raises NotFound, Unavailable."""
+        ttl = duration_pb2.Duration()
+        ttl.FromMilliseconds(round(ttl_s * 1000))
+        request = pb.CreateLeaseRequest(pool=pool, ttl=ttl, request_id=uuid.uuid4().hex)
+        return await unary(self._stub.CreateLease, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def renew_lease(self, lease_id: str) -> None:
+        """See CacheService.RenewLease. Raises LeaseLost, Unavailable."""
+        request = pb.RenewLeaseRequest(lease_id=lease_id)
+        await unary(self._stub.RenewLease, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def delete_lease(self, lease_id: str) -> None:
+        """See CacheService.DeleteLease. Tried once: a lease left over expires by itself."""
+        request = pb.DeleteLeaseRequest(lease_id=lease_id)
+        await unary(self._stub.DeleteLease, request, timeout_s=self._timeout_s)
+
+    async def plan(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
+        """See CacheService.PlanStep; goes over the stream. Repeated after a break if it has a request_id.
+
+        Raises LeaseLost, EpochChanged, OutOfRoom (TOO_MANY_STEPS), Unavailable.
+        """
+        message = pb.PlanStepsRequest(plan=request)
+
+        async def attempt() -> pb.PlanStepsResponse:
+            return await (await self._plans.send(message))
+
+        answer = await retried(attempt, self._retry if request.request_id else ONCE)
+        match answer.WhichOneof("answer"):
+            case "plan":
+                return answer.plan
+            case "error":
+                raise decode_error(answer.error)
+            case _:
+                raise ProtocolViolation("an empty answer to a plan")
+
+    async def get_pool(self, pool: str = "") -> pb.Pool:
+        """See CacheService.GetPool. Raises NotFound, Unavailable."""
+        request = pb.GetPoolRequest(pool=pool)
+        return (await unary(self._stub.GetPool, request, timeout_s=self._timeout_s, policy=self._retry)).pool
+
+    async def get_sequence(self, lease_id: str, sequence_id: int) -> pb.Sequence:
+        """See CacheService.GetSequence. Raises LeaseLost, NotFound, Unavailable."""
+        request = pb.GetSequenceRequest(lease_id=lease_id, sequence_id=sequence_id)
+        answer = await unary(self._stub.GetSequence, request, timeout_s=self._timeout_s, policy=self._retry)
+        return answer.sequence
+
+    async def list_pools(self) -> list[pb.Pool]:
+        """See CacheService.ListPools; all pages."""
+        pools: list[pb.Pool] = []
+        request = pb.ListPoolsRequest()
+        while True:
+            page = await unary(self._stub.ListPools, request, timeout_s=self._timeout_s, policy=self._retry)
+            pools += page.pools
+            if not page.next_page_token:
+                return pools
+            request.page_token = page.next_page_token
+
+    async def list_leases(self, pool: str = "") -> list[pb.Lease]:
+        """See CacheService.ListLeases; all pages."""
+        leases: list[pb.Lease] = []
+        request = pb.ListLeasesRequest(pool=pool)
+        while True:
+            page = await unary(self._stub.ListLeases, request, timeout_s=self._timeout_s, policy=self._retry)
+            leases += page.leases
+            if not page.next_page_token:
+                return leases
+            request.page_token = page.next_page_token
+
+    async def list_sequences(self, pool: str = "", *, lease_id: str = "") -> list[pb.Sequence]:
+        """See CacheService.ListSequences; all pages. Raises NotFound."""
+        sequences: list[pb.Sequence] = []
+        request = pb.ListSequencesRequest(pool=pool, lease_id=lease_id)
+        while True:
+            page = await unary(self._stub.ListSequences, request, timeout_s=self._timeout_s, policy=self._retry)
+            sequences += page.sequences
+            if not page.next_page_token:
+                return sequences
+            request.page_token = page.next_page_token
+
+    async def list_blocks(
+        self, pool: str = "", *, state: pb.BlockState.ValueType = pb.BLOCK_STATE_UNSPECIFIED, lease_id: str = ""
+    ) -> list[pb.Block]:
+        """See CacheService.ListBlocks; all pages. Raises NotFound."""
+        blocks: list[pb.Block] = []
+        request = pb.ListBlocksRequest(pool=pool, state=state, lease_id=lease_id)
+        while True:
+            page = await unary(self._stub.ListBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
+            blocks += page.blocks
+            if not page.next_page_token:
+                return blocks
+            request.page_token = page.next_page_token
+
+    async def lookup_prefix(
+        self, token_ids: list[int], *, pool: str = "", salt: bytes = b""
+    ) -> pb.LookupPrefixResponse:
+        """See CacheService.LookupPrefix. Raises NotFound, InvalidRequest."""
+        request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt)
+        return await unary(self._stub.LookupPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def reset_prefix_cache(self, pool: str = "") -> int:
+        """See CacheService.ResetPrefixCache. Returns how many blocks lost their content. Raises NotFound."""
+        request = pb.ResetPrefixCacheRequest(pool=pool)
+        answer = await unary(self._stub.ResetPrefixCache, request, timeout_s=self._timeout_s, policy=self._retry)
+        return answer.dropped_block_count
+
+    async def audit_pool(self, pool: str = "") -> pb.AuditPoolResponse:
+        """See CacheService.AuditPool. Raises NotFound."""
+        request = pb.AuditPoolRequest(pool=pool)
+        return await unary(self._stub.AuditPool, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def get_statistics(self, pool: str = "") -> list[pb.PoolStatistics]:
+        """See CacheService.GetStatistics."""
+        request = pb.GetStatisticsRequest(pool=pool)
+        answer = await unary(self._stub.GetStatistics, request, timeout_s=self._timeout_s, policy=self._retry)
+        return list(answer.pools)
+
+    async def close(self) -> None:
+        """Give up the stream and the channel."""
+        await self._plans.close()
+        await self._channel.close()
+
+
+async def keep_lease_alive(
+    cache: CacheApi, lease_id: str, *, ttl_s: float, last_renewal: Callable[[], float]
+) -> LeaseLost:
+    """Renew a lease a third of its ttl after the last call that renewed it, until it is lost; returns the loss.
+
+    last_renewal says when that call was, by the running loop's clock; renewals made here need not be counted in it.
+    """
+    loop = asyncio.get_running_loop()
+    renewed_at = loop.time()
+    while True:
+        renewed_at = max(renewed_at, last_renewal())
+        due_s = renewed_at + ttl_s / 3 - loop.time()
+        if due_s > 0:
+            await asyncio.sleep(due_s)
+            continue
+        try:
+            await cache.renew_lease(lease_id)
+            renewed_at = loop.time()
+        except LeaseLost as lost:
+            return lost
+        except QuireError:
+            await asyncio.sleep(ttl_s / 20)  # the server is away: it may come back before the lease ends

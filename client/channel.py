@@ -1,0 +1,205 @@
+"""What both thin clients need of gRPC: a channel, calls with deadlines and retries, ordered streams, errors decoded."""
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from quire.cache.v1 import error_pb2
+from quire.client.errors import ProtocolViolation, QuireError, Unavailable, error_of_reason
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_MAX_MESSAGE_BYTES = 64 * 2**20
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+)
+_UNAVAILABLE_CODES = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+)
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to "unix:/path" or "host:port"; connects by itself, again and again. TLS if there are credentials."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+def decode_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
+    """The exception for a call that failed: by the ErrorInfo of its status, else by its code."""
+    message = error.details() or error.code().name
+    info = _error_info(error)
+    if info is not None:
+        return error_of_reason(info.reason, message, dict(info.metadata))
+    if error.code() in _UNAVAILABLE_CODES:
+        return Unavailable(message, reason=error.code().name)
+    return QuireError(message, reason=error.code().name)
+
+
+def decode_error(error: error_pb2.Error) -> QuireError:
+    """The exception for an Error inside an answer."""
+    return error_of_reason(error.reason, error.message, dict(error.metadata))
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    for key, value in error.trailing_metadata():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            info = error_details_pb2.ErrorInfo()
+            with contextlib.suppress(ValueError):  # DecodeError is one: not a Status, so no details
+                for detail in status_pb2.Status.FromString(value).details:
+                    if detail.Unpack(info):
+                        return info
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often what is safe to repeat is tried while the server is away, and the waits in between."""
+
+    max_attempts: int = 4
+    first_delay_s: float = 0.05
+    max_delay_s: float = 1.0
+
+    def delays_s(self) -> Iterator[float]:
+        """Waits between attempts: doubling up to the limit, each shortened at random by up to a half."""
+        delay_s = self.first_delay_s
+        for _ in range(self.max_attempts - 1):
+            yield delay_s * random.uniform(0.5, 1.0)
+            delay_s = min(2 * delay_s, self.max_delay_s)
+
+
+RETRIES = RetryPolicy()
+ONCE = RetryPolicy(max_attempts=1)
+
+
+async def retried(attempt: Callable[[], Awaitable[Response]], policy: RetryPolicy) -> Response:
+    """The result of the first attempt that does not end in Unavailable; the last one's error if there is none."""
+    for delay_s in policy.delays_s():
+        try:
+            return await attempt()
+        except Unavailable:
+            await asyncio.sleep(delay_s)
+    return await attempt()
+
+
+async def unary(
+    method: Callable[..., Awaitable[Response]], request: Any, *, timeout_s: float, policy: RetryPolicy = ONCE
+) -> Response:
+    """One call with a deadline per attempt. Raises a QuireError. Only what is safe to repeat may have a policy."""
+
+    async def attempt() -> Response:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise decode_rpc_error(error) from None
+
+    return await retried(attempt, policy)
+
+
+class OrderedStream(Generic[Request, Response]):
+    """A bidirectional stream where each request has one answer, in order. Opened when first used and after a break.
+
+    When the stream breaks or an answer is late, every request that waits gets Unavailable, or what the server said:
+    whether it was applied is not known then.
+    """
+
+    def __init__(self, open_call: Callable[[], grpc.aio.StreamStreamCall[Any, Any]], *, timeout_s: float) -> None:
+        """open_call begins the stream; an answer later than timeout_s breaks it."""
+        self._open_call = open_call
+        self._timeout_s = timeout_s
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiting: deque[tuple[asyncio.Future[Response], asyncio.TimerHandle]] = deque()
+        self._write_lock = asyncio.Lock()
+
+    async def send(self, request: Request) -> asyncio.Future[Response]:
+        """Write a request; returns when it is on its way. The future gets its answer, or a QuireError."""
+        async with self._write_lock:
+            call = self._call or self._open()
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[Response] = loop.create_future()
+            future.add_done_callback(_retrieve)  # an error nobody waits for is no news
+            late = loop.call_later(self._timeout_s, self._on_late)
+            self._waiting.append((future, late))
+            try:
+                await call.write(request)
+            except grpc.aio.AioRpcError as error:
+                self._break(decode_rpc_error(error))
+            except asyncio.InvalidStateError:
+                self._break(Unavailable("the stream has ended"))
+            except asyncio.CancelledError:
+                # Written in part or not at all: the order of answers can't be relied on any more.
+                self._break(Unavailable("a request was given up while it was written"))
+                raise
+            return future
+
+    async def close(self) -> None:
+        """End the stream; requests that wait get Unavailable."""
+        reader = self._reader
+        self._break(Unavailable("the stream was closed"))
+        if reader is not None:
+            await asyncio.wait([reader])
+
+    def _open(self) -> grpc.aio.StreamStreamCall[Any, Any]:
+        self._call = self._open_call()
+        self._reader = asyncio.create_task(self._read(self._call))
+        return self._call
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        error: QuireError = Unavailable("the server has ended the stream")
+        try:
+            async for response in _responses(call):
+                if not self._waiting:
+                    error = ProtocolViolation("an answer without a request")
+                    break
+                future, late = self._waiting.popleft()
+                late.cancel()
+                if not future.done():
+                    future.set_result(response)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = decode_rpc_error(rpc_error)
+        finally:
+            if self._call is call:
+                self._break(error)
+
+    def _on_late(self) -> None:
+        self._break(Unavailable(f"no answer within {self._timeout_s} s", reason="DEADLINE_EXCEEDED"))
+
+    def _break(self, error: QuireError) -> None:
+        call, reader, self._call, self._reader = self._call, self._reader, None, None
+        waiting, self._waiting = self._waiting, deque()
+        for future, late in waiting:
+            late.cancel()
+            if not future.done():
+                future.set_exception(error)
+        if call is not None:
+            call.cancel()
+        if reader is not None and reader is not asyncio.current_task():
+            reader.cancel()
+
+
+async def _responses(call: grpc.aio.StreamStreamCall[Any, Any]) -> AsyncIterator[Any]:
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

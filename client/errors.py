@@ -1,0 +1,162 @@
+"""Everything the client raises.
+
+    QuireError
+    ├── InvalidRequest       the request can never succeed as it is; nothing was done
+    ├── NotFound             a pool or a sequence that does not exist
+    ├── OutOfRoom            not now: blocks, sequences or steps are used up
+    ├── LeaseLost            the lease ended or was fenced: make a new one, admit again
+    ├── EpochChanged         the pool's memory is a new one: go on with `epoch`, admit again
+    ├── StepRefused          the worker refused a step before it touched anything
+    ├── StepFailed           a step was accepted and computed nothing
+    ├── Unavailable          a server is away or too slow; connecting again may help
+    ├── ProtocolViolation    a server answered what the contract rules out
+    ├── RequestFailed        the engine gave up on one request after its retries
+    └── EngineStopped        the engine is closed, or its loop has died
+
+Servers name a reason and put every number into metadata; callers branch on the class or on `reason`, never on the text.
+This module knows no gRPC: messages and statuses become reasons in channel.py.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+class QuireError(Exception):
+    """Base of all. `reason` is a name of the contract's ErrorReason, or the client's own; `metadata` its numbers."""
+
+    default_reason = "UNKNOWN"
+
+    def __init__(self, message: str, *, reason: str = "", metadata: Mapping[str, str] = _NO_METADATA) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+    def number(self, key: str, default: int = 0) -> int:
+        """An integer of the metadata; the default if it is missing or no integer."""
+        try:
+            return int(self.metadata[key])
+        except (KeyError, ValueError):
+            return default
+
+
+class InvalidRequest(QuireError):
+    """The request can never succeed as it is. Nothing was done."""
+
+    default_reason = "INVALID_ARGUMENT"
+
+    @classmethod
+    def of_field(cls, field: str, value: object, limit: str, *, reason: str = "") -> "InvalidRequest":
+        """The error of one field: its name, the value given and what is allowed, in the text and in the metadata."""
+        metadata = {"field": field, "value": repr(value), "limit": limit}
+        return cls(f"{field} is {value!r}, must be {limit}", reason=reason, metadata=metadata)
+
+
+class NotFound(QuireError):
+    """A pool or a sequence that does not exist."""
+
+    default_reason = "NOT_FOUND"
+
+
+class OutOfRoom(QuireError):
+    """Not now: blocks, sequences or steps are used up."""
+
+    default_reason = "OUT_OF_BLOCKS"
+
+
+class LeaseLost(QuireError):
+    """The lease ended or was fenced."""
+
+    default_reason = "LEASE_NOT_FOUND"
+
+
+class EpochChanged(QuireError):
+    """The pool's memory is a new one, all sequences in it are gone."""
+
+    default_reason = "EPOCH_CHANGED"
+
+    @property
+    def epoch(self) -> int:
+        """The pool's epoch now, 0 if the server did not say."""
+        return self.number("epoch")
+
+
+class StepRefused(QuireError):
+    """The worker refused a step before it touched anything; its number is not used up."""
+
+    default_reason = "STEP_OUT_OF_ORDER"
+
+
+class StepFailed(QuireError):
+    """A step was accepted and computed nothing."""
+
+    default_reason = "STEP_FAILED"
+
+
+class Unavailable(QuireError):
+    """A server is away or too slow."""
+
+    default_reason = "UNAVAILABLE"
+
+
+class ProtocolViolation(QuireError):
+    """A server answered what the contract rules out."""
+
+    default_reason = "PROTOCOL_VIOLATION"
+
+
+class RequestFailed(QuireError):
+    """The engine gave up on one request; `__cause__` is the last error."""
+
+    default_reason = "REQUEST_FAILED"
+
+
+class EngineStopped(QuireError):
+    """The engine is closed, or its loop has died; `__cause__` says of what."""
+
+    default_reason = "ENGINE_STOPPED"
+
+
+# Both services: ErrorReason without its prefix -> class. A test holds this against the enums of the contract.
+REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
+    {
+        "INVALID_ARGUMENT": InvalidRequest,
+        "REQUEST_ID_REUSED": InvalidRequest,
+        "EMPTY_PROMPT": InvalidRequest,
+        "SEQUENCE_TOO_LONG": InvalidRequest,
+        "TOKEN_OUT_OF_RANGE": InvalidRequest,
+        "POSITION_OUT_OF_RANGE": InvalidRequest,
+        "NOTHING_TO_COMPUTE": InvalidRequest,
+        "SEQUENCE_EXISTS": InvalidRequest,
+        "BLOCK_OUT_OF_RANGE": InvalidRequest,
+        "POOL_NOT_FOUND": NotFound,
+        "SEQUENCE_NOT_FOUND": NotFound,
+        "OUT_OF_BLOCKS": OutOfRoom,
+        "TOO_MANY_SEQUENCES": OutOfRoom,
+        "TOO_MANY_STEPS": OutOfRoom,
+        "TOKEN_BUDGET_SPENT": OutOfRoom,
+        "LEASE_NOT_FOUND": LeaseLost,
+        "LEASE_FENCED": LeaseLost,
+        "EPOCH_CHANGED": EpochChanged,
+        "TOKENS_MISMATCH": StepRefused,
+        "BAD_SIGNATURE": StepRefused,
+        "STEP_OUT_OF_ORDER": StepRefused,
+        "STEP_FAILED": StepFailed,
+        "PRIOR_STEP_FAILED": StepFailed,
+        "POOL_DETACHED": Unavailable,
+        "SHUTTING_DOWN": Unavailable,
+        # Of AttachPool, which clients do not call.
+        "POOL_ALREADY_ATTACHED": ProtocolViolation,
+        "TERM_SUPERSEDED": ProtocolViolation,
+    }
+)
+
+
+def error_of_reason(reason: str, message: str, metadata: Mapping[str, str] = _NO_METADATA) -> QuireError:
+    """The exception for a reason; a plain QuireError for one this client does not know."""
+    return REASONS.get(reason, QuireError)(message, reason=reason, metadata=metadata)

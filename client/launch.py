@@ -1,0 +1,467 @@
+"""Both services on this machine as child processes: `quire up`, the demo and the integration tests.
+
+    with LocalServices.start(model="deploy/demo/model", num_blocks=256) as services:
+        Engine.connect(services.cachemgr_address)
+
+However the block ends, nothing is left: each child is ended by its own handle, SIGTERM first, SIGKILL after a bounded
+wait; its socket and the folder made for it are removed. While services run, SIGTERM to this process becomes
+SystemExit(143), unless the program has a handler for it, so that it ends in the same way as Ctrl-C. Signals that come
+while a child is being created are held back until its handle is kept. If this process is killed with SIGKILL, the
+children notice by a pipe and end by themselves; only then does the folder stay.
+
+    exceptions      LaunchError
+                      ServiceExitedError     the process ended before it was serving
+                      ServiceTimeoutError    it lives, but did not say SERVING in time
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+CACHEMGR_START_TIMEOUT_S = 30.0
+WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
+STOP_TIMEOUT_S = 10.0
+
+_GUARDED = Path(__file__).with_name("guarded.py")
+_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_LINES = 30
+_MAX_FOLDER_BYTES = 80  # leaves room for a socket's name within the 103 bytes every system allows
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+class LaunchError(Exception):
+    """A service could not be started."""
+
+
+class ServiceExitedError(LaunchError):
+    """The process ended before it was serving; the message has the end of its log."""
+
+
+class ServiceTimeoutError(LaunchError):
+    """The process lives but its health did not become SERVING in time; the message has the end of its log."""
+
+
+class ServiceProcess:
+    """One service: a command, the address it is told to listen on, and its process if it runs.
+
+    name      for messages ("cachemgr")
+    target    module or .py file to run with this interpreter
+    address   where its health is asked ("unix:/run/q/worker.sock")
+    log_path  file that gets its stdout and stderr; None: they go where ours go
+    """
+
+    def __init__(
+        self, name: str, *, target: str, arguments: Sequence[str], address: str, log_path: Path | None = None
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.log_path = log_path
+        self._target = target
+        self._arguments = tuple(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exited = threading.Event()
+        self._exited.set()
+        self._on_exit: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None before the first start. After an exit it is the last process's."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the last process, negative for a signal; None while it runs or before the first start."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists."""
+        return not self._exited.is_set()
+
+    def start(self) -> None:
+        """Starts the process; does not wait for it. Raises LaunchError if it runs already."""
+        if self.is_running:
+            raise LaunchError(f"{self.name} runs already (pid {self.pid})")
+        with signals_held():
+            self._spawn()
+
+    def wait_serving(self, timeout_s: float) -> None:
+        """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
+        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            call = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            watch: Any = call(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=timeout_s)
+            with self._called_on_exit(watch.cancel):
+                self._await_serving(watch, timeout_s)
+
+    def wait_exited(self, timeout_s: float | None = None) -> bool:
+        """Waits until the process has ended; whether it has."""
+        return self._exited.wait(timeout_s)
+
+    def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int | None:
+        """Ends it with SIGTERM, after `timeout_s` with SIGKILL; returns its exit status. Nothing to do: fine."""
+        if self.is_running and self._process is not None:
+            self._process.terminate()
+            if not self.wait_exited(timeout_s):
+                self.kill()
+        return self.returncode
+
+    def kill(self) -> int | None:
+        """Ends it with SIGKILL and waits; returns its exit status. Nothing to do: fine."""
+        if self.is_running and self._process is not None:
+            self._process.kill()
+            self.wait_exited()
+        return self.returncode
+
+    def restart(self, timeout_s: float = WORKER_START_TIMEOUT_S) -> None:
+        """Ends it if it runs, starts it with the same command and waits until it serves. Raises LaunchError."""
+        self.terminate()
+        self.start()
+        self.wait_serving(timeout_s)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, empty if it has none of its own."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+
+    def _spawn(self) -> None:
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-P", str(_GUARDED), str(read_fd), self._target, *self._arguments]
+        try:
+            with contextlib.ExitStack() as stack:
+                output = None if self.log_path is None else stack.enter_context(self.log_path.open("ab"))
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(read_fd,),
+                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                )
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        self._process = process
+        self._exited.clear()
+        threading.Thread(target=self._reap, args=(process, write_fd), name=f"reap-{self.name}", daemon=True).start()
+
+    def _reap(self, process: subprocess.Popen[bytes], write_fd: int) -> None:
+        process.wait()
+        os.close(write_fd)
+        with self._lock:
+            self._exited.set()
+            if self._on_exit is not None:
+                self._on_exit()
+
+    @contextlib.contextmanager
+    def _called_on_exit(self, callback: Callable[[], None]) -> Iterator[None]:
+        with self._lock:
+            self._on_exit = callback
+            if self._exited.is_set():
+                callback()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._on_exit = None
+
+    def _await_serving(self, watch: Any, timeout_s: float) -> None:
+        try:
+            for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError:
+            pass  # the code says how it ended
+        finally:
+            watch.cancel()
+        timed_out = watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # A stream that broke otherwise is what a process that is about to end leaves.
+        if self.wait_exited(0.0 if timed_out else STOP_TIMEOUT_S):
+            raise ServiceExitedError(f"{self.name} {_describe_exit(self.returncode)} at start{self._tail_text()}")
+        what = f"was not serving within {timeout_s:g} s" if timed_out else f"answered {watch.code()}"
+        raise ServiceTimeoutError(f"{self.name} (pid {self.pid}) {what}{self._tail_text()}")
+
+    def _tail_text(self) -> str:
+        tail = self.log_tail()
+        return f"; the end of its log:\n{tail}" if tail else ""
+
+
+class LocalServices:
+    """cachemgr and worker on unix sockets in one folder.
+
+    As a context manager, `with` or `async with`, it starts them, and ends them at the block's end; `start` does the
+    first part at once. After it, `cachemgr` and `worker` are their processes.
+
+    model                 path or hub id for the worker
+    num_blocks            size of its pool; None: the worker decides
+    extra_cachemgr_args, extra_worker_args
+                          further flags
+    runtime_dir           folder for sockets and logs. None: one is made, and removed at the end. One that is given is
+                          made if missing, and keeps the logs
+    output                "files": a log file per service in the folder; "inherit": where ours goes
+    cachemgr_target, worker_target
+                          what to run: module or .py file
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        num_blocks: int | None = None,
+        extra_cachemgr_args: Sequence[str] = (),
+        extra_worker_args: Sequence[str] = (),
+        runtime_dir: str | os.PathLike[str] | None = None,
+        output: str = "files",
+        worker_start_timeout_s: float = WORKER_START_TIMEOUT_S,
+        cachemgr_target: str = "quire.cachemgr",
+        worker_target: str = "quire.worker",
+    ) -> None:
+        if output not in ("files", "inherit"):
+            raise ValueError(f"output={output!r}: neither 'files' nor 'inherit'")
+        self._model = os.fspath(model)
+        self._pool_arguments = () if num_blocks is None else ("--num-blocks", str(num_blocks))
+        self._extra_cachemgr_args = tuple(extra_cachemgr_args)
+        self._extra_worker_args = tuple(extra_worker_args)
+        self._given_dir = None if runtime_dir is None else Path(runtime_dir).absolute()
+        self._output = output
+        self._worker_start_timeout_s = worker_start_timeout_s
+        self._cachemgr_target = cachemgr_target
+        self._worker_target = worker_target
+        self._own_dir: Path | None = None
+        self._services: list[ServiceProcess] = []
+        self._is_stopped = False
+        self._stop_lock = threading.RLock()
+        self._previous_sigterm: Any = None
+
+    @classmethod
+    def start(cls, **options: Any) -> Self:
+        """Makes one with these options (the constructor's) and starts both services.
+
+        Returns when both say SERVING. Raises LaunchError, with the end of the log of the service that failed; then, as
+        after any exception, nothing is left running.
+        """
+        services = cls(**options)
+        services._start()
+        return services
+
+    @property
+    def cachemgr(self) -> ServiceProcess:
+        """The block manager's process."""
+        return self._services[0]
+
+    @property
+    def worker(self) -> ServiceProcess:
+        """The worker's process."""
+        return self._services[1]
+
+    @property
+    def cachemgr_address(self) -> str:
+        """Where clients reach cachemgr."""
+        return self.cachemgr.address
+
+    @property
+    def worker_address(self) -> str:
+        """Where clients reach the worker."""
+        return self.worker.address
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The folder with sockets and logs."""
+        folder = self._given_dir or self._own_dir
+        if folder is None:
+            raise LaunchError("not started")
+        return folder
+
+    def wait(self) -> ServiceProcess:
+        """Waits until one of the services has ended by itself; returns it. Signals interrupt the wait as usual."""
+        while True:
+            for service in self._services:
+                if service.wait_exited(0.2):
+                    return service
+
+    def stop(self) -> None:
+        """Ends both, worker first, and removes sockets and, if it was made here, the folder. Idempotent.
+
+        Takes at most 10 s per service; a signal that comes meanwhile makes it SIGKILL and is delivered afterwards.
+        """
+        with signals_held(self._kill_all), self._stop_lock:
+            self._is_stopped = True
+            for service in reversed(self._services):
+                service.terminate()
+            self._remove_files()
+            atexit.unregister(self.stop)
+            self._restore_sigterm()
+
+    def __enter__(self) -> Self:
+        if not self._services:
+            self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        if self._services:
+            return self
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.stop)  # ends the children, and with them the start
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def _start(self) -> None:
+        try:
+            atexit.register(self.stop)
+            self._catch_sigterm()
+            with signals_held():
+                self._make_services()
+            self._start_one(self.cachemgr)
+            self.cachemgr.wait_serving(CACHEMGR_START_TIMEOUT_S)
+            self._start_one(self.worker)
+            self.worker.wait_serving(self._worker_start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_one(self, service: ServiceProcess) -> None:
+        with self._stop_lock:
+            if self._is_stopped:
+                raise LaunchError("stopped during the start")
+            service.start()
+
+    def _make_services(self) -> None:
+        folder = self._make_folder()
+        cachemgr_address = f"unix:{folder}/cachemgr.sock"
+        worker_address = f"unix:{folder}/worker.sock"
+        worker_arguments = ("--listen", worker_address, "--cachemgr", cachemgr_address, "--model", self._model)
+        self._services = [
+            ServiceProcess(
+                "cachemgr",
+                target=self._cachemgr_target,
+                arguments=("--listen", cachemgr_address, *self._extra_cachemgr_args),
+                address=cachemgr_address,
+                log_path=self._log_path(folder / "cachemgr.log"),
+            ),
+            ServiceProcess(
+                "worker",
+                target=self._worker_target,
+                arguments=(*worker_arguments, *self._pool_arguments, *self._extra_worker_args),
+                address=worker_address,
+                log_path=self._log_path(folder / "worker.log"),
+            ),
+        ]
+
+    def _make_folder(self) -> Path:
+        if self._given_dir is not None:
+            self._given_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given_dir
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) + len("/quire-12345678") > _MAX_FOLDER_BYTES:
+            parent = "/tmp"
+        self._own_dir = Path(tempfile.mkdtemp(prefix="quire-", dir=parent))
+        return self._own_dir
+
+    def _log_path(self, path: Path) -> Path | None:
+        return path if self._output == "files" else None
+
+    def _remove_files(self) -> None:
+        for service in self._services:
+            Path(service.address.removeprefix("unix:")).unlink(missing_ok=True)
+        if self._own_dir is not None:
+            shutil.rmtree(self._own_dir, ignore_errors=True)
+
+    def _kill_all(self) -> None:
+        for service in self._services:
+            service.kill()
+
+    def _catch_sigterm(self) -> None:
+        if not _in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._previous_sigterm = signal.signal(signal.SIGTERM, _exit_on_signal)
+
+    def _restore_sigterm(self) -> None:
+        if self._previous_sigterm is not None and _in_main_thread():
+            signal.signal(signal.SIGTERM, self._previous_sigterm)
+            self._previous_sigterm = None
+
+
+@contextlib.contextmanager
+def signals_held(on_signal: Callable[[], None] | None = None) -> Iterator[None]:
+    """Within the block SIGINT and SIGTERM are only noted, and `on_signal` is called; they are delivered at its end.
+
+    In other threads than the main one it does nothing: Python runs signal handlers in the main thread.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    noted: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.append(number)
+        if on_signal is not None:
+            on_signal()
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in previous.items():
+        if handler is not None:  # one that C code installed can't be put back
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if handler is not None and signal.getsignal(number) is note:
+                signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _describe_exit(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"ended with status {returncode}"

@@ -1,0 +1,119 @@
+"""Between the scheduler's values and the contract's messages. Per running sequence only packed integers."""
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.client.channel import decode_error
+from quire.client.errors import ProtocolViolation
+from quire.client.scheduler import Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.sequence import Sequence
+from quire.compute.v1 import worker_service_pb2
+
+_ITEMS = {
+    cache_service_pb2.PLAN_ITEM_FORK: PlanItem.FORK,
+    cache_service_pb2.PLAN_ITEM_EXTEND: PlanItem.EXTEND,
+    cache_service_pb2.PLAN_ITEM_ADMISSION: PlanItem.ADMISSION,
+}
+
+
+def limits_of(
+    geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_running_sequences: int
+) -> SchedulerLimits:
+    """What a pool allows, within what its user wants."""
+    return SchedulerLimits(
+        max_step_tokens=max_step_tokens,
+        max_running_sequences=min(max_running_sequences, geometry.max_sequence_count, max_step_tokens),
+        block_size=geometry.block_size_tokens,
+        num_blocks=geometry.block_count - 1,
+        max_sequence_tokens=geometry.max_sequence_tokens,
+        vocabulary_size=geometry.vocabulary_size,
+    )
+
+
+def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> cache_service_pb2.PlanStepRequest:
+    """A plan as a request."""
+    return cache_service_pb2.PlanStepRequest(
+        lease_id=lease_id,
+        epoch=epoch,
+        request_id=request_id,
+        release_sequence_ids=plan.release_ids,
+        forks=[
+            cache_service_pb2.Fork(
+                parent_sequence_id=fork.parent_id, child_sequence_ids=fork.child_ids, token_count=fork.num_tokens
+            )
+            for fork in plan.forks
+        ],
+        extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
+        admissions=[
+            cache_service_pb2.Admission(sequence_id=admission.seq_id, token_ids=admission.token_ids)
+            for admission in plan.admissions
+        ],
+        admission_token_budget=plan.admission_token_budget,
+        admission_reserve_block_count=plan.admission_reserve_blocks,
+    )
+
+
+def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:
+    """The answer to a plan. Raises ProtocolViolation if lists that belong together differ in length."""
+    counts = response.block_counts
+    outcome = PlanOutcome(
+        step_number=response.step_number,
+        run_ids=list(response.run_sequence_ids),
+        run_starts=list(response.run_starts),
+        run_counts=list(response.run_token_counts),
+        given_run_indexes=list(response.given_run_indexes),
+        refusals=[_decode_refusal(refusal) for refusal in response.refusals],
+        admitted_ids=list(response.admitted_sequence_ids),
+        cached_counts=list(response.admitted_cached_token_counts),
+        blocks=Blocks(
+            free=counts.free_count,
+            cached=counts.cached_count,
+            active=counts.active_count,
+            retired=counts.retired_count,
+        ),
+    )
+    if not len(outcome.run_ids) == len(outcome.run_starts) == len(outcome.run_counts):
+        raise ProtocolViolation("the runs of a plan differ in length")
+    if len(outcome.admitted_ids) != len(outcome.cached_counts):
+        raise ProtocolViolation("the admissions of a plan differ in length")
+    return outcome
+
+
+def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:
+    item = _ITEMS.get(refusal.item)
+    if item is None:
+        raise ProtocolViolation("an item was refused that was not asked for")
+    return Refusal(item, refusal.sequence_id, decode_error(refusal.error))
+
+
+def encode_step(step: Step, grant: grant_pb2.SignedGrant) -> worker_service_pb2.RunStepRequest:
+    """A step as a request: the grant untouched, tokens and parameters only of those that need them.
+
+    A step without runs is sent to be skipped, so that step numbers have no holes.
+    """
+    inputs: dict[int, worker_service_pb2.SequenceInput] = {}
+    for index in step.given:
+        start = step.starts[index]
+        token_ids = step.sequences[index].token_ids[start : start + step.counts[index]]
+        inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index], token_ids=token_ids)
+    for index in step.introduced:
+        if index not in inputs:
+            inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index])
+        inputs[index].sampling.CopyFrom(_encode_sampling(step.sequences[index]))
+    return worker_service_pb2.RunStepRequest(grant=grant, inputs=inputs.values(), skip=not step.seq_ids)
+
+
+def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameters:
+    params = sequence.params
+    message = worker_service_pb2.SamplingParameters(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        seed=sequence.seed,
+        logprob_count=params.logprobs,
+    )
+    if params.has_penalty:
+        message.prompt_token_ids.extend(sequence.token_ids[: sequence.num_prompt_tokens])
+        message.output_token_ids.extend(sequence.output_token_ids)
+    return message

@@ -1,0 +1,162 @@
+"""What callers get, and how a sample's tokens become it. Pure but for the tokenizer it is given."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.client.sequence import FinishReason
+from quire.client.tokenizer import Detokenizer, StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token, natural logarithm, of the model's own distribution.
+
+    `top` are the most probable tokens with theirs, most probable first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is new of one sample.
+
+    index          the sample, 0 to n - 1
+    text           may lag behind token_ids, while it is half a character or may begin a stop string; all of it is there
+                   with finish_reason. Empty if the engine has no tokenizer
+    token_ids      every token generated, each once, an end token included
+    logprobs       parallel to token_ids; None if not asked for
+    finish_reason  why the sample ended; None if it goes on
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample, whole. Fields as in Chunk."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All samples of one prompt, by index."""
+
+    prompt_token_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first sample's tokens."""
+        return self.samples[0].token_ids
+
+
+class SampleText:
+    """The text of one sample while it grows."""
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...]) -> None:
+        """Without a detokenizer there is no text."""
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop)
+
+    @property
+    def met_stop_string(self) -> bool:
+        """Whether the sample ends here for a stop string."""
+        return self._stop.matched is not None
+
+    def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
+        """Take a token; returns new text. The token that a sample stops at has none."""
+        if self._detokenizer is None:
+            return ""
+        token_ids = () if finish_reason is FinishReason.STOP else (token_id,)
+        text = self._stop.push(self._detokenizer.push(token_ids))
+        if finish_reason is None:
+            return text
+        return text + self._stop.push(self._detokenizer.flush()) + self._stop.flush()
+
+
+@dataclass(slots=True)
+class _Unread:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Mailbox:
+    """Chunks of one request that its caller has not read yet: at most one per sample, later ones are joined to it.
+
+    So what a slow caller leaves unread is bounded by its max_tokens.
+    """
+
+    def __init__(self, *, has_logprobs: bool) -> None:
+        self._has_logprobs = has_logprobs
+        self._unread: dict[int, _Unread] = {}
+
+    def put(
+        self,
+        index: int,
+        *,
+        text: str,
+        token_ids: Iterable[int],
+        logprobs: Iterable[TokenLogprobs] = (),
+        finish_reason: FinishReason | None,
+    ) -> None:
+        """Add what is new of a sample."""
+        unread = self._unread.setdefault(index, _Unread())
+        unread.text.append(text)
+        unread.token_ids += token_ids
+        unread.logprobs += logprobs
+        unread.finish_reason = finish_reason
+
+    def take(self) -> list[Chunk]:
+        """All that is unread, by the order in which samples got it."""
+        unread, self._unread = self._unread, {}
+        return [
+            Chunk(
+                index=index,
+                text="".join(parts.text),
+                token_ids=tuple(parts.token_ids),
+                logprobs=tuple(parts.logprobs) if self._has_logprobs else None,
+                finish_reason=parts.finish_reason,
+            )
+            for index, parts in unread.items()
+        ]
+
+
+def complete(prompt_token_ids: Iterable[int], chunks: Iterable[Chunk]) -> Completion:
+    """All chunks of a request that has ended, put together. Raises ValueError if a sample has not ended."""
+    samples: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        samples.setdefault(chunk.index, []).append(chunk)
+    return Completion(tuple(prompt_token_ids), tuple(_sample(index, samples[index]) for index in sorted(samples)))
+
+
+def _sample(index: int, chunks: list[Chunk]) -> Sample:
+    reason = chunks[-1].finish_reason
+    if reason is None:
+        raise ValueError(f"sample {index} has not ended")
+    has_logprobs = chunks[0].logprobs is not None
+    return Sample(
+        index=index,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs or ()) if has_logprobs else None,
+        finish_reason=reason,
+    )

@@ -1,0 +1,864 @@
+"""Who runs in the next step, who waits, who gives its blocks back. Pure: no I/O, clock or randomness.
+
+    schedule() -> Plan               asks: what the next step should do; changes nothing
+    on_planned(plan, outcome)        what cachemgr made of it; from here on the step is in flight
+    on_step_done(step, ...)          its tokens; steps end in the order they were planned
+    on_step_failed / on_step_dropped what it should have computed is admitted again
+    cancel / stop / reset_all        from outside, at any point between those calls
+
+Policy. Whoever arrived first is served first, in everything: running sequences get tokens and blocks in order of
+arrival, decodes before chunks of prompts; whoever waits is admitted in order of arrival. When running sequences lack
+blocks and neither retired blocks nor releases will cover it, the last arrived is preempted and waits at its old place.
+So the first arrived is never preempted for another one of this client, and every request ends.
+
+A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
+failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
+others with it. After a failure nothing is planned until the steps in flight have ended: a step planned before the
+outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
+"""
+
+from bisect import insort
+from collections import abc, deque
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from types import MappingProxyType
+
+from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
+from quire.client.sampling import SamplingParams
+from quire.client.sequence import FinishReason, Sequence, SequenceState
+
+_MAX_SEQ_ID = 2**31
+# Admissions leave the blocks that running sequences will ask for within this many steps.
+_RESERVE_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the scheduler has to keep to.
+
+    max_step_tokens          tokens one step may compute
+    max_running_sequences    sequences that hold blocks at once
+    block_size               tokens per block
+    num_blocks               blocks of the pool that can be owned: without the null block
+    max_sequence_tokens      the model's context
+    vocabulary_size          token ids are below this
+    max_step_failures        a request is given up when this many steps it was alone in have failed
+    max_stalls               plans without a run, one after the other, before the only running sequence gives way
+    """
+
+    max_step_tokens: int
+    max_running_sequences: int
+    block_size: int
+    num_blocks: int
+    max_sequence_tokens: int
+    vocabulary_size: int
+    max_step_failures: int = 3
+    max_stalls: int = 20
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            if getattr(self, name) < 1:
+                raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """The most tokens a sequence can have: of the model or of the whole pool, whichever is less."""
+        return min(self.max_sequence_tokens, self.num_blocks * self.block_size)
+
+
+class PlanItem(Enum):
+    """The kind of an item of a plan."""
+
+    FORK = "fork"
+    EXTEND = "extend"
+    ADMISSION = "admission"
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Children that begin with the parent's first num_tokens tokens."""
+
+    parent_id: int
+    child_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that begins with tokens."""
+
+    seq_id: int
+    token_ids: abc.Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next step should do. extend_ids and extend_counts are parallel; sequences has whom the ids stand for."""
+
+    release_ids: tuple[int, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    extend_ids: tuple[int, ...] = ()
+    extend_counts: tuple[int, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    admission_token_budget: int = 0
+    admission_reserve_blocks: int = 0
+    sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to ask for."""
+        return not (self.release_ids or self.extend_ids or self.admissions)
+
+    @property
+    def asks_to_compute(self) -> bool:
+        """Whether anything should run."""
+        return bool(self.extend_ids or self.admissions)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An item that was refused and changed nothing."""
+
+    item: PlanItem
+    seq_id: int
+    error: QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The pool's blocks after a plan; as in the contract."""
+
+    free: int
+    cached: int
+    active: int
+    retired: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """What cachemgr made of a plan. run_* are parallel; so are admitted_ids and cached_counts."""
+
+    step_number: int
+    run_ids: abc.Sequence[int]
+    run_starts: abc.Sequence[int]
+    run_counts: abc.Sequence[int]
+    given_run_indexes: abc.Sequence[int]
+    refusals: abc.Sequence[Refusal]
+    admitted_ids: abc.Sequence[int]
+    cached_counts: abc.Sequence[int]
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step in flight. seq_ids, sequences, starts and counts are parallel.
+
+    given          indexes of runs whose token ids the worker needs
+    introduced     indexes of runs whose sampling parameters the worker needs
+    samplers       who gets a token, by id
+    idle           forked for this step but refused blocks to run: what they share may be computed by steps in flight
+    failed         requests that ended with this plan, and why; not part of the step
+    """
+
+    step_number: int
+    seq_ids: abc.Sequence[int]
+    sequences: abc.Sequence[Sequence]
+    starts: abc.Sequence[int]
+    counts: abc.Sequence[int]
+    given: abc.Sequence[int]
+    introduced: abc.Sequence[int]
+    samplers: abc.Mapping[int, Sequence]
+    idle: abc.Mapping[int, Sequence]
+    failed: abc.Sequence["Failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token a sequence got; finish_reason if it is the last one."""
+
+    sequence: Sequence
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence that ended for an error of its own."""
+
+    sequence: Sequence
+    error: QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Present numbers of sequences by state, and counters since the beginning."""
+
+    num_waiting: int
+    num_running: int
+    num_following: int
+    num_draining: int
+    num_steps_in_flight: int
+    planned_steps: int
+    failed_steps: int
+    admissions: int
+    admitted_tokens: int
+    cached_tokens: int
+    forks: int
+    preemptions: int
+    scheduled_tokens: int
+    sampled_tokens: int
+    discarded_tokens: int
+    refusals: int
+    resets: int
+
+
+@dataclass(slots=True)
+class _Counters:
+    planned_steps: int = 0
+    failed_steps: int = 0
+    admissions: int = 0
+    admitted_tokens: int = 0
+    cached_tokens: int = 0
+    forks: int = 0
+    preemptions: int = 0
+    scheduled_tokens: int = 0
+    sampled_tokens: int = 0
+    discarded_tokens: int = 0
+    refusals: int = 0
+    resets: int = 0
+
+
+class _Draft:
+    """A plan while it is being made."""
+
+    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "sequences")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.ids: list[int] = []
+        self.counts: list[int] = []
+        self.forks: list[Fork] = []
+        self.admissions: list[Admission] = []
+        self.sequences: dict[int, Sequence] = {}
+
+    def extend(self, seq_id: int, sequence: Sequence, count: int) -> None:
+        self.ids.append(seq_id)
+        self.counts.append(count)
+        self.sequences[seq_id] = sequence
+        self.budget -= count
+
+    def admit(self, seq_id: int, sequence: Sequence) -> None:
+        self.admissions.append(Admission(seq_id, sequence.token_ids))
+        self.sequences[seq_id] = sequence
+
+
+def _by_arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.arrival
+
+
+class Scheduler:
+    """The state behind schedule(). One plan at a time: on_planned or a failed call comes before the next schedule()."""
+
+    def __init__(self, limits: SchedulerLimits, *, verify: bool = False) -> None:
+        """With verify, check_invariants() runs after each change."""
+        self.limits = limits
+        self._verify = verify
+        self._waiting: list[Sequence] = []  # by arrival
+        self._running: list[Sequence] = []  # by arrival
+        self._draining: set[Sequence] = set()
+        self._followers: dict[Sequence, list[Sequence]] = {}  # parent -> samples still to be forked
+        self._suspects: list[Sequence] = []  # by arrival
+        self._releases: dict[int, int] = {}  # id -> blocks that will come back, at most
+        self._steps: deque[Step] = deque()
+        self._next_request = 0
+        self._next_seq_id = 0
+        self._counters = _Counters()
+        self._forget_pool()
+
+    def _forget_pool(self) -> None:
+        self._blocks = Blocks(free=self.limits.num_blocks, cached=0, active=0, retired=0)
+        self._starving = False  # running sequences were refused blocks in the last plan
+        self._admission_needs = 0  # blocks without which the first in line need not ask again
+        self._cached_ratio = 0.0  # of admitted tokens lately: how far a budget for admissions goes
+        self._stalls = 0
+        self._is_settling = False  # a step failed: those in flight end before another is planned
+
+    # What comes from outside.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() or a step in flight still has something to do."""
+        return bool(self._waiting or self._running or self._draining or self._releases or self._steps)
+
+    def add(
+        self,
+        prompt_token_ids: abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        end_token_ids: abc.Iterable[int],
+        seed: int,
+    ) -> list[Sequence]:
+        """Take a request; returns its params.n sequences. Sample i has seed + i.
+
+        Raises InvalidRequest, nothing taken, if the prompt is empty, has a token out of range, or does not fit with
+        max_tokens into the model or the pool.
+        """
+        max_tokens = self._check_prompt(prompt_token_ids, params)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(end_token_ids)
+        request_id = self._next_request
+        self._next_request += 1
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                arrival=(request_id, index),
+                token_ids=list(prompt_token_ids),
+                num_prompt_tokens=len(prompt_token_ids),
+                max_tokens=max_tokens,
+                end_token_ids=ends,
+                params=params,
+                seed=seed + index,
+                state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
+            )
+            for index in range(params.n)
+        ]
+        self._waiting.append(sequences[0])
+        if len(sequences) > 1:
+            self._followers[sequences[0]] = sequences[1:]
+        self._checked()
+        return sequences
+
+    def _check_prompt(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
+        num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
+        if not num_tokens:
+            raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.limits.vocabulary_size:
+                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                raise InvalidRequest.of_field("prompt", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+        whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
+        if num_tokens >= limit:
+            allowed = f"fewer than {limit} tokens, by the {whose}"
+            raise InvalidRequest.of_field("prompt", num_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+        if params.max_tokens is None:
+            return limit - num_tokens
+        if num_tokens + params.max_tokens > limit:
+            allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {whose}"
+            raise InvalidRequest.of_field("max_tokens", params.max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+        return params.max_tokens
+
+    def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
+        """End these now; their blocks are released with the next plan. Those that have ended are left alone."""
+        for sequence in sorted(sequences, key=_by_arrival, reverse=True):
+            # Last first: a parent that ends would only send its followers to the queue.
+            self._finish(sequence, FinishReason.CANCELLED)
+        self._checked()
+
+    def stop(self, sequence: Sequence) -> None:
+        """End one whose text has met a stop string. One that has ended is left alone."""
+        self._finish(sequence, FinishReason.STOP)
+        self._checked()
+
+    def reset_all(self, limits: SchedulerLimits | None = None) -> None:
+        """The pool has forgotten everything: whoever ran waits with its known tokens; steps in flight are void."""
+        if limits is not None:
+            self.limits = limits
+        self._counters.resets += 1
+        self._steps.clear()
+        self._releases.clear()
+        for sequence in (*self._running, *self._draining):
+            sequence.forget()
+            insort(self._waiting, sequence, key=_by_arrival)
+        self._running.clear()
+        self._draining.clear()
+        self._forget_pool()
+        self._checked()
+
+    # What the next step should do.
+
+    def schedule(self) -> Plan:
+        """The next plan; empty if nothing can be done before a step in flight ends. Changes nothing but unused ids."""
+        if self._is_settling and self._steps:
+            return Plan()
+        draft = _Draft(self.limits.max_step_tokens)
+        if self._suspects:
+            self._draft_suspect(draft, self._suspects[0])
+        else:
+            self._draft_extends(draft)
+            if not self._starving:
+                self._draft_forks(draft)
+                self._draft_admissions(draft)
+        return Plan(
+            release_ids=tuple(self._releases),
+            forks=tuple(draft.forks),
+            extend_ids=tuple(draft.ids),
+            extend_counts=tuple(draft.counts),
+            admissions=tuple(draft.admissions),
+            admission_token_budget=draft.budget if draft.admissions else 0,
+            admission_reserve_blocks=self._reserve() if draft.admissions else 0,
+            sequences=draft.sequences,
+        )
+
+    def _reserve(self) -> int:
+        return 0 if self._suspects else -(-len(self._running) * _RESERVE_STEPS // self.limits.block_size)
+
+    def _draft_suspect(self, draft: _Draft, suspect: Sequence) -> None:
+        if self._steps:
+            return  # alone means alone: a failure must have one possible cause
+        if suspect.state is SequenceState.WAITING:
+            draft.admit(self._fresh_id(), suspect)
+        elif suspect.seq_id is not None:
+            draft.extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, draft.budget))
+
+    def _draft_extends(self, draft: _Draft) -> None:
+        chunks: list[Sequence] = []
+        for sequence in self._running:
+            count = sequence.num_schedulable_tokens
+            if count == 1 and draft.budget:
+                draft.extend(_id_of(sequence), sequence, 1)
+            elif count > 1:
+                chunks.append(sequence)
+        for sequence in chunks:
+            if not draft.budget:
+                return
+            draft.extend(_id_of(sequence), sequence, min(sequence.num_schedulable_tokens, draft.budget))
+
+    def _draft_forks(self, draft: _Draft) -> None:
+        slots = self.limits.max_running_sequences - len(self._running)
+        for parent, followers in self._followers.items():
+            if parent.state is not SequenceState.RUNNING or parent.num_scheduled_tokens < parent.num_prompt_tokens:
+                continue
+            children = followers[: min(slots, draft.budget)]
+            if not children:
+                continue
+            slots -= len(children)
+            child_ids = tuple(self._fresh_id() for _ in children)
+            draft.forks.append(Fork(_id_of(parent), child_ids, parent.num_prompt_tokens))
+            for child_id, child in zip(child_ids, children, strict=True):
+                draft.extend(child_id, child, 1)
+
+    def _draft_admissions(self, draft: _Draft) -> None:
+        forked = sum(len(fork.child_ids) for fork in draft.forks)
+        slots = self.limits.max_running_sequences - len(self._running) - forked
+        if self._admissions_blocked():
+            return
+        # Prompts are offered until what they will probably compute fills the budget; cachemgr, who knows what is
+        # cached, cuts the last one.
+        budget = float(draft.budget)
+        for sequence in self._waiting[: max(0, slots)]:
+            if budget <= 0:
+                return
+            draft.admit(self._fresh_id(), sequence)
+            budget -= max(1.0, len(sequence.token_ids) * (1.0 - self._cached_ratio))
+            if self._admission_needs:
+                return  # somebody was refused blocks: nobody may overtake the first in line
+
+    def _admissions_blocked(self) -> bool:
+        """Whether the first in line was refused and nothing has come back since that would change it."""
+        blocks = self._blocks
+        coming = blocks.free + blocks.cached + blocks.retired + sum(self._releases.values())
+        return bool(self._running) and coming < self._admission_needs
+
+    def _fresh_id(self) -> int:
+        self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
+        return self._next_seq_id
+
+    # What cachemgr made of it.
+
+    def on_planned(self, plan: Plan, outcome: PlanOutcome) -> Step:
+        """Take the answer to the plan that schedule() returned last. Returns the step, now in flight.
+
+        Raises ProtocolViolation if the answer does not fit the plan; then only reset_all() makes sense.
+        """
+        refused = {(refusal.item, refusal.seq_id): refusal.error for refusal in outcome.refusals}
+        self._counters.planned_steps += 1
+        self._is_settling = False
+        self._counters.refusals += len(refused)
+        for seq_id in plan.release_ids:
+            self._releases.pop(seq_id, None)
+        self._blocks = outcome.blocks
+        failed: list[Failed] = []
+        if plan.forks:
+            self._begin_forks(plan, refused)
+        if plan.admissions:
+            self._begin_admissions(plan, outcome, refused, failed)
+        step = self._step_of(plan, outcome, failed)
+        self._steps.append(step)
+        self._refuse_extends(plan, refused, failed)
+        if plan.asks_to_compute:
+            self._stalls = 0 if outcome.run_ids else self._stalls + 1
+        self._checked()
+        return step
+
+    def _begin_forks(self, plan: Plan, refused: abc.Mapping[tuple[PlanItem, int], QuireError]) -> None:
+        for fork in plan.forks:
+            for child_id in fork.child_ids:
+                child = plan.sequences[child_id]
+                accepted = (PlanItem.FORK, child_id) not in refused
+                if child.state is SequenceState.FOLLOWING:
+                    self._unfollow(child)
+                    if not accepted:
+                        self._wait(child)  # an ordinary admission; the prompt is in the cache
+                        continue
+                elif not accepted:
+                    continue
+                elif child.state is not SequenceState.WAITING:
+                    self._releases[child_id] = 1  # it ended while the plan was under way
+                    continue
+                else:
+                    self._waiting.remove(child)  # the parent ended while the plan was under way
+                child.begin(child_id, num_scheduled_tokens=fork.num_tokens - 1)
+                insort(self._running, child, key=_by_arrival)
+                self._counters.forks += 1
+
+    def _begin_admissions(
+        self,
+        plan: Plan,
+        outcome: PlanOutcome,
+        refused: abc.Mapping[tuple[PlanItem, int], QuireError],
+        failed: list[Failed],
+    ) -> None:
+        cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
+        self._admission_needs = 0
+        for admission in plan.admissions:
+            sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
+            if seq_id in cached:
+                self._begin_admitted(sequence, seq_id, cached[seq_id])
+            elif (error := refused.get((PlanItem.ADMISSION, seq_id))) is None:
+                raise ProtocolViolation("an admission was neither accepted nor refused")
+            elif not isinstance(error, OutOfRoom):
+                self._fail(sequence, error, failed)
+            elif error.reason == "OUT_OF_BLOCKS" and not self._admission_needs:
+                self._admission_needs = error.number("needed", 1)
+        if self._admission_needs and self._suspects and self._running:
+            self._relieve(self._admission_needs)  # everybody else is paused and would hold the blocks for ever
+
+    def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
+        num_tokens = len(sequence.token_ids)
+        self._counters.admissions += 1
+        self._counters.admitted_tokens += num_tokens
+        self._counters.cached_tokens += num_cached
+        self._cached_ratio = 0.5 * self._cached_ratio + 0.5 * num_cached / num_tokens
+        if sequence.state is not SequenceState.WAITING:
+            self._releases[seq_id] = self._blocks_of(sequence)  # it ended while the plan was under way
+            return
+        self._waiting.remove(sequence)
+        sequence.begin(seq_id, num_scheduled_tokens=num_cached)
+        insort(self._running, sequence, key=_by_arrival)
+
+    def _step_of(self, plan: Plan, outcome: PlanOutcome, failed: abc.Sequence[Failed]) -> Step:
+        given = set(outcome.given_run_indexes)
+        sequences: list[Sequence] = []
+        introduced: list[int] = []
+        samplers: dict[int, Sequence] = {}
+        runs = zip(outcome.run_ids, outcome.run_starts, outcome.run_counts, strict=True)
+        for index, (seq_id, start, count) in enumerate(runs):
+            sequence = plan.sequences.get(seq_id)
+            if sequence is None:
+                raise ProtocolViolation("a run of a sequence that was not asked for")
+            sequences.append(sequence)
+            if sequence.seq_id != seq_id or sequence.state is not SequenceState.RUNNING:
+                continue  # it ended while the plan was under way: it runs, and nobody looks
+            if start != sequence.num_scheduled_tokens or not 0 < count <= sequence.num_schedulable_tokens:
+                raise ProtocolViolation(f"a run of [{start}, {start + count}) where another was due")
+            if index in given and start + count > len(sequence.token_ids):
+                raise ProtocolViolation("token ids are asked for that are still being sampled")
+            if sequence.schedule(count):
+                samplers[seq_id] = sequence
+            if not sequence.sampling_sent:
+                sequence.sampling_sent = True
+                introduced.append(index)
+            self._counters.scheduled_tokens += count
+        return Step(
+            step_number=outcome.step_number,
+            seq_ids=outcome.run_ids,
+            sequences=sequences,
+            starts=outcome.run_starts,
+            counts=outcome.run_counts,
+            given=outcome.given_run_indexes,
+            introduced=introduced,
+            samplers=samplers,
+            idle=self._idle_of(plan, outcome),
+            failed=failed,
+        )
+
+    def _idle_of(self, plan: Plan, outcome: PlanOutcome) -> dict[int, Sequence]:
+        forked = (child_id for fork in plan.forks for child_id in fork.child_ids)
+        running = set(outcome.run_ids) if plan.forks else set()
+        return {child_id: plan.sequences[child_id] for child_id in forked if child_id not in running}
+
+    def _refuse_extends(
+        self, plan: Plan, refused: abc.Mapping[tuple[PlanItem, int], QuireError], failed: list[Failed]
+    ) -> None:
+        needed = 0
+        for (item, seq_id), error in refused.items():
+            sequence = plan.sequences.get(seq_id)
+            live = sequence is not None and sequence.seq_id == seq_id and sequence.state is SequenceState.RUNNING
+            if item is not PlanItem.EXTEND or sequence is None or not live:
+                continue
+            if error.reason == "OUT_OF_BLOCKS":
+                needed += error.number("needed", 1)
+            elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):
+                self._retry_alone(sequence, error, failed)
+            else:
+                self._fail(sequence, error, failed)
+        self._starving = needed > 0
+        if needed:
+            self._relieve(needed)
+
+    def _relieve(self, needed: int) -> None:
+        """Preempt the last arrived until the blocks needed are free or will be; nobody if they will be anyway."""
+        blocks = self._blocks
+        missing = needed - blocks.free - blocks.cached - blocks.retired - sum(self._releases.values())
+        first = self._suspects[0] if self._suspects else self._running[0]
+        # Nobody of this client holds what the first one lacks: in the end it gives way to another client of the pool.
+        gives_way = self._stalls >= self.limits.max_stalls
+        for victim in self._running[::-1]:
+            if missing <= 0 or (victim is first and not gives_way):
+                continue
+            missing -= self._blocks_of(victim)
+            self._preempt(victim)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        self._leave(sequence)
+        sequence.preempt()
+        if sequence.state is SequenceState.DRAINING:
+            self._draining.add(sequence)
+        else:
+            self._requeue(sequence)
+
+    # How a step ended.
+
+    def on_step_done(
+        self, step: Step, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
+    ) -> abc.Sequence[Sampled]:
+        """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
+
+        Raises ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
+        """
+        self._check_oldest(step)
+        tokens = dict(zip(seq_ids, token_ids, strict=True))
+        if not step.samplers.keys() <= tokens.keys():
+            raise ProtocolViolation("a step came back without a token that it was to sample")
+        self._steps.popleft()
+        events = [
+            self._accept(sequence, tokens[seq_id])
+            for seq_id, sequence in step.samplers.items()
+            if sequence.seq_id == seq_id and sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+        ]
+        self._counters.sampled_tokens += len(events)
+        self._counters.discarded_tokens += len(tokens) - len(events)
+        if self._suspects:
+            self._clear_suspects(step)
+        self._checked()
+        return events
+
+    def _accept(self, sequence: Sequence, token_id: int) -> Sampled:
+        reason = sequence.accept(token_id)
+        if reason is not None:
+            self._finish(sequence, reason)
+        elif sequence.state is SequenceState.DRAINING and not sequence.num_sampling:
+            self._draining.discard(sequence)
+            sequence.move(SequenceState.WAITING)
+            self._requeue(sequence)
+        return Sampled(sequence, token_id, reason)
+
+    def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+        """The oldest step in flight computed nothing, and one of its sequences may be why. Returns who is given up."""
+        self._take_failed(step)
+        failed: list[Failed] = []
+        live = [s for s, i in zip(step.sequences, step.seq_ids, strict=True) if self._is_of(s, i)]
+        for sequence in live:
+            if len(step.sequences) > 1:
+                self._suspect(sequence)
+            else:
+                self._retry_alone(sequence, error, failed)
+        self._checked()
+        return failed
+
+    def on_step_dropped(self, step: Step) -> None:
+        """The oldest step in flight computed nothing because of one before it: its sequences are admitted again."""
+        self._take_failed(step)
+        for sequence, seq_id in zip(step.sequences, step.seq_ids, strict=True):
+            if self._is_of(sequence, seq_id):
+                self._readmit(sequence)
+        self._checked()
+
+    def _take_failed(self, step: Step) -> None:
+        self._check_oldest(step)
+        self._steps.popleft()
+        self._counters.failed_steps += 1
+        self._is_settling = True
+        for seq_id, sequence in step.idle.items():
+            if self._is_of(sequence, seq_id):
+                self._readmit(sequence)
+
+    def _check_oldest(self, step: Step) -> None:
+        if not self._steps or self._steps[0] is not step:
+            raise ProtocolViolation("steps end in the order they were planned")
+
+    def _is_of(self, sequence: Sequence, seq_id: int) -> bool:
+        live = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+        return live and sequence.seq_id == seq_id
+
+    def _suspect(self, sequence: Sequence) -> None:
+        until = max(sequence.num_scheduled_tokens, len(sequence.token_ids))
+        sequence.suspect_until = max(until, sequence.suspect_until or 0)
+        self._readmit(sequence)
+        if sequence not in self._suspects:
+            insort(self._suspects, sequence, key=_by_arrival)
+
+    def _retry_alone(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        sequence.num_failures += 1
+        if sequence.num_failures < self.limits.max_step_failures:
+            self._suspect(sequence)
+            return
+        given_up = RequestFailed(
+            f"given up after {sequence.num_failures} failed steps, the last one: {error}", metadata=error.metadata
+        )
+        given_up.__cause__ = error
+        self._fail(sequence, given_up, failed)
+
+    def _clear_suspects(self, step: Step) -> None:
+        for sequence in step.sequences:
+            until = sequence.suspect_until
+            if until is not None and sequence.num_scheduled_tokens >= until:
+                sequence.suspect_until = None
+                sequence.num_failures = 0
+                if sequence in self._suspects:
+                    self._suspects.remove(sequence)
+
+    # Moves between the collections; each sequence is in the one of its state.
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the collection of its state; its blocks, if any, go with the next plan."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self._unqueue(sequence)
+            case SequenceState.RUNNING:
+                self._running.remove(sequence)
+                self._releases[_id_of(sequence)] = self._blocks_of(sequence)
+            case SequenceState.DRAINING:
+                self._draining.discard(sequence)
+            case SequenceState.FOLLOWING:
+                self._unfollow(sequence)
+            case SequenceState.FINISHED:
+                pass
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.seq_id = None
+        insort(self._waiting, sequence, key=_by_arrival)
+        if self._waiting[0] is sequence:
+            self._admission_needs = 0  # that was about another one
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        if self._waiting[0] is sequence:
+            self._admission_needs = 0
+        self._waiting.remove(sequence)
+
+    def _wait(self, follower: Sequence) -> None:
+        follower.move(SequenceState.WAITING)
+        self._requeue(follower)
+
+    def _readmit(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.forget()
+        self._requeue(sequence)
+
+    def _unfollow(self, child: Sequence) -> None:
+        for parent, followers in self._followers.items():
+            if child in followers:
+                followers.remove(child)
+                if not followers:
+                    del self._followers[parent]
+                return
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is SequenceState.FINISHED:
+            return
+        self._leave(sequence)
+        sequence.finish(reason)
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
+        for follower in self._followers.pop(sequence, ()):
+            self._wait(follower)
+
+    def _fail(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        if sequence.state is not SequenceState.FINISHED:
+            self._finish(sequence, FinishReason.FAILED)
+            failed.append(Failed(sequence, error))
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        """Blocks that a sequence's release gives back, at most: shared ones stay."""
+        num_tokens = max(len(sequence.token_ids), sequence.num_scheduled_tokens)
+        return -(-num_tokens // self.limits.block_size)
+
+    # State as a value.
+
+    def statistics(self) -> SchedulerStatistics:
+        """Present numbers and counters."""
+        return SchedulerStatistics(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_following=sum(map(len, self._followers.values())),
+            num_draining=len(self._draining),
+            num_steps_in_flight=len(self._steps),
+            **{f.name: getattr(self._counters, f.name) for f in fields(self._counters)},
+        )
+
+    def _checked(self) -> None:
+        if self._verify:
+            self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the collections and the sequences disagree. Cost: all sequences and steps."""
+        following = [child for children in self._followers.values() for child in children]
+        homes = [
+            (SequenceState.WAITING, self._waiting),
+            (SequenceState.RUNNING, self._running),
+            (SequenceState.DRAINING, list(self._draining)),
+            (SequenceState.FOLLOWING, following),
+        ]
+        everybody = [sequence for _, members in homes for sequence in members]
+        _require(len(set(everybody)) == len(everybody), "a sequence is in one place")
+        for state, members in homes:
+            _require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
+        for ordered in (self._waiting, self._running, self._suspects):
+            _require(ordered == sorted(ordered, key=_by_arrival), "queues are in order of arrival")
+        _require(set(self._suspects) <= set(everybody), "a suspect is alive")
+        _require(all(parent in set(everybody) for parent in self._followers), "a parent of followers is alive")
+        _require(len(self._running) <= self.limits.max_running_sequences, "the limit of running sequences holds")
+        ids = [_id_of(sequence) for sequence in self._running]
+        _require(len(set(ids)) == len(ids), "an id stands for one sequence")
+        _require(not set(ids) & self._releases.keys(), "what runs is not released")
+        for sequence in everybody:
+            self._check_sequence(sequence)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        awaited = sum(step.samplers.get(_id_or_none(sequence)) is sequence for step in self._steps)
+        _require(sequence.num_sampling == awaited, "a token being sampled is awaited from one step")
+        _require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
+        num_output = sequence.num_tokens - sequence.num_prompt_tokens
+        _require(num_output <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
+        held = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+        _require(held == (sequence.seq_id is not None), "who has an id is in the pool")
+        if sequence.state is SequenceState.DRAINING:
+            _require(sequence.num_sampling > 0, "who drains has something to wait for")
+
+
+def _id_of(sequence: Sequence) -> int:
+    if sequence.seq_id is None:
+        raise AssertionError("a sequence without an id was taken for one in the pool")
+    return sequence.seq_id
+
+
+def _id_or_none(sequence: Sequence) -> int:
+    return -1 if sequence.seq_id is None else sequence.seq_id
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"broken invariant: {what}")

@@ -1,0 +1,153 @@
+"""One stream of tokens, as the client sees it. Pure.
+
+Positions of a sequence, half-open ranges:
+
+    [0, num_prompt_tokens)                    given by the caller
+    [num_prompt_tokens, len(token_ids))       generated and known
+    [len(token_ids), num_tokens)              being sampled by steps in flight: they count, nobody has seen them
+    [0, num_scheduled_tokens)                 KV computed, or will be by steps in flight
+    [num_scheduled_tokens, num_tokens)        to be scheduled; never empty once the sequence runs
+
+A run that reaches num_tokens samples one more, so in steady state a sequence has one token to schedule, whether its
+value is known or not.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from quire.client.sampling import SamplingParams
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    FOLLOWING = "following"  # A further sample of a prompt that another sequence computes; will be forked from it.
+    WAITING = "waiting"  # All tokens known, holds nothing, wants to be admitted.
+    RUNNING = "running"  # Holds blocks under seq_id.
+    DRAINING = "draining"  # Preempted with samples in flight: waits for their tokens, then for admission.
+    FINISHED = "finished"  # Has a finish_reason and gets no more tokens.
+
+
+_F, _W, _R, _D, _E = (
+    SequenceState.FOLLOWING,
+    SequenceState.WAITING,
+    SequenceState.RUNNING,
+    SequenceState.DRAINING,
+    SequenceState.FINISHED,
+)
+TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = MappingProxyType(
+    {
+        _F: frozenset({_R, _W, _E}),  # forked · the parent has gone · cancelled
+        _W: frozenset({_R, _E}),  # admitted · cancelled or refused for good
+        _R: frozenset({_W, _D, _E}),  # preempted, reset or failed · preempted in flight · ended
+        _D: frozenset({_W, _E}),  # its tokens are known · ended by one of them
+        _E: frozenset(),
+    }
+)
+
+
+class FinishReason(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"  # An end token, a stop token or a stop string.
+    LENGTH = "length"  # max_tokens.
+    CANCELLED = "cancelled"  # The caller went away.
+    FAILED = "failed"  # The request was refused or given up; the caller gets the error.
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of one request. Changed by the scheduler only."""
+
+    request_id: int
+    index: int
+    arrival: tuple[int, int]
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    end_token_ids: frozenset[int]
+    params: SamplingParams
+    seed: int
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: FinishReason | None = None
+    # Of the present incarnation in the pool; a fresh id each time it is admitted or forked. None while it has none.
+    seq_id: int | None = None
+    num_scheduled_tokens: int = 0
+    num_sampling: int = 0
+    # Whether the worker was told this incarnation's sampling parameters.
+    sampling_sent: bool = False
+    # A step with it and others failed: it runs alone until this many tokens are computed.
+    suspect_until: int | None = None
+    # Failures of steps it was alone in.
+    num_failures: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known and being sampled."""
+        return len(self.token_ids) + self.num_sampling
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens generated and known."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens a next run may compute: 0 once the last token it may have is being sampled."""
+        num_tokens = len(self.token_ids) + self.num_sampling
+        if num_tokens - self.num_prompt_tokens >= self.max_tokens:
+            return 0
+        return num_tokens - self.num_scheduled_tokens
+
+    def move(self, state: SequenceState) -> None:
+        """Go to another state. Raises ValueError if the table has no such transition."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"sequence {self.arrival}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    def begin(self, seq_id: int, *, num_scheduled_tokens: int) -> None:
+        """Enter the pool under a fresh id, with this many tokens found there."""
+        self.move(SequenceState.RUNNING)
+        self.seq_id = seq_id
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.sampling_sent = False
+
+    def schedule(self, num_tokens: int) -> bool:
+        """Count a run of this many tokens as planned. Returns whether it samples."""
+        self.num_scheduled_tokens += num_tokens
+        samples = self.num_scheduled_tokens == self.num_tokens
+        self.num_sampling += samples
+        return samples
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Take the oldest token being sampled. Returns why the sequence ends with it, None if it goes on."""
+        self.num_sampling -= 1
+        self.token_ids.append(token_id)
+        if token_id in self.end_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None
+
+    def preempt(self) -> None:
+        """Leave the pool; tokens being sampled are still awaited, under the id it had."""
+        self.move(SequenceState.DRAINING if self.num_sampling else SequenceState.WAITING)
+        self.num_scheduled_tokens = 0
+
+    def forget(self) -> None:
+        """Leave the pool and give up what is being sampled; known tokens stay. For one that is not finished."""
+        if self.state is not SequenceState.WAITING:
+            self.move(SequenceState.WAITING)
+        self.seq_id = None
+        self.num_scheduled_tokens = 0
+        self.num_sampling = 0
+
+    def finish(self, reason: FinishReason) -> None:
+        """End."""
+        self.move(SequenceState.FINISHED)
+        self.finish_reason = reason

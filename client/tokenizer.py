@@ -1,0 +1,150 @@
+"""Text to token ids and back: whole, and token by token while they are generated.
+
+Both incremental parts hold text back while it is undecided: the detokenizer what may be half a character, the stop
+string search what may be the beginning of a stop string.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer as RawTokenizer
+
+_FILE = "tokenizer.json"
+_REPLACEMENT = "\ufffd"
+# Tokens of the prompt that are decoded along with the first new ones: some decoders drop a leading space.
+_CONTEXT_TOKENS = 6
+# A character is at most 4 bytes, so text that is undecided for longer is not the beginning of one.
+_MAX_UNDECIDED_TOKENS = 16
+
+
+class Tokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, raw: RawTokenizer) -> None:
+        self._raw = raw
+
+    @classmethod
+    def load(cls, source: str) -> "Tokenizer":
+        """From a folder, a tokenizer.json, or a hub id; blocks on files and the network.
+
+        Raises OSError if there is none, ValueError if it can't be read.
+        """
+        path = Path(source)
+        if path.is_dir():
+            path = path / _FILE
+        elif not path.is_file():
+            path = _download(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"no {_FILE} at {source}")
+        try:
+            return cls(RawTokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._raw.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The text's tokens, with those that the tokenizer puts around a text."""
+        return list(self._raw.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The tokens' text, special tokens left out."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+        """For the tokens that follow a prompt."""
+        return Detokenizer(self, prompt_token_ids)
+
+
+def _download(hub_id: str) -> Path:
+    # Read names no existing path: the library's errors are OSError or ValueError.
+    return Path(hf_hub_download(hub_id, _FILE))
+
+
+class Detokenizer:
+    """The text of one growing sequence, in pieces. Cost per token: two decodes of a few tokens.
+
+    The pieces together are what decode() gives for all tokens after the prompt. A piece never ends in half a character;
+    bytes that are no character at all become U+FFFD, at the latest 16 tokens later, and are dropped at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        if tokenizer.decode(self._token_ids).endswith(_REPLACEMENT):
+            self._token_ids.clear()
+        # Text of [0, _num_read) is out; it is decoded again as the context of what follows.
+        self._num_read = len(self._token_ids)
+        self._context = tokenizer.decode(self._token_ids)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take tokens; returns the text that is certain now."""
+        return "".join(map(self._push_one, token_ids))
+
+    def _push_one(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._tokenizer.decode(self._token_ids)
+        num_undecided = len(self._token_ids) - self._num_read
+        if text.endswith(_REPLACEMENT) and num_undecided < _MAX_UNDECIDED_TOKENS:
+            return ""
+        piece = text[len(self._context) :]
+        if piece:
+            self._forget_read()
+        return piece
+
+    def _forget_read(self) -> None:
+        """What was undecided becomes the context of the next tokens."""
+        del self._token_ids[: self._num_read]
+        self._num_read = len(self._token_ids)
+        self._context = self._tokenizer.decode(self._token_ids)
+
+    def flush(self) -> str:
+        """The rest of the text, once no more tokens come."""
+        text = self._tokenizer.decode(self._token_ids)[len(self._context) :]
+        return text.rstrip(_REPLACEMENT)
+
+
+class StopStrings:
+    """Looks for stop strings in text that comes in pieces."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take text; returns what belongs to the output. Sets `matched`, and returns nothing afterwards, once one is met.
+
+        The first place in the text counts; of several at one place the longest in the order given is not preferred:
+        the text ends before it either way.
+        """
+        if not self._stop:
+            return text
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = min(((text.index(stop), stop) for stop in self._stop if stop in text), default=None)
+        if found is not None:
+            position, self.matched = found
+            self._held = ""
+            return text[:position]
+        num_held = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that a stop string may begin with, the whole of it left out."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,102 @@
+"""A worker over gRPC: a thin typed client. Deadlines, retries of reads; no policy."""
+
+import asyncio
+from typing import Protocol
+
+import grpc
+
+from quire.client.channel import RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, unary
+from quire.client.errors import ProtocolViolation
+from quire.compute.v1 import worker_service_pb2 as pb
+from quire.compute.v1 import worker_service_pb2_grpc
+
+
+class StepAnswer(Protocol):
+    """A step on its way: await it once for its answer. Raises QuireError and nothing else."""
+
+    async def result(self) -> pb.RunStepResponse:
+        """The answer."""
+
+
+class WorkerApi(Protocol):
+    """What the engine needs of a worker. Every method raises QuireError and nothing else."""
+
+    async def get_model(self) -> pb.GetModelResponse:
+        """What the worker serves."""
+
+    async def run(self, request: pb.RunStepRequest) -> StepAnswer:
+        """Send a step; returns when it is on its way. Steps are run and answered in the order they are sent."""
+
+    async def close(self) -> None:
+        """Give up all connections."""
+
+
+class _Sent:
+    """StepAnswer of a step on the stream."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: asyncio.Future[pb.RunStepsResponse]) -> None:
+        self._future = future
+
+    async def result(self) -> pb.RunStepResponse:
+        answer = await self._future
+        match answer.WhichOneof("answer"):
+            case "step":
+                return answer.step
+            case "error":
+                raise decode_error(answer.error)
+            case _:
+                raise ProtocolViolation("an empty answer to a step")
+
+
+class WorkerClient:
+    """WorkerApi over a channel, and the calls that inspect. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = 10.0,
+        step_timeout_s: float = 300.0,
+        retry: RetryPolicy = RETRIES,
+    ) -> None:
+        """address is "unix:/path" or "host:port"; timeout_s is the deadline of each attempt of a call.
+
+        step_timeout_s is the deadline of a step, the time it waits for others included; the first step of a worker may
+        compile kernels.
+        """
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._channel = open_channel(address, credentials)
+        self._stub = worker_service_pb2_grpc.WorkerServiceStub(self._channel)
+        self._steps: OrderedStream[pb.RunStepsRequest, pb.RunStepsResponse] = OrderedStream(
+            self._stub.RunSteps, timeout_s=step_timeout_s
+        )
+
+    async def get_model(self) -> pb.GetModelResponse:
+        """See WorkerService.GetModel. Raises Unavailable."""
+        return await unary(self._stub.GetModel, pb.GetModelRequest(), timeout_s=self._timeout_s, policy=self._retry)
+
+    async def run(self, request: pb.RunStepRequest) -> StepAnswer:
+        """See WorkerService.RunStep; goes over the stream, never repeated.
+
+        The answer raises StepRefused, StepFailed, EpochChanged, LeaseLost, InvalidRequest or Unavailable.
+        """
+        return _Sent(await self._steps.send(pb.RunStepsRequest(step=request)))
+
+    async def get_statistics(self) -> pb.GetStatisticsResponse:
+        """See WorkerService.GetStatistics."""
+        request = pb.GetStatisticsRequest()
+        return await unary(self._stub.GetStatistics, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def checksum_blocks(self, block_ids: list[int]) -> pb.ChecksumBlocksResponse:
+        """See WorkerService.ChecksumBlocks. Raises InvalidRequest."""
+        request = pb.ChecksumBlocksRequest(block_ids=block_ids)
+        return await unary(self._stub.ChecksumBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def close(self) -> None:
+        """Give up the stream and the channel."""
+        await self._steps.close()
+        await self._channel.close()

@@ -1,0 +1,76 @@
+"""The worker process: flags, wiring, start to exit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+# Threads that spin while they wait take the cores that gRPC and other processes need. To be said before torch starts
+# them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import click
+
+from quire.serving.addresses import Address
+from quire.serving.logs import configure_logging
+from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, option, server_options
+from quire.serving.server import run
+from quire.worker.config import DTYPE_NAMES, ByteSize, WorkerConfig, default_threads
+
+log = logging.getLogger("quire.worker")
+
+DEFAULT_LISTEN = "unix:/run/quire/worker.sock"
+DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
+
+
+@click.command(name="worker", context_settings=command_settings("QUIRE_WORKER"))
+@option("--model", required=True, metavar="PATH_OR_HUB_ID", help="The model: a folder, or a hub id.")
+@option(
+    "--cachemgr",
+    type=DIAL_ADDRESS,
+    default=DEFAULT_CACHEMGR,
+    metavar="ADDRESS",
+    help="The cachemgr that rules the pool: host:port or unix:/path.",
+)
+@option("--pool", default="default", metavar="NAME", help="The pool's name at the cachemgr.")
+@option("--num-blocks", type=click.IntRange(min=2), help="Blocks in the pool, the null block included.")
+@option("--kv-cache-memory", type=ByteSize(), metavar="BYTES", help="Memory for the pool, like 512M or 1.5G.")
+@option(
+    "--memory-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.5,
+    help="Part of the free memory for the pool, if neither blocks nor bytes are given.",
+)
+@option("--block-size", type=click.IntRange(1, 1024), default=16, metavar="TOKENS", help="Tokens per block.")
+@option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights, activations and KV; auto: as saved.")
+@option("--device", default="auto", help="Where to compute: cpu, cuda, cuda:1; auto: a GPU if there is one.")
+@option("--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's.")
+@option("--max-num-seqs", type=click.IntRange(min=1), default=256, help="Sequences that may hold blocks at a time.")
+@option("--max-step-tokens", type=click.IntRange(min=1), default=8192, help="Tokens one step may compute.")
+@option("--threads", type=click.IntRange(min=1), default=default_threads, help="CPU threads for the model.")
+@option("--revision", help="The model's revision on the hub.")
+@option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")
+@server_options(default_listen=DEFAULT_LISTEN)
+def main(server: ServerOptions, cachemgr: Address, kv_cache_memory: int | None, **values: object) -> None:
+    """Serve the KV pool and the model: run the steps that a cachemgr has granted.
+
+    Loads the model, checks that it computes the same on the pool as by itself, allocates the pool once, attaches it to
+    the cachemgr and serves. A model that can't be run correctly is refused at start.
+
+    \b
+    Examples:
+      quire worker --model deploy/demo/model --num-blocks 512
+      quire worker --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --cachemgr 10.0.0.5:7070 --listen 0.0.0.0:7071
+    """
+    configure_logging(server.log_level)
+    config = WorkerConfig(server=server, cachemgr=cachemgr, kv_cache_memory_bytes=kv_cache_memory, **values)  # type: ignore[arg-type]
+    # Only now: torch and transformers take seconds to import, and --help needs neither.
+    from quire.worker.process import serve
+
+    sys.exit(run(lambda signals: serve(config, signals)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The worker's side of the attachment: dials cachemgr, registers the pool, obeys, reports; again after every break."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc
+from quire.serving.server import SERVER_OPTIONS
+from quire.worker.steps import Steps
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
+CHANNEL_OPTIONS = (
+    *((name, value) for name, value in SERVER_OPTIONS if name != "grpc.so_reuseport"),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+Outbox = asyncio.Queue[attach_pb2.AttachPoolRequest]
+
+
+class Attachment:
+    """Keeps the pool attached as long as `run` runs."""
+
+    def __init__(
+        self, address: str, steps: Steps, *, geometry: attach_pb2.PoolGeometry, worker_address: Callable[[], str]
+    ) -> None:
+        self._address = address
+        self._steps = steps
+        self._geometry = geometry
+        self._worker_address = worker_address
+        self._is_attached = False
+        self._first_attached = asyncio.Event()
+        self._call: grpc.aio.StreamStreamCall[attach_pb2.AttachPoolRequest, attach_pb2.AttachPoolResponse] | None = None
+        steps.on_damage = self._break
+
+    @property
+    def is_attached(self) -> bool:
+        return self._is_attached
+
+    async def attached_once(self) -> None:
+        """Returns when the pool has been attached for the first time."""
+        await self._first_attached.wait()
+
+    async def run(self) -> None:
+        """Attaches, and attaches again after each break, until cancelled."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            reason = await self._attach_once()
+            if self._is_attached:
+                backoff_s = FIRST_BACKOFF_S
+            self._is_attached = False
+            log.info("not attached address=%s reason=%s", self._address, reason)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    async def _attach_once(self) -> str:
+        """One stream from registration to break; says why it broke."""
+        outbox: Outbox = asyncio.Queue()
+        try:
+            async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+                stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+                self._call = stub.AttachPool(drain_outbox(outbox))
+                self._register(outbox)
+                async for response in self._call:
+                    self._obey(response, outbox)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except ValueError as error:
+            return str(error)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            return "the pool begins a new epoch"
+        finally:
+            self._steps.reports.send = lambda report: None
+            self._call = None
+        return "cachemgr ended the stream"
+
+    def _break(self) -> None:
+        """Ends the stream, if there is one, to register anew."""
+        if self._call is not None:
+            self._call.cancel()
+
+    def _register(self, outbox: Outbox) -> None:
+        gate = self._steps.gate
+        registration = attach_pb2.RegisterPool(
+            pool=gate.pool,
+            epoch=gate.epoch,
+            highest_term=gate.highest_term,
+            attached_term=gate.attached_term,
+            geometry=self._geometry,
+            worker_address=self._worker_address(),
+        )
+        outbox.put_nowait(attach_pb2.AttachPoolRequest(register_pool=registration))
+
+    def _obey(self, response: attach_pb2.AttachPoolResponse, outbox: Outbox) -> None:
+        """Raises ValueError if the cachemgr must not be obeyed."""
+        kind = response.WhichOneof("message")
+        if kind == "attached":
+            self._attached(response.attached, outbox)
+        elif kind == "new_epoch_required":
+            self._steps.gate.obey(response.new_epoch_required.term)
+            self._steps.begin_epoch()
+            log.info("new epoch epoch=%d", self._steps.gate.epoch)
+            self._register(outbox)
+        elif kind == "open_lease":
+            lease_id = response.open_lease.lease_id
+            self._steps.gate.open_lease(lease_id)
+            opened = attach_pb2.LeaseOpened(lease_id=lease_id)
+            outbox.put_nowait(attach_pb2.AttachPoolRequest(lease_opened=opened))
+        elif kind == "fence_lease":
+            self._fence(response.fence_lease.lease_id, outbox)
+        elif kind == "reports_acknowledged":
+            self._steps.reports.acknowledge(response.reports_acknowledged.report_number)
+
+    def _attached(self, attached: attach_pb2.Attached, outbox: Outbox) -> None:
+        gate, reports = self._steps.gate, self._steps.reports
+        for lease_id in gate.attach(attached.term, attached.signing_key, attached.open_lease_ids):
+            self._fence(lease_id, outbox)
+        reports.acknowledge(attached.acknowledged_report_number)
+        for report in reports.kept():
+            outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
+        reports.send = lambda report: outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
+        self._is_attached = True
+        self._first_attached.set()
+        log.info("attached address=%s term=%d epoch=%d", self._address, attached.term, gate.epoch)
+
+    def _fence(self, lease_id: str, outbox: Outbox) -> None:
+        fenced = attach_pb2.AttachPoolRequest(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease_id))
+        self._steps.fence_lease(lease_id).add_done_callback(lambda _: outbox.put_nowait(fenced))
+
+
+async def drain_outbox(outbox: Outbox) -> AsyncIterator[attach_pb2.AttachPoolRequest]:
+    """What gRPC sends: messages as they come."""
+    while True:
+        yield await outbox.get()

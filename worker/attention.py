@@ -1,0 +1,435 @@
+"""Attention over the block pool, in torch operations that run on any device.
+
+transformers calls paged_attention() for every layer, through its AttentionInterface, with the step's packed tokens.
+ATTENTION_NAME is kept out of the AttentionMaskInterface on purpose: transformers then builds no mask, and what a layer
+may see comes from its LayerSpec. Per layer the order is: write the keys and values of all tokens, then attend for all
+sequences, so a sequence may read a block that another one of the same step fills.
+
+How a step is cut, once per kind of mask:
+
+    sequences with one query        in groups of similar length; a group gathers its keys into a reused workspace,
+                                    padded to its longest, and runs as one call
+    a prompt from its first token   reads this step's own keys, no gather
+    a later part of a prompt        gathers from what its first query sees, then runs in tiles of queries
+
+Only slots of tokens that a window shows are read, and padding reads the null block: a NaN in a slot nobody owns stays
+there. Grouped query heads are folded into SDPA's query or batch dimension; enable_gqa leaves the flash path for bf16
+on a CPU. Softcap and sinks, which SDPA cannot express, take an exact form in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from quire.worker.kv_pool import KVPool
+from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
+from quire.worker.step_batch import StepBatch
+
+ATTENTION_NAME = "quire_paged"
+
+# A group's padded keys are at most so many times what its sequences see, and at most so many tokens that they are
+# still in cache when read again.
+GROUP_PADDING_RATIO = 1.25
+GROUP_TOKENS = 8192
+
+# Queries of a prompt that run together: bounds a tile's scores, and what a window makes it read in vain.
+TILE_QUERIES = 256
+TILE_SCORES = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """n sequences with one query each, padded to `span` keys.
+
+    token_indices   [n]             int64, or None for all tokens of the batch in order
+    slots           [n * span]      int64, slot 0 of the null block for padding
+    hidden          [n, 1, 1, span] bool, True for padding, or None without padding
+    bias            [n, 1, 1, span] dtype of the pool, -inf for padding and 0 elsewhere, or None
+    """
+
+    num_seqs: int
+    span: int
+    token_indices: Tensor | None
+    slots: Tensor
+    hidden: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """One sequence with several queries: tokens first .. first + count - 1 of the batch, at positions start and on.
+
+    slots are those of positions key_start .. start + count - 1, int64; None if these are the part's own tokens.
+    """
+
+    first: int
+    count: int
+    start: int
+    key_start: int
+    slots: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    mask: Mask
+    decode_groups: tuple[_DecodeGroup, ...]
+    prompt_parts: tuple[_PromptPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """How a layer makes scores: q . k * scaling, capped, then masked, then a softmax over them and the sinks [Hq]."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def fits_sdpa(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class Workspace:
+    """Memory for gathered keys and values, kept from layer to layer and from step to step.
+
+    Fresh temporaries of this size would be mapped and unmapped by the allocator in every layer.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def gather(self, name: str, pool: Tensor, slots: Tensor) -> Tensor:
+        """Return the slots' contents, [len(slots), H, D], valid until the next gather under the same name."""
+        flat = pool.view(-1, *pool.shape[2:])
+        shape = (slots.shape[0], *pool.shape[2:])
+        return torch.index_select(flat, 0, slots, out=self._buffer(name, pool, shape[0] * flat[0].numel()).view(shape))
+
+    def _buffer(self, name: str, like: Tensor, size: int) -> Tensor:
+        key = (name, like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < size:
+            # A tensor made in inference mode could never be written outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return buffer[:size]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class AttentionStep:
+    """What the attention of one step needs besides queries, keys and values. Plans are made once per kind of mask."""
+
+    def __init__(
+        self, batch: StepBatch, pool: KVPool, *, specs: Mapping[int, LayerSpec], workspace: Workspace | None = None
+    ) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.specs = specs
+        self.workspace = workspace or Workspace()
+        self._plans: dict[Mask, _Plan] = {}
+
+    def plan(self, mask: Mask) -> _Plan:
+        plan = self._plans.get(mask)
+        if plan is None:
+            plan = self._plans[mask] = _plan(
+                self.batch, mask, block_size=self.pool.block_size, bias_dtype=self.pool.dtype
+            )
+        return plan
+
+
+_current_step: ContextVar[AttentionStep] = ContextVar("quire_attention_step")
+
+
+@contextmanager
+def attention_step(step: AttentionStep) -> Iterator[None]:
+    """Make `step` what paged_attention() works on in this context.
+
+    Not a keyword argument of the model: some models do not hand theirs on to their layers.
+    """
+    token = _current_step.set(step)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer: write this step's keys and values to the pool, then attend.
+
+        query       [1, Hq, T, Dk]          rope applied
+        key, value  [1, H, T, Dk or Dv]     dtype of the pool; Hq is a multiple of H
+        s_aux       [Hq]                    attention sinks: one more score per head in the softmax, without a value
+        returns     [1, T, Hq, Dv], and None for the weights
+
+    Raises LookupError outside attention_step(), ValueError if a mask was built or the dtype is not the pool's.
+    """
+    step = _current_step.get()
+    layer_idx: Any = module.layer_idx
+    spec = step.specs[layer_idx]
+    if attention_mask is not None:
+        raise ValueError(f"layer {layer_idx} got a mask: {ATTENTION_NAME} must not be registered as a mask function")
+    if key.dtype != step.pool.dtype:
+        raise ValueError(f"layer {layer_idx} makes keys of {key.dtype}, the pool holds {step.pool.dtype}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    k_pool, v_pool = step.pool.k(layer_idx), step.pool.v(layer_idx)
+    write_kv(k, v, k_pool, v_pool, slot_mapping=step.batch.slot_mapping)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    score = _Score(spec.scaling if scaling is None else scaling, softcap, s_aux)
+    plan = step.plan(spec.mask)
+    for group in plan.decode_groups:
+        keys = step.workspace.gather("k", k_pool, group.slots)
+        values = step.workspace.gather("v", v_pool, group.slots)
+        _attend_group(q, keys, values, group=group, score=score, out=out)
+    for part in plan.prompt_parts:
+        if part.slots is None:
+            keys, values = k[part.first : part.first + part.count], v[part.first : part.first + part.count]
+        else:
+            keys = step.workspace.gather("k", k_pool, part.slots)
+            values = step.workspace.gather("v", v_pool, part.slots)
+        _attend_prompt(q, keys, values, part=part, mask=spec.mask, score=score, out=out)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slot_mapping: Tensor) -> None:
+    """Scatter one step's keys and values into the block pool, in place. Shapes as in quire.kernels.reference.write_kv.
+
+    Slots must be distinct and in the pool; unlike the reference's, none may be -1. No sync.
+    """
+    k_pool.view(-1, *k_pool.shape[2:]).index_copy_(0, slot_mapping, k)
+    v_pool.view(-1, *v_pool.shape[2:]).index_copy_(0, slot_mapping, v)
+
+
+def _plan(batch: StepBatch, mask: Mask, *, block_size: int, bias_dtype: torch.dtype) -> _Plan:
+    spans: dict[int, int] = {}
+    parts = []
+    first = 0
+    for seq, (seq_len, count) in enumerate(zip(batch.seq_lens_host, batch.counts_host, strict=True)):
+        if count == 1:
+            spans[seq] = seq_len - mask.first_visible(seq_len - 1)
+        else:
+            parts.append(_prompt_part(batch, mask, seq=seq, first=first, block_size=block_size))
+        first += count
+    return _Plan(
+        mask=mask,
+        decode_groups=tuple(
+            _decode_group(batch, members, spans, block_size=block_size, bias_dtype=bias_dtype)
+            for members in group_by_span(spans)
+        ),
+        prompt_parts=tuple(parts),
+    )
+
+
+def group_by_span(spans: Mapping[int, int]) -> list[list[int]]:
+    """Divide sequences into groups of similar span, so that padding within the limits above pays for fewer calls."""
+    groups: list[list[int]] = []
+    longest = total = 0
+    for seq in sorted(spans, key=lambda seq: -spans[seq]):
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        if groups and padded <= min(GROUP_TOKENS, GROUP_PADDING_RATIO * (total + spans[seq])):
+            groups[-1].append(seq)
+            total += spans[seq]
+        else:
+            groups.append([seq])
+            longest = total = spans[seq]
+    return [sorted(group) for group in groups]
+
+
+def _decode_group(
+    batch: StepBatch, members: Sequence[int], spans: Mapping[int, int], *, block_size: int, bias_dtype: torch.dtype
+) -> _DecodeGroup:
+    span = max(spans[seq] for seq in members)
+    ends = [batch.seq_lens_host[seq] for seq in members]
+    begins = [batch.seq_lens_host[seq] - spans[seq] for seq in members]
+    device = batch.slot_mapping.device
+    index = torch.tensor([members, begins, ends], dtype=torch.int64).to(device, non_blocking=True)
+    seqs, begin, end = index[0], index[1, :, None], index[2, :, None]
+    positions = begin + torch.arange(span, device=device)
+    padded = any(spans[seq] < span for seq in members)
+    hidden = (positions >= end) if padded else None
+    slots = _slots(batch.block_tables.index_select(0, seqs), positions, block_size=block_size)
+    if hidden is not None:
+        slots = slots.masked_fill_(hidden, 0)
+        hidden = hidden[:, None, None]
+    everything = len(members) == batch.num_tokens
+    return _DecodeGroup(
+        num_seqs=len(members),
+        span=span,
+        token_indices=None if everything else batch.last_indices.index_select(0, seqs),
+        slots=slots.flatten(),
+        hidden=hidden,
+        bias=None if hidden is None else _bias(hidden, bias_dtype),
+    )
+
+
+def _prompt_part(batch: StepBatch, mask: Mask, *, seq: int, first: int, block_size: int) -> _PromptPart:
+    seq_len, count = batch.seq_lens_host[seq], batch.counts_host[seq]
+    start = seq_len - count
+    key_start = mask.first_visible(start)
+    slots = None
+    if start > 0:
+        positions = torch.arange(key_start, seq_len, device=batch.slot_mapping.device)
+        slots = _slots(batch.block_tables[seq, None], positions[None], block_size=block_size)[0]
+    return _PromptPart(first=first, count=count, start=start, key_start=key_start, slots=slots)
+
+
+def _slots(block_tables: Tensor, positions: Tensor, *, block_size: int) -> Tensor:
+    """Slots of positions [n, L] under block tables [n, M]; a position beyond a table gives a slot of its last entry."""
+    index = positions.div(block_size, rounding_mode="floor").clamp_(max=block_tables.shape[1] - 1)
+    return block_tables.gather(1, index).to(torch.int64) * block_size + positions.remainder(block_size)
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: _DecodeGroup, score: _Score, out: Tensor) -> None:
+    """q, out as in _attend_prompt; keys, values [n * span, H, D]. The G query heads of a kv head are SDPA's queries."""
+    num_seqs, num_kv_heads = group.num_seqs, keys.shape[1]
+    queries = q if group.token_indices is None else q.index_select(0, group.token_indices)
+    queries = queries.reshape(num_seqs, num_kv_heads, -1, q.shape[2])
+    keys = keys.view(num_seqs, group.span, num_kv_heads, -1)
+    values = values.view(num_seqs, group.span, num_kv_heads, -1)
+    if score.fits_sdpa:
+        result = F.scaled_dot_product_attention(
+            queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.bias, scale=score.scaling
+        )
+    else:
+        hidden = None if group.hidden is None else group.hidden[:, :, None]
+        result = _attend_exact(queries[:, :, :, None], keys, values, hidden=hidden, score=score)
+    result = result.reshape(num_seqs, *out.shape[1:])
+    if group.token_indices is None:
+        out.copy_(result)
+    else:
+        out.index_copy_(0, group.token_indices, result)
+
+
+def _attend_prompt(
+    q: Tensor, keys: Tensor, values: Tensor, *, part: _PromptPart, mask: Mask, score: _Score, out: Tensor
+) -> None:
+    """Attend for one part of a prompt.
+
+    q       [T, Hq, Dk]                 the whole batch's
+    keys    [n, H, Dk]  values [.., Dv] of positions part.key_start and on
+    out     [T, Hq, Dv]                 written for the part's tokens
+    """
+    num_kv_heads = keys.shape[1]
+    end = part.start + part.count
+    whole = part.start == 0 and mask.first_visible(end - 1) == 0 and score.fits_sdpa
+    tile = part.count if whole else _tile_queries(q.shape[1], end - part.key_start)
+    for begin in range(part.start, end, tile):
+        stop = min(begin + tile, end)
+        key_begin = mask.first_visible(begin)
+        rows = slice(part.first + begin - part.start, part.first + stop - part.start)
+        columns = slice(key_begin - part.key_start, stop - part.key_start)
+        tile_q = _split_heads(q[rows], num_kv_heads)
+        tile_k, tile_v = keys[columns], values[columns]
+        hidden = None if whole else _hidden(mask, (begin, stop), (key_begin, stop), q.device)
+        if score.fits_sdpa:
+            result = _sdpa_tile(tile_q, tile_k, tile_v, hidden=hidden, scaling=score.scaling)
+        else:
+            result = _attend_exact(
+                tile_q.permute(1, 2, 0, 3)[None], tile_k[None], tile_v[None], hidden=hidden, score=score
+            )[0].permute(2, 0, 1, 3)
+        _split_heads(out[rows], num_kv_heads).copy_(result)
+
+
+def _split_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[n, Hq, D] as [n, H, G, D]."""
+    return x.view(x.shape[0], num_kv_heads, -1, x.shape[2])
+
+
+def _tile_queries(num_query_heads: int, num_keys: int) -> int:
+    return max(16, min(TILE_QUERIES, TILE_SCORES // (num_query_heads * num_keys)))
+
+
+def _hidden(mask: Mask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
+    """Which keys a query must not see, [queries, keys] bool, for two half-open ranges of positions."""
+    q = torch.arange(*queries, device=device)[:, None]
+    k = torch.arange(*keys, device=device)
+    match mask:
+        case Sliding(window):
+            return (k > q) | (k <= q - window)
+        case Chunked(chunk):
+            return (k > q) | (k < q - q % chunk)
+        case _:
+            return k > q
+
+
+def _sdpa_tile(q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor | None, scaling: float) -> Tensor:
+    """q [n, H, G, D], k, v [m, H, D], hidden [n, m] or None for a causal square; returns [n, H, G, Dv]."""
+    num_groups = q.shape[2]
+    result = F.scaled_dot_product_attention(
+        q.permute(2, 1, 0, 3),
+        k.transpose(0, 1).expand(num_groups, -1, -1, -1),
+        v.transpose(0, 1).expand(num_groups, -1, -1, -1),
+        attn_mask=None if hidden is None else _bias(hidden, q.dtype),
+        is_causal=hidden is None,
+        scale=scaling,
+    )
+    return result.permute(2, 1, 0, 3)
+
+
+def _attend_exact(q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor | None, score: _Score) -> Tensor:
+    """Attention with softcap and sinks, all in float32.
+
+        q       [B, H, G, n, Dk]    G query heads of each kv head, n queries
+        k, v    [B, m, H, D]
+        hidden  broadcasts to [B, H, G, n, m], bool, or None
+        returns [B, H, G, n, Dv]    dtype of v
+
+    One matrix product per kv head: keys lie [m, H, D], and merging the head with the batch would copy them.
+    """
+    batch, num_kv_heads, num_groups, num_queries, _ = q.shape
+    queries = (q.float() * score.scaling).flatten(2, 3).transpose(0, 1)
+    keys, values = (x.float().permute(2, 0, 1, 3) for x in (k, v))
+    scores = queries.new_empty(num_kv_heads, batch, num_groups * num_queries, k.shape[1])
+    for head in range(num_kv_heads):
+        torch.bmm(queries[head], keys[head].transpose(1, 2), out=scores[head])
+    if score.softcap is not None:
+        scores.div_(score.softcap).tanh_().mul_(score.softcap)
+    heads = scores.view(num_kv_heads, batch, num_groups, num_queries, -1).transpose(0, 1)
+    if hidden is not None:
+        heads.masked_fill_(hidden, float("-inf"))
+    _softmax_(heads, score.sinks)
+    result = values.new_empty(num_kv_heads, batch, scores.shape[2], v.shape[3])
+    for head in range(num_kv_heads):
+        torch.bmm(scores[head], values[head], out=result[head])
+    return result.view(num_kv_heads, batch, num_groups, num_queries, -1).transpose(0, 1).to(v.dtype)
+
+
+def _softmax_(scores: Tensor, sinks: Tensor | None) -> None:
+    """Softmax over the last dimension of [B, H, G, n, m], in place; a sink takes its share and has no column."""
+    maximum = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1)
+        maximum = torch.maximum(maximum, sink)
+    scores.sub_(maximum).exp_()
+    total = scores.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - maximum)
+    scores.div_(total)

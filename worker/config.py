@@ -1,0 +1,70 @@
+"""What a worker is told on its command line, and its meaning."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from quire.serving.addresses import Address
+from quire.serving.options import ServerOptions
+
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A worker's settings; the flags of `quire worker --help` say what each means."""
+
+    server: ServerOptions
+    cachemgr: Address
+    model: str
+    pool: str
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    memory_share: float
+    max_model_len: int | None
+    max_num_seqs: int
+    max_step_tokens: int
+    threads: int
+    revision: str | None
+    trust_remote_code: bool
+
+    @property
+    def model_name(self) -> str:
+        """For people: a folder's last part, or the hub id."""
+        path = Path(self.model)
+        return path.resolve().name if path.exists() else self.model
+
+    @property
+    def tokenizer(self) -> str:
+        """Where clients find the tokenizer: an absolute path, or the hub id."""
+        path = Path(self.model)
+        return str(path.resolve()) if path.exists() else self.model
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes: 4096, 512M, 1.5G (powers of 1,024)."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper().removesuffix("IB").removesuffix("B")
+        number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+        try:
+            return int(float(number) * BYTE_UNITS[unit])
+        except (KeyError, ValueError):
+            self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
+
+
+def default_threads() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

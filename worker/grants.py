@@ -1,0 +1,128 @@
+"""A step as this worker runs it: the grant as cachemgr signed it, with what the client adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from quire.cache.v1 import grant_pb2
+from quire.compute.v1 import worker_service_pb2
+from quire.worker.errors import Reason, Refused, invalid
+from quire.worker.sampler import SamplingParams
+
+DIGEST_BYTES = 16
+TOKEN_DTYPE = "<i4"
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a sequence is sampled from a step on; the token ids are only for penalties."""
+
+    params: SamplingParams
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, checked."""
+
+    grant: grant_pb2.StepGrant
+    given_tokens: Mapping[int, np.ndarray[tuple[int, ...], np.dtype[np.int32]]] = field(default_factory=dict)
+    """Token ids by index of the run they are for; the other runs go on from their last sampled token."""
+    sampling: Mapping[int, RowSampling] = field(default_factory=dict)
+    """New sampling parameters, by sequence."""
+    skip: bool = False
+
+
+def decode_grant(signed: grant_pb2.SignedGrant) -> grant_pb2.StepGrant:
+    """The grant, not verified yet. Raises Refused (BAD_SIGNATURE) for bytes that are none."""
+    try:
+        return grant_pb2.StepGrant.FromString(signed.grant)
+    except DecodeError:
+        raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed") from None
+
+
+def decode_step(
+    request: worker_service_pb2.RunStepRequest,
+    grant: grant_pb2.StepGrant,
+    *,
+    vocab_size: int,
+    max_step_tokens: int,
+    max_logprobs: int,
+) -> Step:
+    """What the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH)."""
+    if request.skip:
+        return Step(grant, skip=True)
+    num_tokens = sum(grant.run_token_counts)
+    if num_tokens > max_step_tokens:
+        raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
+    tokens, sampling = {}, {}
+    runs = set(grant.run_sequence_ids)
+    for entry in request.inputs:
+        seq_id = entry.sequence_id
+        if seq_id not in runs:
+            raise invalid("inputs.sequence_id", seq_id, "a sequence that the grant runs")
+        if entry.token_ids:
+            tokens[seq_id] = np.asarray(entry.token_ids, dtype=np.int32)
+        if entry.HasField("sampling"):
+            sampling[seq_id] = decode_sampling(entry.sampling, vocab_size=vocab_size, max_logprobs=max_logprobs)
+    return Step(grant, match_given_tokens(grant, tokens), sampling)
+
+
+def match_given_tokens(
+    grant: grant_pb2.StepGrant, tokens: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]
+) -> dict[int, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
+    """Token ids by run, exactly those that cachemgr was told. Raises Refused."""
+    given = {}
+    for position, run in enumerate(grant.given_run_indexes):
+        seq_id, count = grant.run_sequence_ids[run], grant.run_token_counts[run]
+        ids = tokens.pop(seq_id, None)
+        if ids is None or len(ids) != count:
+            found = 0 if ids is None else len(ids)
+            raise invalid("inputs.token_ids", f"{found} tokens for sequence {seq_id}", f"{count} tokens")
+        digest = sha256(ids.astype(TOKEN_DTYPE).tobytes()).digest()[:DIGEST_BYTES]
+        if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:
+            message = f"the tokens given for sequence {seq_id} are not those that cachemgr was told"
+            raise Refused(Reason.TOKENS_MISMATCH, message, sequence_id=seq_id)
+        given[run] = ids
+    if tokens:
+        seq_id, ids = next(iter(tokens.items()))
+        limit = "none: the run goes on from the token sampled last"
+        raise invalid("inputs.token_ids", f"{len(ids)} tokens for sequence {seq_id}", limit)
+    return given
+
+
+def decode_sampling(
+    message: worker_service_pb2.SamplingParameters, *, vocab_size: int, max_logprobs: int
+) -> RowSampling:
+    """Raises Refused (INVALID_ARGUMENT)."""
+    num_logprobs = message.logprob_count if message.HasField("logprob_count") else None
+    params = SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        seed=message.seed,
+        num_logprobs=num_logprobs,
+    )
+    try:
+        params.validate()
+    except ValueError as error:
+        raise Refused(Reason.INVALID_ARGUMENT, f"sampling: {error}", field="inputs.sampling") from None
+    if num_logprobs is not None and num_logprobs > max_logprobs:
+        raise invalid("sampling.logprob_count", num_logprobs, f"0 to {max_logprobs}")
+    history = {
+        "prompt_token_ids": tuple(message.prompt_token_ids),
+        "output_token_ids": tuple(message.output_token_ids),
+    }
+    for name, token_ids in history.items():
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            raise invalid(f"sampling.{name}", "a token out of range", f"0 to {vocab_size - 1}")
+    return RowSampling(params, **history)

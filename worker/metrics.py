@@ -1,0 +1,42 @@
+"""Prometheus metrics, read from statistics at the moment they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from quire.worker.attachment import Attachment
+from quire.worker.steps import Steps
+
+
+def metric_families(steps: Steps, attachment: Attachment) -> Iterator[Metric]:
+    """All metrics of a worker. Counters are since the process started."""
+    counters = steps.counters
+    outcomes = CounterMetricFamily("quire_worker_steps", "Steps that ended, by outcome.", labels=["outcome"])
+    outcomes.add_metric(["computed"], counters.computed)
+    outcomes.add_metric(["failed"], counters.failed)
+    outcomes.add_metric(["skipped"], counters.skipped)
+    yield outcomes
+    refused = CounterMetricFamily("quire_worker_refusals", "Steps refused before running.", labels=["reason"])
+    for reason, count in counters.refusals.items():
+        refused.add_metric([reason.value], count)
+    yield refused
+    totals = {
+        "quire_worker_computed_tokens": ("Tokens whose KV was computed.", counters.computed_tokens),
+        "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
+        "quire_worker_copied_blocks": ("Blocks copied.", counters.copied_blocks),
+        "quire_worker_forward_seconds": ("Time in the model.", counters.forward_s),
+    }
+    for name, (text, value) in totals.items():
+        yield CounterMetricFamily(name, text, value=value)
+    present = {
+        "quire_worker_attached": ("Whether cachemgr's stream is open.", int(attachment.is_attached)),
+        "quire_worker_open_leases": ("Leases whose steps are accepted.", steps.gate.statistics().num_open_leases),
+        "quire_worker_sequences": ("Sequences with a block table.", steps.num_sequences()),
+        "quire_worker_steps_in_flight": ("Steps accepted and not ended.", steps.num_in_flight),
+        "quire_worker_unacknowledged_reports": ("Reports not acknowledged.", len(steps.reports)),
+    }
+    for name, (text, value) in present.items():
+        yield GaugeMetricFamily(name, text, value=value)

@@ -1,0 +1,321 @@
+"""Loading a transformers model so that it runs on the block pool, and running it.
+
+A model is taken as it is: no list of names, no code of our own per architecture. What makes that safe is decided at
+load: the probe says whether every layer calls the registered attention function and with which mask, a rope that would
+look at the whole batch is pinned to positions alone, and a numeric self-check compares the result with the model's own
+attention. Whatever does not pass is refused with UnsupportedModel, naming the class and the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.worker.attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
+from quire.worker.kv_pool import KVPool
+from quire.worker.probe import LayerSpec, UnsupportedModel, probe
+from quire.worker.self_check import SHORTEST_TOKENS, TOLERANCE, eager_reference, find_disagreement
+from quire.worker.step_batch import StepBatch
+
+DTYPES = tuple(TOLERANCE)
+
+
+class ModelNotFound(ValueError):
+    """There is no model where the caller said. The message names the place and what is missing."""
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(f"no model at {source!r}: {reason}")
+        self.source = source
+        self.reason = reason
+
+
+class PagedModel:
+    """A causal language model whose keys and values live in a KVPool."""
+
+    def __init__(
+        self, model: Any, *, specs: Mapping[int, LayerSpec], max_model_len: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """`model` must have ATTENTION_NAME set as its attention implementation; load_model() sees to that."""
+        self.specs = dict(specs)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.architecture = type(model).__name__
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.fingerprint = fingerprint(model)
+        self._model = model
+        self._workspace = Workspace()
+
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
+
+        Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over
+        T packed tokens; the output layer runs on B of them. No sync, except in models that make one themselves.
+        """
+        step = AttentionStep(batch, pool, specs=self.specs, workspace=self._workspace)
+        with torch.inference_mode(), attention_step(step):
+            output = self._model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.last_indices,
+            )
+            logits: Tensor = output.logits[0].float()
+        return logits
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PagedModel:
+    """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
+
+    dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope whose
+    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len.
+
+    Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
+    dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
+    """
+    source = str(source)
+    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    _check_is_causal_lm(config)
+    dtype = dtype or _checkpoint_dtype(config)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
+    max_model_len = _model_len(config, max_model_len)
+    model = _load_weights(source, config, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    model = model.eval().requires_grad_(False).to(device)
+    return prepare_model(model, max_model_len=max_model_len)
+
+
+def prepare_model(model: Any, *, max_model_len: int) -> PagedModel:
+    """Make a transformers model that is already in memory run on a block pool; it is changed in place.
+
+    Raises UnsupportedModel as load_model() does.
+    """
+    pin_rope(model, max_model_len)
+    _choose_experts_implementation(model)
+    specs = probe(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    paged = PagedModel(model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model))
+    _check_against_own_attention(paged, model)
+    return paged
+
+
+def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    is_path = source.startswith(("/", "./", "../", "~")) or Path(source).exists()
+    if is_path and not Path(source).is_dir():
+        raise ModelNotFound(source, "there is no such folder")
+    if is_path and not Path(source, "config.json").is_file():
+        raise ModelNotFound(source, "the folder has no config.json")
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ModelNotFound(source, _first_line(error)) from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(source, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _check_is_causal_lm(config: Any) -> None:
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(architectures[0], "it is an encoder-decoder; only decoder-only models run")
+    remote_classes = getattr(config, "auto_map", None) or {}
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in remote_classes:
+        raise UnsupportedModel(
+            architectures[0], f"transformers has no causal language model for model_type {config.model_type!r}"
+        )
+
+
+def _checkpoint_dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _model_len(config: Any, wanted: int | None) -> int:
+    """The wanted length if the model can take it, else the longest it can."""
+    limit = _longest_model_len(config.get_text_config(decoder=True))
+    if wanted is None and limit is None:
+        raise ValueError("max_model_len must be given: the model's configuration names no longest length")
+    length = limit if wanted is None else wanted
+    assert length is not None
+    if length < SHORTEST_TOKENS:
+        raise ValueError(f"max_model_len={length} is below {SHORTEST_TOKENS}")
+    if limit is not None and length > limit:
+        raise ValueError(f"max_model_len={length} is above {limit}, the longest the model takes")
+    return length
+
+
+def _longest_model_len(text_config: Any) -> int | None:
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if "dynamic" in str(rope.get("rope_type")):
+        return None
+    length: int | None = getattr(text_config, "max_position_embeddings", None)
+    # Llama 4 scales queries by the index in the batch and not by position_ids, from floor_scale tokens on.
+    floor_scale = getattr(text_config, "floor_scale", None)
+    if getattr(text_config, "attn_temperature_tuning", False) and floor_scale:
+        return int(floor_scale) if length is None else min(length, int(floor_scale))
+    return length
+
+
+def _load_weights(
+    source: str, config: Any, *, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> Any:
+    loader: Any = AutoModelForCausalLM
+    try:
+        model, info = loader.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ModelNotFound(source, _first_line(error)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UnsupportedModel(
+            type(model).__name__, f"the checkpoint lacks {len(missing)} of its weights, the first is {missing[0]}"
+        )
+    return model
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Every id that the generation configuration or the model's calls the end of a sequence."""
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        value = getattr(config, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(ids))
+
+
+def pin_rope(model: Any, max_model_len: int) -> int:
+    """Make every rope a function of position alone, in place; return how many were changed.
+
+    Dynamic NTK and longrope choose frequencies by the greatest position of the whole batch, so that one long sequence
+    would change all the others. They are fixed to what they are for a sequence of max_model_len tokens.
+    """
+    num_pinned = 0
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str) and _depends_on_batch(rope_type):
+            _pin(module, rope_type, max_model_len, prefix="", arguments={})
+            module.rope_type = "default"
+            num_pinned += 1
+        elif isinstance(rope_type, dict):
+            for layer_type in [key for key, value in rope_type.items() if _depends_on_batch(value)]:
+                arguments = {"layer_type": layer_type}
+                _pin(module, rope_type[layer_type], max_model_len, prefix=f"{layer_type}_", arguments=arguments)
+                rope_type[layer_type] = "default"
+                num_pinned += 1
+    return num_pinned
+
+
+def _depends_on_batch(rope_type: str) -> bool:
+    return rope_type == "longrope" or "dynamic" in rope_type
+
+
+def _pin(module: Any, rope_type: str, max_model_len: int, *, prefix: str, arguments: dict[str, str]) -> None:
+    inv_freq = getattr(module, f"{prefix}inv_freq")
+    pinned, scaling = ROPE_INIT_FUNCTIONS[rope_type](module.config, inv_freq.device, seq_len=max_model_len, **arguments)
+    setattr(module, f"{prefix}inv_freq", pinned.to(inv_freq.dtype))
+    setattr(module, f"{prefix}attention_scaling", scaling)
+
+
+def _choose_experts_implementation(model: Any) -> None:
+    """Take the first way of running a mixture of experts that runs on this device; nothing for other models."""
+    can_set = getattr(model, "_can_set_experts_implementation", None)
+    if can_set is None or not can_set():
+        return
+    token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
+    errors = []
+    for implementation in ("grouped_mm", "eager"):
+        try:
+            model.set_experts_implementation(implementation)
+            eager_reference(model)(token_ids[0])
+        except Exception as error:
+            errors.append(f"{implementation}: {_first_line(error)}")
+        else:
+            return
+    raise UnsupportedModel(type(model).__name__, f"its experts do not run on {model.device.type} ({'; '.join(errors)})")
+
+
+def _check_against_own_attention(paged: PagedModel, model: Any) -> None:
+    own_attention = eager_reference(model)
+
+    def reference(token_ids: Tensor) -> Tensor:
+        model.set_attn_implementation("eager")
+        try:
+            return own_attention(token_ids)
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+
+    try:
+        disagreement = find_disagreement(
+            paged.forward,
+            reference,
+            specs=paged.specs,
+            vocab_size=paged.vocab_size,
+            max_model_len=paged.max_model_len,
+            dtype=paged.dtype,
+            device=paged.device,
+        )
+    except Exception as error:
+        reason = f"the self-check failed with {type(error).__name__}: {_first_line(error)}"
+        raise UnsupportedModel(paged.architecture, reason) from error
+    if disagreement is not None:
+        raise UnsupportedModel(paged.architecture, str(disagreement))
+
+
+def fingerprint(model: Any) -> str:
+    """Identify what decides the content of a KV block: configuration, dtype and weights. Hex SHA-256, 64 characters.
+
+    Of each weight it takes name, shape, dtype and one element of every row, at a column that changes from row to row;
+    a buffer counts as a weight, so a pinned rope is part of it. Equal weights give equal fingerprints however they are
+    cut into files; a checkpoint that differs only in elements not taken is not told apart. Reads about one element in
+    a thousand, and waits for the device once per weight.
+    """
+    digest = hashlib.sha256(json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str).encode())
+    digest.update(str(model.dtype).encode())
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_sample(tensor))
+    return digest.hexdigest()
+
+
+def _lasting(config: Any) -> Any:
+    """The configuration without what says where it came from and who wrote it."""
+    if not isinstance(config, dict):
+        return config
+    passing = {"transformers_version", "dtype", "torch_dtype", "use_cache"}
+    return {str(k): _lasting(v) for k, v in config.items() if not str(k).startswith("_") and k not in passing}
+
+
+def _sample(tensor: Tensor) -> bytes:
+    if tensor.numel() == 0:
+        return b""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(-1, 1)
+    columns = torch.arange(rows.shape[0], device=rows.device) * 2654435761 % rows.shape[1]
+    taken = rows.gather(1, columns[:, None]).contiguous()
+    return taken.view(torch.uint8).cpu().numpy().tobytes()

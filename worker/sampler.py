@@ -1,0 +1,497 @@
+"""From logits to tokens, for a batch in which every row has parameters of its own.
+
+Order and meaning are those of transformers' logits processors: repetition penalty over prompt and output, presence
+penalty over output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens whose logit is at
+least some threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
+
+A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
+(seed, position). So what a request draws depends on its own logits and on nothing else: not on who shares the batch,
+how its prompt was cut, or whether it was preempted in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_LOGPROBS = 20
+
+# On a CPU a sort costs far more than a selection: top-p first looks at so many tokens, and sorts all only if their
+# probabilities do not add up to top_p.
+TOP_P_CANDIDATES = 256
+
+_IN_PROMPT, _IN_OUTPUT = 1, 2
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's tokens are chosen. The defaults are greedy, and change nothing else.
+
+    temperature             >= 0            0 is greedy: the greatest logit, and no filter matters
+    top_k                   >= 0            0 keeps all; ties with the k-th are kept
+    top_p                   0 < p <= 1      keep the likeliest tokens until their probabilities reach p
+    min_p                   0 <= p <= 1     keep tokens at least p times as likely as the likeliest
+    repetition_penalty      > 0             divides positive logits of tokens in prompt or output, multiplies others
+    presence_penalty        -2 .. 2         subtracted from logits of tokens seen in the output
+    seed                    0 .. 2**63 - 1
+    num_logprobs            0 .. 20 or None how many of the likeliest tokens to report besides the chosen one; None: no
+                                            log-probabilities at all
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    num_logprobs: int | None = None
+
+    def validate(self) -> None:
+        """Raises ValueError naming the first field that is out of its range, its value and the range."""
+        for field in fields(self):
+            allowed, limit = _LIMITS[field.name]
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and allowed(value)):
+                raise ValueError(f"{field.name}={value} is not {limit}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
+
+_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "a finite number >= 0"),
+    "top_k": (lambda x: x >= 0, ">= 0"),
+    "top_p": (lambda x: 0 < x <= 1, "in 0 < top_p <= 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "in 0 .. 1"),
+    "repetition_penalty": (lambda x: x > 0, "a finite number > 0"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "in -2 .. 2"),
+    "seed": (lambda x: 0 <= x < 2**63, "in 0 .. 2**63 - 1"),
+    "num_logprobs": (lambda x: 0 <= x <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row of a batch of B, on the device.
+
+    tokens          [B]     int64
+    chosen_logprobs [B]     float32, natural log under the model's raw logits; None if no row asked for any
+    top_ids         [B, K]  int64, K the most that a row asked for; None if K is 0
+    top_logprobs    [B, K]  float32, falling
+
+    A row that asked for none has NaN and -1 there; one that asked for fewer than K takes its first few.
+    """
+
+    tokens: Tensor
+    chosen_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStatistics:
+    """num_penalty_bytes is what the record of seen tokens takes, 0 until a row needs it."""
+
+    num_rows: int
+    num_penalty_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Subset:
+    """Some rows of a batch: their places, and the same as an index [n] int64, or None if they are all, in order."""
+
+    places: tuple[int, ...]
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def put(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return x with values in these rows; x may be written to."""
+        return values if self.index is None else x.index_copy_(0, self.index, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalties:
+    """rows [n] int64 of the sequence table; repetition and presence [n, 1]."""
+
+    subset: _Subset
+    rows: Tensor
+    repetition: Tensor
+    presence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _TopK:
+    """Keep the k greatest; k [n, 1] int64, at most max_k."""
+
+    subset: _Subset
+    k: Tensor
+    max_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TopP:
+    """Keep a share p of all probability; p [n, 1] float64."""
+
+    subset: _Subset
+    p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _TopKThenP:
+    """Keep a share p of the probability of the k greatest."""
+
+    subset: _Subset
+    k: Tensor
+    max_k: int
+    p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Rows that are not greedy. Columns are [n, 1]; the filters' subsets are of these rows, and disjoint."""
+
+    subset: _Subset
+    seeds: _Uint64s
+    temperature: Tensor
+    log_min_p: Tensor | None
+    filters: tuple[_TopK | _TopP | _TopKThenP, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """num_top is the most that one of the rows asks for."""
+
+    subset: _Subset
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one batch of rows needs, on the device; it serves until the rows or their parameters change."""
+
+    penalties: _Penalties | None
+    draw: _Draw | None
+    logprobs: _Logprobs | None
+
+
+class Sampler:
+    """Sampling parameters and penalty state per row of the sequence table."""
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._params: dict[int, SamplingParams] = {}
+        self._seen: Tensor | None = None
+        self._planned: tuple[tuple[int, ...], _Plan] | None = None
+
+    def set_params(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Set how a row is sampled from now on, and forget what was known of it.
+
+        The token ids are what its sequence holds already; they matter only to penalties. Raises ValueError for
+        parameters out of range, a row beyond max_num_seqs or a token id beyond the vocabulary.
+        Cost: with penalties one transfer of vocab_size bytes; the first row with penalties allocates
+        max_num_seqs * vocab_size bytes.
+        """
+        params.validate()
+        self._check_row(row)
+        if params.has_penalties:
+            self._seen_tokens()[row] = self._flags(prompt_token_ids, output_token_ids).to(self.device)
+        self._params[row] = params
+        self._planned = None
+
+    def clear(self, row: int) -> None:
+        """Forget the row's parameters. A row without any is left as it is."""
+        self._params.pop(row, None)
+        self._planned = None
+
+    def fork(self, row: int, child_row: int, *, seed: int | None = None) -> None:
+        """Give child_row what row has of parameters and penalty state, with another seed if one is given."""
+        self._check_row(child_row)
+        params = self._params.get(row)
+        if params is None:
+            self.clear(child_row)
+            return
+        if seed is not None:
+            params = replace(params, seed=seed)
+            params.validate()
+        if params.has_penalties:
+            seen = self._seen_tokens()
+            seen[child_row] = seen[row]
+        self._params[child_row] = params
+        self._planned = None
+
+    def params(self, row: int) -> SamplingParams | None:
+        return self._params.get(row)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """Choose a token per row; rows with penalties remember it.
+
+            logits      [B, vocab_size]     float32, on the sampler's device; not changed
+            rows        B rows of the sequence table, distinct
+            positions   B positions that the new tokens will take in their sequences
+
+        Raises KeyError for a row without parameters, ValueError if sizes differ or a row comes twice. No sync on a GPU.
+        Cost: O(B * vocab_size), and a sort of the rows with top_p and no top_k; on a CPU the sort is needed only where
+        TOP_P_CANDIDATES tokens do not reach top_p.
+        """
+        if logits.shape != (len(rows), self.vocab_size) or len(positions) != len(rows) or len(set(rows)) != len(rows):
+            raise ValueError(
+                f"logits {list(logits.shape)}, {len(rows)} rows of which {len(set(rows))} distinct, "
+                f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
+            )
+        plan = self._plan(tuple(rows))
+        scores = logits if plan.penalties is None else self._penalize(logits, plan.penalties)
+        if plan.draw is None:
+            tokens = scores.argmax(-1)
+        else:
+            drawn = _draw(plan.draw, scores, positions)
+            tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
+        if plan.penalties is not None:
+            self._remember(tokens, plan.penalties)
+        return Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+
+    def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
+        seen = self._seen_tokens().index_select(0, penalties.rows)
+        scores = penalties.subset.take(logits)
+        repeated = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
+        scores = torch.where(seen > 0, repeated, scores) - (seen >= _IN_OUTPUT) * penalties.presence
+        return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
+
+    def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
+        seen = self._seen_tokens().view(-1)
+        index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
+        seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
+
+    def _seen_tokens(self) -> Tensor:
+        """[max_num_seqs, vocab_size] uint8: _IN_PROMPT and _IN_OUTPUT, added."""
+        if self._seen is None:
+            shape = (self.max_num_seqs, self.vocab_size)
+            # A tensor made in inference mode could never be written outside of it.
+            with torch.inference_mode(False):
+                self._seen = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return self._seen
+
+    def _flags(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> Tensor:
+        flags = np.zeros(self.vocab_size, dtype=np.uint8)
+        for token_ids, flag in ((prompt_token_ids, _IN_PROMPT), (output_token_ids, _IN_OUTPUT)):
+            ids = np.asarray(token_ids, dtype=np.int64)
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                raise ValueError(f"a token id is not in 0 .. {self.vocab_size - 1}")
+            flags[ids] |= flag
+        return torch.from_numpy(flags)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.max_num_seqs:
+            raise ValueError(f"row={row} is not in 0 .. {self.max_num_seqs - 1}")
+
+    def _plan(self, rows: tuple[int, ...]) -> _Plan:
+        if self._planned is None or self._planned[0] != rows:
+            self._planned = (rows, _make_plan(rows, [self._params[row] for row in rows], self.device))
+        return self._planned[1]
+
+    def statistics(self) -> SamplerStatistics:
+        return SamplerStatistics(len(self._params), 0 if self._seen is None else self._seen.nbytes)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a row is out of range or a row with penalties has no record of seen tokens."""
+        assert all(0 <= row < self.max_num_seqs for row in self._params)
+        penalized = any(params.has_penalties for params in self._params.values())
+        assert self._seen is not None or not penalized, "penalties without a record of seen tokens"
+
+
+def uniform(seeds: _Uint64s, positions: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """One number in 0 <= u < 1 per (seed, position): output `position` of the splitmix64 stream that `seed` selects.
+
+    A promise to users of seeds: the same in every release, on every machine.
+    """
+    counters = np.asarray(positions, dtype=np.uint64) + np.uint64(1)
+    return (_mix(_mix(seeds) + counters * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: _Uint64s) -> _Uint64s:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _make_plan(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Plan:
+    return _Plan(
+        penalties=_plan_penalties(rows, params, device),
+        draw=_plan_draw(params, device),
+        logprobs=_plan_logprobs(params, device),
+    )
+
+
+def _plan_penalties(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Penalties | None:
+    subset = _subset(params, lambda p: p.has_penalties, device)
+    if subset is None:
+        return None
+    return _Penalties(
+        subset=subset,
+        rows=_column([rows[i] for i in subset.places], torch.int64, device)[:, 0],
+        repetition=_column([params[i].repetition_penalty for i in subset.places], torch.float32, device),
+        presence=_column([params[i].presence_penalty for i in subset.places], torch.float32, device),
+    )
+
+
+def _plan_draw(params: Sequence[SamplingParams], device: torch.device) -> _Draw | None:
+    subset = _subset(params, lambda p: not p.is_greedy, device)
+    if subset is None:
+        return None
+    drawn = [params[i] for i in subset.places]
+    log_min_p = [math.log(p.min_p) if p.min_p else -math.inf for p in drawn]
+    return _Draw(
+        subset=subset,
+        seeds=np.array([p.seed for p in drawn], dtype=np.uint64),
+        temperature=_column([p.temperature for p in drawn], torch.float32, device),
+        log_min_p=_column(log_min_p, torch.float32, device) if any(p.min_p for p in drawn) else None,
+        filters=tuple(_plan_filters(drawn, device)),
+    )
+
+
+def _plan_filters(params: Sequence[SamplingParams], device: torch.device) -> Iterator[_TopK | _TopP | _TopKThenP]:
+    def k_of(subset: _Subset) -> tuple[Tensor, int]:
+        k = [params[i].top_k for i in subset.places]
+        return _column(k, torch.int64, device), max(k)
+
+    def p_of(subset: _Subset) -> Tensor:
+        return _column([params[i].top_p for i in subset.places], torch.float64, device)
+
+    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p == 1, device):
+        yield _TopK(subset, *k_of(subset))
+    if subset := _subset(params, lambda p: p.top_k == 0 and p.top_p < 1, device):
+        yield _TopP(subset, p_of(subset))
+    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p < 1, device):
+        yield _TopKThenP(subset, *k_of(subset), p_of(subset))
+
+
+def _plan_logprobs(params: Sequence[SamplingParams], device: torch.device) -> _Logprobs | None:
+    subset = _subset(params, lambda p: p.num_logprobs is not None, device)
+    if subset is None:
+        return None
+    return _Logprobs(subset, max(params[i].num_logprobs or 0 for i in subset.places))
+
+
+def _subset(
+    params: Sequence[SamplingParams], belongs: Callable[[SamplingParams], bool], device: torch.device
+) -> _Subset | None:
+    places = tuple(i for i, p in enumerate(params) if belongs(p))
+    if not places:
+        return None
+    return _Subset(places, None if len(places) == len(params) else _column(places, torch.int64, device)[:, 0])
+
+
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype)[:, None].to(device, non_blocking=True)
+
+
+def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
+    """Sample the rows of `draw` from logits [B, V]: [n] int64."""
+    uniforms = uniform(draw.seeds, [positions[i] for i in draw.subset.places])
+    logits = draw.subset.take(logits)
+    greatest, likeliest = logits.max(-1, keepdim=True)
+    scores = (logits - greatest).div_(draw.temperature)
+    weights = scores.exp()
+    threshold = _threshold(draw, scores)
+    if threshold is not None:
+        weights.masked_fill_(scores < threshold, 0)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = torch.from_numpy(uniforms).to(logits.device, non_blocking=True)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    # A parallel sum need not rise everywhere, so a search in it may end on a token that has no weight.
+    return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest)[:, 0]
+
+
+def _threshold(draw: _Draw, scores: Tensor) -> Tensor | None:
+    """The least score that a row's filters keep, [n, 1], or None without filters. A row's greatest score is 0."""
+    threshold = draw.log_min_p
+    if threshold is None and not draw.filters:
+        return None
+    if threshold is None:
+        threshold = scores.new_full((scores.shape[0], 1), -math.inf)
+    for part in draw.filters:
+        least = torch.maximum(part.subset.take(threshold), _least_kept(part, part.subset.take(scores)))
+        threshold = part.subset.put(threshold.clone(), least)
+    return threshold
+
+
+def _least_kept(part: _TopK | _TopP | _TopKThenP, scores: Tensor) -> Tensor:
+    match part:
+        case _TopK(_, k, max_k):
+            return _falling(scores, max_k).gather(1, k.clamp(max=scores.shape[1]) - 1)
+        case _TopP(_, p):
+            return _least_of_share(scores, p)
+        case _TopKThenP(_, k, max_k, p):
+            falling = _falling(scores, max_k)
+            weights = falling.exp().double()
+            weights.masked_fill_(torch.arange(falling.shape[1], device=scores.device) >= k, 0)
+            return _gathered(falling, weights, p * weights.sum(-1, keepdim=True))
+
+
+def _falling(scores: Tensor, width: int) -> Tensor:
+    """The greatest `width` scores of each row, in falling order."""
+    if width >= scores.shape[1]:
+        return scores.sort(-1, descending=True).values
+    return scores.topk(width, -1).values
+
+
+def _least_of_share(scores: Tensor, p: Tensor) -> Tensor:
+    share = p * scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    if scores.device.type == "cpu":
+        falling = _falling(scores, TOP_P_CANDIDATES)
+        weights = falling.exp().double()
+        if bool((weights.sum(-1, keepdim=True) >= share).all()):
+            return _gathered(falling, weights, share)
+    falling = _falling(scores, scores.shape[1])
+    return _gathered(falling, falling.exp().double(), share)
+
+
+def _gathered(falling: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+    """The score in each row at which the weights of the scores up to it reach `share`, [n, 1]; at least the first."""
+    before = weights.cumsum(-1) - weights
+    num_kept = (before < share).sum(-1, keepdim=True).clamp_(min=1)
+    return falling.gather(1, num_kept - 1)
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, plan: _Logprobs) -> Sampled:
+    taken = plan.subset.take(logits)
+    normalizer = taken.logsumexp(-1, keepdim=True)
+    chosen = taken.gather(1, plan.subset.take(tokens)[:, None]) - normalizer
+    batch = logits.shape[0]
+    chosen_logprobs = plan.subset.put(logits.new_full((batch,), math.nan), chosen[:, 0])
+    if plan.num_top == 0:
+        return Sampled(tokens, chosen_logprobs)
+    top = taken.topk(min(plan.num_top, logits.shape[1]), -1)
+    ids = tokens.new_full((batch, top.indices.shape[1]), -1)
+    values = logits.new_full((batch, top.indices.shape[1]), math.nan)
+    return Sampled(
+        tokens,
+        chosen_logprobs,
+        top_ids=plan.subset.put(ids, top.indices),
+        top_logprobs=plan.subset.put(values, top.values - normalizer),
+    )

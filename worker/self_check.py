@@ -1,0 +1,151 @@
+"""Does this model, over a block pool, say what it says with its own attention? Asked once, at load.
+
+The failures it is for are silent: a model that ignores the registered attention function runs without a causal mask, a
+bias outside the mask is dropped, a rope that looks at the whole batch shifts every sequence. Three ragged sequences
+run over shuffled blocks of a pool full of NaN, one of them in chunks while the others decode:
+
+    step        long            short   one
+    1           first half      5
+    2           to the end - 2  1       1
+    3, 4        1               1       1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.worker.kv_pool import KVPool
+from quire.worker.probe import Chunked, LayerSpec, Sliding
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import StepBatch, build_step_batch
+
+BLOCK_SIZE = 4
+
+# The long sequence outgrows every window, up to a length that a big model still runs at once on a CPU or a GPU.
+LONGEST_TOKENS = {"cpu": 64, "cuda": 512}
+SHORTEST_TOKENS = 8
+
+# Largest difference of logits, relative to the largest logit. Below float32 the median position counts and not the
+# worst: rounding may send one token to another expert.
+TOLERANCE = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Relative error of the positions compared, its limit, and where it is worst."""
+
+    error: float
+    limit: float
+    seq: int
+    position: int
+
+    def __str__(self) -> str:
+        return (
+            f"its logits over a block pool differ from those of its own attention by {self.error:.1e} of their size; "
+            f"{self.limit:.0e} is allowed (worst: sequence {self.seq}, position {self.position})"
+        )
+
+
+def find_disagreement(
+    forward: Callable[[StepBatch, KVPool], Tensor],
+    reference: Callable[[Tensor], Tensor],
+    *,
+    specs: Mapping[int, LayerSpec],
+    vocab_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Disagreement | None:
+    """Compare forward(batch, pool) -> [B, vocab] with reference(token_ids [L]) -> [L, vocab]; None if they agree.
+
+    Needs max_model_len >= SHORTEST_TOKENS. Cost: two forwards of some hundred tokens at most, and a pool for them.
+    """
+    lengths = _lengths(specs, max_model_len, device)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
+    expected = [reference(tokens).float() for tokens in sequences]
+    table, pool = _scratch(lengths, specs=specs, dtype=dtype, device=device, generator=generator)
+    errors: list[tuple[float, int, int]] = []
+    done = [0] * len(sequences)
+    for counts in _steps(lengths[0]):
+        seqs = [seq for seq, count in enumerate(counts) if count]
+        batch = build_step_batch(
+            table,
+            block_size=BLOCK_SIZE,
+            rows=seqs,
+            starts=[done[seq] for seq in seqs],
+            counts=[counts[seq] for seq in seqs],
+            token_ids=[sequences[seq][done[seq] : done[seq] + counts[seq]].tolist() for seq in seqs],
+        )
+        logits = forward(batch, pool)
+        for i, seq in enumerate(seqs):
+            done[seq] += counts[seq]
+            position = done[seq] - 1
+            errors.append((_relative_error(logits[i], expected[seq][position]), seq, position))
+    return _judge(errors, dtype)
+
+
+def _lengths(specs: Mapping[int, LayerSpec], max_model_len: int, device: torch.device) -> list[int]:
+    sizes = [spec.mask.window for spec in specs.values() if isinstance(spec.mask, Sliding)]
+    sizes += [spec.mask.chunk for spec in specs.values() if isinstance(spec.mask, Chunked)]
+    longest = LONGEST_TOKENS.get(device.type, LONGEST_TOKENS["cpu"])
+    wanted = max([24, *(size + 3 * BLOCK_SIZE for size in sizes)])
+    return [min(wanted, longest, max_model_len), SHORTEST_TOKENS, 3]
+
+
+def _steps(longest: int) -> list[tuple[int, int, int]]:
+    half = longest // 2
+    return [(half, 5, 0), (longest - half - 2, 1, 1), (1, 1, 1), (1, 1, 1)]
+
+
+def _scratch(
+    lengths: Sequence[int],
+    *,
+    specs: Mapping[int, LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> tuple[SequenceTable, KVPool]:
+    """A pool full of NaN but for its null block, and a table with a shuffled block list per sequence."""
+    needed = [-(-length // BLOCK_SIZE) for length in lengths]
+    pool = KVPool(specs, num_blocks=sum(needed) + 1, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+    for tensor in pool.tensors():
+        tensor[1:].fill_(float("nan"))
+    table = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device=device)
+    block_ids = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
+    for count in needed:
+        table.stage_blocks(table.add(), 0, [block_ids.pop() for _ in range(count)])
+    return table, pool
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Infinite if the shapes differ or a logit is not a number."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    error = float((actual.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return error if error == error else float("inf")
+
+
+def _judge(errors: list[tuple[float, int, int]], dtype: torch.dtype) -> Disagreement | None:
+    limit = TOLERANCE[dtype]
+    ordered = sorted(errors)
+    worst, seq, position = ordered[-1]
+    error = worst if dtype == torch.float32 or worst == float("inf") else ordered[len(ordered) // 2][0]
+    return Disagreement(error, limit, seq, position) if error > limit else None
+
+
+def eager_reference(model: Any) -> Callable[[Tensor], Tensor]:
+    """The model with its own attention: one whole sequence, no cache. The caller sets the attention implementation."""
+
+    def reference(token_ids: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+        with torch.inference_mode():
+            logits: Tensor = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        return logits
+
+    return reference

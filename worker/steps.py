@@ -1,0 +1,226 @@
+"""Steps from acceptance to report: what runs, what becomes of it, what cachemgr is told. Lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.cache.v1 import attach_pb2, grant_pb2
+from quire.compute.v1 import worker_service_pb2
+from quire.worker.errors import Reason, Refused
+from quire.worker.executor import Executor, Outcome, PoolDamagedError, StepResult
+from quire.worker.gate import Gate
+from quire.worker.grants import Step, decode_grant, decode_step
+from quire.worker.runner import ModelThread
+
+log = logging.getLogger(__name__)
+
+REPORTED_OUTCOMES = {
+    Outcome.COMPUTED: attach_pb2.STEP_OUTCOME_COMPUTED,
+    Outcome.FAILED: attach_pb2.STEP_OUTCOME_FAILED,
+    Outcome.PRIOR_FAILED: attach_pb2.STEP_OUTCOME_FAILED,
+    Outcome.SKIPPED: attach_pb2.STEP_OUTCOME_SKIPPED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step may ask for."""
+
+    vocab_size: int
+    max_step_tokens: int
+    max_logprobs: int
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """Since the process started."""
+
+    computed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    copied_blocks: int = 0
+    forward_s: float = 0.0
+    refusals: Counter[Reason] = field(default_factory=Counter)
+
+
+class Reports:
+    """Reports of one epoch that cachemgr has not acknowledged, oldest first; `send` passes new ones on."""
+
+    def __init__(self) -> None:
+        self._kept: deque[attach_pb2.StepReport] = deque()
+        self._next_number = 1
+        self.send: Callable[[attach_pb2.StepReport], None] = lambda report: None
+
+    def add(self, report: attach_pb2.StepReport) -> None:
+        report.report_number = self._next_number
+        self._next_number += 1
+        self._kept.append(report)
+        self.send(report)
+
+    def acknowledge(self, report_number: int) -> None:
+        """Forgets reports up to this number."""
+        while self._kept and self._kept[0].report_number <= report_number:
+            self._kept.popleft()
+
+    def kept(self) -> list[attach_pb2.StepReport]:
+        return list(self._kept)
+
+    def begin_epoch(self) -> None:
+        """Forgets everything; numbers begin anew."""
+        self._kept.clear()
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that ran, and how long it waited for its turn."""
+
+    result: StepResult
+    queue_s: float
+
+
+class Steps:
+    """The one way into the model thread. Checks a step at the gate, runs it, reports it."""
+
+    def __init__(self, gate: Gate, executor: Executor, thread: ModelThread, limits: StepLimits) -> None:
+        self.gate = gate
+        self.reports = Reports()
+        self.counters = StepCounters()
+        self.limits = limits
+        self._executor = executor
+        self._thread = thread
+        self._is_draining = False
+        self.on_damage: Callable[[], None] = lambda: None
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._thread.num_waiting
+
+    async def drain(self) -> None:
+        """Refuses new steps; returns when those accepted have ended."""
+        self._is_draining = True
+        await self._thread.idle()
+
+    def accept(self, request: worker_service_pb2.RunStepRequest) -> asyncio.Future[EndedStep]:
+        """Puts a step in line. Raises Refused, with nothing touched and the step's number not used up."""
+        try:
+            grant = decode_grant(request.grant)
+            self._refuse_if_draining()
+            self.gate.check(request.grant, grant)
+            step = decode_step(
+                request,
+                grant,
+                vocab_size=self.limits.vocab_size,
+                max_step_tokens=self.limits.max_step_tokens,
+                max_logprobs=self.limits.max_logprobs,
+            )
+        except Refused as refused:
+            self.counters.refusals[refused.reason] += 1
+            raise
+        self.gate.use(grant)
+        return self._run(step)
+
+    def _run(self, step: Step) -> asyncio.Future[EndedStep]:
+        accepted = time.perf_counter()
+
+        def execute() -> EndedStep:
+            queue_s = time.perf_counter() - accepted
+            return EndedStep(self._executor.execute(step), queue_s)
+
+        epoch = self.gate.epoch
+        running = self._thread.submit(execute)
+        ended: asyncio.Future[EndedStep] = asyncio.get_running_loop().create_future()
+        running.add_done_callback(lambda future: self._ended(step.grant, epoch, future, ended))
+        return ended
+
+    def _ended(
+        self,
+        grant: grant_pb2.StepGrant,
+        epoch: int,
+        running: asyncio.Future[EndedStep],
+        ended: asyncio.Future[EndedStep],
+    ) -> None:
+        error = running.exception()
+        if error is not None:
+            self._damaged(error, epoch)
+            if not ended.cancelled():
+                message = "the pool was damaged; its worker begins a new epoch"
+                ended.set_exception(Refused(Reason.EPOCH_CHANGED, message, value=epoch, epoch=self.gate.epoch))
+            return
+        if epoch == self.gate.epoch:
+            self.reports.add(make_report(grant, running.result().result))
+        self._count(grant, running.result().result)
+        if not ended.cancelled():
+            ended.set_result(running.result())
+
+    def _damaged(self, error: BaseException, epoch: int) -> None:
+        cause = error if isinstance(error, PoolDamagedError) else repr(error)
+        log.error("pool damaged epoch=%d error=%s", epoch, cause)
+        if epoch == self.gate.epoch:
+            self.begin_epoch()
+            self.on_damage()
+
+    def begin_epoch(self) -> None:
+        """Forgets every sequence and chooses a new epoch. Steps that run or wait are not reported."""
+        self.gate.begin_epoch(new_epoch())
+        self.reports.begin_epoch()
+        self._thread.submit(self._executor.begin_epoch)
+
+    def fence_lease(self, lease_id: str) -> asyncio.Future[None]:
+        """Refuses the lease's steps from here on; the future is done when none of them runs any more."""
+        self.gate.fence_lease(lease_id)
+        return self._thread.submit(lambda: self._executor.fence_lease(lease_id))
+
+    def checksum_blocks(self, block_ids: list[int]) -> asyncio.Future[list[int]]:
+        """Checksums, in turn with the steps."""
+        return self._thread.submit(lambda: self._executor.checksum_blocks(block_ids))
+
+    def num_sequences(self) -> int:
+        return self._executor.statistics().num_sequences
+
+    def _count(self, grant: grant_pb2.StepGrant, result: StepResult) -> None:
+        counters = self.counters
+        counters.copied_blocks += len(grant.copy_source_block_ids)
+        counters.forward_s += result.forward_s
+        counters.sampled_tokens += len(result.sampled_ids)
+        if result.outcome is Outcome.COMPUTED:
+            counters.computed += 1
+            counters.computed_tokens += sum(grant.run_token_counts)
+        elif result.outcome is Outcome.SKIPPED:
+            counters.skipped += 1
+        else:
+            counters.failed += 1
+
+    def _refuse_if_draining(self) -> None:
+        if self._is_draining:
+            raise Refused(Reason.SHUTTING_DOWN, "the worker is shutting down")
+
+
+def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.StepReport:
+    """What cachemgr is told of a step that ended."""
+    report = attach_pb2.StepReport(
+        lease_id=grant.lease_id, step_number=grant.step_number, outcome=REPORTED_OUTCOMES[result.outcome]
+    )
+    if result.outcome is Outcome.COMPUTED:
+        runs = zip(grant.run_starts, grant.run_token_counts, strict=True)
+        report.sequence_ids.extend(grant.run_sequence_ids)
+        report.computed_token_counts.extend(start + count for start, count in runs)
+        report.sampled_sequence_ids.extend(result.sampled_ids)
+        report.sampled_token_ids.extend(result.sampled_tokens)
+    return report
+
+
+def new_epoch() -> int:
+    """Random, 1 to 2^63 - 1."""
+    return secrets.randbelow(2**63 - 1) + 1
