@@ -323,8 +323,12 @@ class LocalServices:
             self._restore_sigterm()
 
     def __enter__(self) -> Self:
-        if not self._services:
-            self._start()
+        try:
+            if not self._services:
+                self._start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(

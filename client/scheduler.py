@@ -174,9 +174,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token a sequence got; finish_reason if it is the last one."""
+    """A token a sequence got, under the id it had in the step; finish_reason if it is the last one."""
 
     sequence: Sequence
+    seq_id: int
     token_id: int
     finish_reason: FinishReason | None
 
@@ -298,12 +299,11 @@ class Scheduler:
         end_token_ids: abc.Iterable[int],
         seed: int,
     ) -> list[Sequence]:
-        """Take a request; returns its params.n sequences. Sample i has seed + i.
+        """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
 
-        Raises InvalidRequest, nothing taken, if the prompt is empty, has a token out of range, or does not fit with
-        max_tokens into the model or the pool.
+        Raises InvalidRequest, nothing taken, for what check() refuses.
         """
-        max_tokens = self._check_prompt(prompt_token_ids, params)
+        max_tokens = self.check(prompt_token_ids, params)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(end_token_ids)
@@ -319,7 +319,7 @@ class Scheduler:
                 max_tokens=max_tokens,
                 end_token_ids=ends,
                 params=params,
-                seed=seed + index,
+                seed=(seed + index + 2**63) % 2**64 - 2**63,
                 state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
             )
             for index in range(params.n)
@@ -330,7 +330,12 @@ class Scheduler:
         self._checked()
         return sequences
 
-    def _check_prompt(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
+    def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
+        """The most tokens a request may generate.
+
+        Raises InvalidRequest if the prompt is empty, has a token out of range, or does not fit, together with
+        max_tokens, into the model or the pool.
+        """
         num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
         if not num_tokens:
             raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
@@ -361,10 +366,15 @@ class Scheduler:
         self._finish(sequence, FinishReason.STOP)
         self._checked()
 
-    def reset_all(self, limits: SchedulerLimits | None = None) -> None:
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Another pool, or a new epoch. Only while nothing runs; what does not fit any more is refused by cachemgr."""
+        if self._running or self._draining:
+            raise ValueError("limits change only while nothing runs")
+        self.limits = limits
+        self._forget_pool()
+
+    def reset_all(self) -> None:
         """The pool has forgotten everything: whoever ran waits with its known tokens; steps in flight are void."""
-        if limits is not None:
-            self.limits = limits
         self._counters.resets += 1
         self._steps.clear()
         self._releases.clear()
@@ -645,7 +655,7 @@ class Scheduler:
             raise ProtocolViolation("a step came back without a token that it was to sample")
         self._steps.popleft()
         events = [
-            self._accept(sequence, tokens[seq_id])
+            self._accept(sequence, seq_id, tokens[seq_id])
             for seq_id, sequence in step.samplers.items()
             if sequence.seq_id == seq_id and sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
         ]
@@ -656,7 +666,7 @@ class Scheduler:
         self._checked()
         return events
 
-    def _accept(self, sequence: Sequence, token_id: int) -> Sampled:
+    def _accept(self, sequence: Sequence, seq_id: int, token_id: int) -> Sampled:
         reason = sequence.accept(token_id)
         if reason is not None:
             self._finish(sequence, reason)
@@ -664,7 +674,7 @@ class Scheduler:
             self._draining.discard(sequence)
             sequence.move(SequenceState.WAITING)
             self._requeue(sequence)
-        return Sampled(sequence, token_id, reason)
+        return Sampled(sequence, seq_id, token_id, reason)
 
     def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
         """The oldest step in flight computed nothing, and one of its sequences may be why. Returns who is given up."""

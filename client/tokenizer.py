@@ -7,7 +7,6 @@ string search what may be the beginning of a stop string.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer as RawTokenizer
 
 _FILE = "tokenizer.json"
@@ -61,7 +60,8 @@ class Tokenizer:
 
 
 def _download(hub_id: str) -> Path:
-    # Read names no existing path: the library's errors are OSError or ValueError.
+    from huggingface_hub import hf_hub_download  # only here: importing it takes long
+
     return Path(hf_hub_download(hub_id, _FILE))
 
 
@@ -92,7 +92,7 @@ class Detokenizer:
         if text.endswith(_REPLACEMENT) and num_undecided < _MAX_UNDECIDED_TOKENS:
             return ""
         piece = text[len(self._context) :]
-        if piece:
+        if piece or num_undecided >= _MAX_UNDECIDED_TOKENS:
             self._forget_read()
         return piece
 
@@ -117,10 +117,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take text; returns what belongs to the output. Sets `matched`, and returns nothing afterwards, once one is met.
+        """Take text; returns what belongs to the output: up to the first place where a stop string begins.
 
-        The first place in the text counts; of several at one place the longest in the order given is not preferred:
-        the text ends before it either way.
+        Once one is met, `matched` is set and nothing more is returned.
         """
         if not self._stop:
             return text

@@ -109,7 +109,7 @@ def decode_sampling(
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         presence_penalty=message.presence_penalty,
-        seed=message.seed,
+        seed=message.seed % 2**63,
         num_logprobs=num_logprobs,
     )
     try:

@@ -241,7 +241,7 @@ class SamplingParameters(_message.Message):
     """Taken from the logits of tokens that were generated, in [-2, 2]. Default 0."""
     seed: _builtins.int
     """The same seed, tokens and parameters give the same token, whatever else is
-    in the batch. 0 to 2^63 - 1.
+    in the batch. Any value; taken modulo 2^63.
     """
     logprob_count: _builtins.int
     """Log-probabilities to answer with, beside the chosen token's: 0 to

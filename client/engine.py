@@ -1,0 +1,598 @@
+"""Continuous batching over the two services: schedule, run, postprocess, one step ahead.
+
+    turn k      plan step k+1      cachemgr answers; no token of step k is needed for it
+                send step k+1      the worker queues it behind step k
+                deliver step k-1   texts, stop strings; the device has work meanwhile
+                await step k       its tokens, then turn k+1
+
+Two steps are in flight at most. One task does all of this and owns the scheduler; callers only read their mailboxes.
+
+The engine holds every request's tokens, so it outlives both services: after a failure it takes what the steps in flight
+still answer, forgets what was being sampled, and admits everybody again, under the pool's new epoch or a new lease.
+Callers see a pause, and each token once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections import abc, deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from quire.client.cache_client import CacheApi, CacheClient
+from quire.client.channel import RetryPolicy
+from quire.client.errors import (
+    EngineStopped,
+    EpochChanged,
+    InvalidRequest,
+    LeaseLost,
+    NotFound,
+    OutOfRoom,
+    QuireError,
+    RequestFailed,
+    StepFailed,
+    Unavailable,
+)
+from quire.client.messages import limits_of
+from quire.client.outputs import Chunk, Completion, Mailbox, SampleText, TokenLogprobs, complete
+from quire.client.sampling import SamplingParams
+from quire.client.scheduler import Failed, Sampled, Scheduler, SchedulerLimits, SchedulerStatistics, Step
+from quire.client.sequence import FinishReason, Sequence
+from quire.client.session import ConnectWorker, Session
+from quire.client.tokenizer import Tokenizer
+from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
+from quire.compute.v1 import worker_service_pb2
+
+Prompt = str | abc.Sequence[int]
+
+_log = logging.getLogger(__name__)
+_MAX_STEPS_IN_FLIGHT = 2
+_DEFAULT_PARAMS = SamplingParams()
+# Between plans that ran nothing, and after steps that computed nothing.
+_PAUSES = RetryPolicy(first_delay_s=0.0005, max_delay_s=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine uses a pool.
+
+    pool                     its name; "": the only one there is
+    max_step_tokens          tokens computed per step at most; the worker may allow fewer
+    max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
+    lease_ttl_s              the pool's blocks come back this long after this process has died, 1 to 3600
+    recovery_timeout_s       requests fail if a service can't be reached for this long
+    max_recoveries           requests fail after this many recoveries without a computed step in between
+    verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
+    """
+
+    pool: str = ""
+    max_step_tokens: int = 2048
+    max_running_sequences: int = 256
+    lease_ttl_s: float = 30.0
+    recovery_timeout_s: float = 60.0
+    max_recoveries: int = 8
+    verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+        if not 1 <= self.lease_ttl_s <= 3600:
+            raise InvalidRequest.of_field("lease_ttl_s", self.lease_ttl_s, "from 1 to 3600")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Present numbers, and counters since the engine started. Times in seconds of the engine's loop.
+
+    plan_s        waiting for cachemgr's answers        the control plane: plan_s + schedule_s
+    schedule_s    the scheduler and building messages
+    wait_s        waiting for steps' tokens
+    deliver_s     texts and mailboxes
+    """
+
+    scheduler: SchedulerStatistics
+    num_requests: int
+    computed_steps: int
+    recoveries: int
+    plan_s: float
+    schedule_s: float
+    wait_s: float
+    deliver_s: float
+
+
+@dataclass(slots=True)
+class _Counters:
+    computed_steps: int = 0
+    recoveries: int = 0
+    plan_s: float = 0.0
+    schedule_s: float = 0.0
+    wait_s: float = 0.0
+    deliver_s: float = 0.0
+
+
+class _Request:
+    """A caller's request: its samples' texts, and what the caller has not read."""
+
+    __slots__ = ("error", "mailbox", "news", "num_open", "sequences", "texts")
+
+    def __init__(self, sequences: list[Sequence], texts: list[SampleText], *, has_logprobs: bool) -> None:
+        self.sequences = sequences
+        self.texts = texts
+        self.mailbox = Mailbox(has_logprobs=has_logprobs)
+        self.news = asyncio.Event()
+        self.num_open = len(sequences)
+        self.error: QuireError | None = None
+
+    def fail(self, error: QuireError) -> None:
+        self.error = self.error or error
+        self.news.set()
+
+    async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
+        while self.num_open or self.news.is_set():
+            await self.news.wait()
+            self.news.clear()
+            for chunk in self.mailbox.take():
+                yield chunk
+            if self.error is not None:
+                raise self.error
+
+
+class Engine:
+    """Generates text over a cachemgr and a worker.
+
+        async with Engine.connect("unix:/run/quire/cachemgr.sock") as engine:
+            async for chunk in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
+                print(chunk.text, end="")
+
+    Belongs to the event loop it was made in.
+    """
+
+    def __init__(
+        self,
+        cache: CacheApi,
+        connect_worker: ConnectWorker,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | str | None = None,
+    ) -> None:
+        """Over clients of the caller's choice; connect_worker gets the address that the lease names.
+
+        tokenizer is one, or where to load it from; None: from where the worker says it is, if that can be read here.
+        Without one prompts are token ids and there is no text.
+        """
+        self._cache = cache
+        self._connect_worker = connect_worker
+        self._config = config or EngineConfig()
+        self._tokenizer_source = tokenizer
+        self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
+        self._worker: tuple[str, WorkerApi] | None = None
+        self._session: Session | None = None
+        self._end_token_ids: tuple[int, ...] = ()
+        self._max_logprobs = 0
+        self._requests: dict[int, _Request] = {}
+        self._flight: deque[tuple[Step, StepAnswer]] = deque()
+        self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse]] = []
+        self._wake = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._stopped: EngineStopped | None = None
+        self._counters = _Counters()
+        self._recoveries_in_row = 0
+        self._fruitless_in_row = 0
+
+    @classmethod
+    def connect(
+        cls,
+        cachemgr: str,
+        *,
+        worker: str | None = None,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> "Engine":
+        """An engine over gRPC; enter it with `async with`. Addresses are "unix:/path" or "host:port".
+
+        worker overrides the address that the pool's worker gave cachemgr.
+        """
+        return cls(
+            CacheClient(cachemgr, credentials=credentials),
+            lambda address: WorkerClient(worker or address, credentials=credentials),
+            config=config,
+            tokenizer=tokenizer,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Take a lease and begin. Raises NotFound, Unavailable; OSError or ValueError for the tokenizer asked for."""
+        try:
+            session = await self._open_session()
+            await self._load_tokenizer(session.model.tokenizer)
+            self._scheduler = Scheduler(self._limits_of(session), verify=self._config.verify)
+            self._use(session)
+        except BaseException:
+            await self._close_clients()
+            raise
+        self._loop = asyncio.create_task(self._run(), name="quire-engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop: callers that still wait get EngineStopped, the lease is given back."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop; see __aexit__. Doing it twice is fine."""
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.wait([self._loop])
+        self._stop(EngineStopped("the engine is closed"))
+        await self._close_clients()
+
+    # What callers use.
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in use."""
+        return self._tokenizer
+
+    @property
+    def model(self) -> worker_service_pb2.GetModelResponse:
+        """What the worker serves, as it said when the session began. Raises Unavailable while there is none."""
+        if self._session is None:
+            raise Unavailable("there is no session with the services right now")
+        return self._session.model
+
+    def generate(self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS) -> abc.AsyncGenerator[Chunk, None]:
+        """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
+
+        Raises InvalidRequest at once. The iterator raises RequestFailed, Unavailable, EngineStopped, or InvalidRequest
+        if a service refuses the prompt. Work begins with the first item asked for; closing the iterator, or cancelling
+        the task that waits in it, frees everything with the next plan.
+        """
+        token_ids = self._check(prompt, params)
+        return self._generate(token_ids, params)
+
+    async def complete(
+        self, prompts: abc.Iterable[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] = _DEFAULT_PARAMS
+    ) -> list[Completion]:
+        """All samples of all prompts, in the prompts' order. params are for all, or one for each.
+
+        Raises what generate raises; then the other prompts are cancelled.
+        """
+        prompts = list(prompts)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest.of_field("params", len(each), f"one for all or one per prompt, {len(prompts)}")
+        checked = [self._check(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
+        tasks = [
+            asyncio.create_task(self._complete(token_ids, wanted))
+            for token_ids, wanted in zip(checked, each, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def statistics(self) -> EngineStatistics:
+        """Present numbers and counters."""
+        counters = self._counters
+        return EngineStatistics(
+            scheduler=self._scheduler.statistics(),
+            num_requests=len(self._requests),
+            computed_steps=counters.computed_steps,
+            recoveries=counters.recoveries,
+            plan_s=counters.plan_s,
+            schedule_s=counters.schedule_s,
+            wait_s=counters.wait_s,
+            deliver_s=counters.deliver_s,
+        )
+
+    # Requests.
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's tokens, if the request can be served."""
+        if self._stopped is not None or self._loop is None:
+            raise self._stopped or EngineStopped("the engine was not started: use `async with`")
+        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+            raise InvalidRequest.of_field("logprobs", params.logprobs, f"at most {self._max_logprobs}")
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
+        token_ids = self._token_ids(prompt)
+        self._scheduler.check(token_ids, params)
+        return token_ids
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            token_ids = list(prompt)
+            if not all(type(token_id) is int for token_id in token_ids):
+                raise InvalidRequest.of_field("prompt", type(prompt).__name__, "text or a sequence of int token ids")
+            return token_ids
+        if self._tokenizer is None:
+            raise InvalidRequest.of_field("prompt", "text", "token ids, since there is no tokenizer")
+        return self._tokenizer.encode(prompt)
+
+    async def _generate(self, token_ids: list[int], params: SamplingParams) -> abc.AsyncGenerator[Chunk, None]:
+        request_id, request = self._submit(token_ids, params)
+        try:
+            async with contextlib.aclosing(request.chunks()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._scheduler.cancel(request.sequences)
+            self._requests.pop(request_id, None)
+            self._wake.set()
+
+    async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
+        async with contextlib.aclosing(self._generate(token_ids, params)) as stream:
+            return complete(token_ids, [chunk async for chunk in stream])
+
+    def _submit(self, token_ids: list[int], params: SamplingParams) -> tuple[int, _Request]:
+        if self._stopped is not None:
+            raise _copy_of(self._stopped)
+        seed = random.getrandbits(62) if params.seed is None else params.seed
+        sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+        texts = [
+            SampleText(self._tokenizer.detokenizer(token_ids) if self._tokenizer else None, params.stop)
+            for _ in sequences
+        ]
+        request = _Request(sequences, texts, has_logprobs=params.logprobs is not None)
+        request_id = sequences[0].request_id
+        self._requests[request_id] = request
+        self._wake.set()
+        return request_id, request
+
+    def _fail_requests(self, error: QuireError) -> None:
+        for request in self._requests.values():
+            self._scheduler.cancel(request.sequences)
+            request.fail(_copy_of(error))
+
+    def _fail_some(self, failed: abc.Iterable[Failed]) -> None:
+        for sequence, error in ((entry.sequence, entry.error) for entry in failed):
+            request = self._requests.get(sequence.request_id)
+            if request is not None:
+                self._scheduler.cancel(request.sequences)
+                request.fail(error)
+
+    # The loop.
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                if self._scheduler.has_work:
+                    await self._turn()
+                    continue
+                self._deliver()
+                self._wake.clear()
+                await self._wake.wait()
+        except Exception as error:
+            _log.exception("the engine's loop has died: %s", self.statistics())
+            stopped = EngineStopped(f"the engine's loop has died: {error!r}")
+            stopped.__cause__ = error
+            self._stop(stopped)
+
+    async def _turn(self) -> None:
+        session = self._session or await self._reconnect()
+        if session is None:
+            return
+        try:
+            planned = len(self._flight) < _MAX_STEPS_IN_FLIGHT and await self._plan(session)
+            self._deliver()
+            if not planned:
+                await self._settle()
+        except QuireError as error:
+            await self._recover(session, error)
+
+    async def _plan(self, session: Session) -> bool:
+        """Plan a step and send it. Returns False if a step in flight has to end first."""
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        if plan.is_empty:
+            return False
+        scheduled = time.perf_counter()
+        try:
+            outcome, grant = await session.plan(plan)
+        except OutOfRoom:  # TOO_MANY_STEPS: their outcomes are on the way to cachemgr
+            if not self._flight:
+                await self._pause()
+            return not self._flight
+        planned = time.perf_counter()
+        step = self._scheduler.on_planned(plan, outcome)
+        self._fail_some(step.failed)
+        self._flight.append((step, await session.run(step, grant)))
+        self._counters.plan_s += planned - scheduled
+        self._counters.schedule_s += (scheduled - started) + (time.perf_counter() - planned)
+        if plan.asks_to_compute and not step.seq_ids and len(self._flight) == 1:
+            await self._settle()
+            await self._pause()  # blocks are on the way back, or others hold them
+        return True
+
+    async def _settle(self) -> None:
+        """Wait for the oldest step in flight and take its tokens."""
+        if not self._flight:
+            raise RuntimeError("there is work, nothing to plan and nothing to wait for")
+        started = time.perf_counter()
+        step, answer = self._flight[0]
+        try:
+            response = await answer.result()
+        except StepFailed as error:
+            self._flight.popleft()
+            await self._take_failure(step, error)
+            return
+        finally:
+            self._counters.wait_s += time.perf_counter() - started
+        self._flight.popleft()
+        sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
+        self._undelivered.append((sampled, response))
+        if step.seq_ids:
+            self._counters.computed_steps += 1
+            self._recoveries_in_row = self._fruitless_in_row = 0
+
+    async def _take_failure(self, step: Step, error: StepFailed) -> None:
+        _log.warning("step %d computed nothing: %s", step.step_number, error.reason)
+        if error.reason == "PRIOR_STEP_FAILED":
+            self._scheduler.on_step_dropped(step)
+        else:
+            self._fail_some(self._scheduler.on_step_failed(step, error))
+        if not self._flight:
+            await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
+
+    async def _pause(self) -> None:
+        self._fruitless_in_row += 1
+        delay_s = min(_PAUSES.max_delay_s, _PAUSES.first_delay_s * 2 ** min(self._fruitless_in_row - 1, 16))
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+
+    # What callers get.
+
+    def _deliver(self) -> None:
+        started = time.perf_counter()
+        undelivered, self._undelivered = self._undelivered, []
+        for sampled, response in undelivered:
+            logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+            for event in sampled:
+                self._deliver_one(event, logprobs.get(event.seq_id))
+        self._counters.deliver_s += time.perf_counter() - started
+
+    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None) -> None:
+        sequence, reason = event.sequence, event.finish_reason
+        request = self._requests.get(sequence.request_id)
+        if request is None:
+            return
+        text = request.texts[sequence.index]
+        piece = text.push(event.token_id, reason)
+        if text.met_stop_string:
+            reason = FinishReason.STOP
+            self._scheduler.stop(sequence)
+        request.mailbox.put(
+            sequence.index,
+            text=piece,
+            token_ids=(event.token_id,),
+            logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
+            finish_reason=reason,
+        )
+        request.num_open -= reason is not None
+        request.news.set()
+
+    # Failures.
+
+    async def _recover(self, session: Session, error: QuireError) -> None:
+        """Make sure that nothing is in flight, then go on: in the pool's new epoch, or without a session."""
+        _log.warning("recovering: %s", error)
+        self._deliver()
+        await self._drain()
+        self._counters.recoveries += 1
+        self._recoveries_in_row += 1
+        self._scheduler.reset_all()
+        if self._recoveries_in_row > self._config.max_recoveries:
+            self._recoveries_in_row = 0
+            self._fail_requests(_given_up(self._config.max_recoveries, error))
+        try:
+            if isinstance(error, EpochChanged) and await session.follow_epoch():
+                self._use(session)
+                return
+        except QuireError as another:
+            _log.warning("the pool's new epoch can't be used: %s", another)
+        self._session = None
+        await session.close()
+        if self._recoveries_in_row > 1:
+            await self._pause()
+
+    async def _drain(self) -> None:
+        """Take what the steps in flight still answer; from the first that fails on, their tokens are void."""
+        while self._flight:
+            try:
+                await self._settle()
+            except QuireError:
+                self._flight.clear()
+        self._deliver()
+
+    async def _reconnect(self) -> Session | None:
+        """A new session as soon as the services let us; None, and every request failed, if they do not in time."""
+        deadline = time.monotonic() + self._config.recovery_timeout_s
+        delays_s = RetryPolicy(max_attempts=2**31).delays_s()
+        while self._scheduler.has_work:
+            try:
+                session = await self._open_session()
+            except (Unavailable, NotFound, LeaseLost, EpochChanged) as error:
+                if time.monotonic() > deadline:
+                    self._fail_requests(error)
+                    return None
+                await asyncio.sleep(next(delays_s))
+            else:
+                self._scheduler.reset_all()
+                self._use(session)
+                return session
+        return None
+
+    async def _open_session(self) -> Session:
+        config = self._config
+        return await Session.open(self._cache, self._worker_at, pool=config.pool, ttl_s=config.lease_ttl_s)
+
+    def _worker_at(self, address: str) -> WorkerApi:
+        if self._worker is None or self._worker[0] != address:
+            self._worker = (address, self._connect_worker(address))
+        return self._worker[1]
+
+    def _use(self, session: Session) -> None:
+        """The scheduler and new requests keep to what this session's pool and model allow."""
+        self._session = session
+        self._end_token_ids = tuple(session.model.end_token_ids)
+        self._max_logprobs = session.model.max_logprob_count
+        self._scheduler.set_limits(self._limits_of(session))
+
+    def _limits_of(self, session: Session) -> SchedulerLimits:
+        allowed = session.model.max_step_tokens or self._config.max_step_tokens
+        return limits_of(
+            session.geometry,
+            max_step_tokens=min(self._config.max_step_tokens, allowed),
+            max_running_sequences=self._config.max_running_sequences,
+        )
+
+    async def _load_tokenizer(self, worker_says: str) -> None:
+        source = self._tokenizer_source
+        if isinstance(source, Tokenizer):
+            return
+        try:
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, source or worker_says)
+        except (OSError, ValueError) as error:
+            if source is not None:
+                raise
+            _log.warning("no tokenizer, so no text: %s", error)
+
+    def _stop(self, error: EngineStopped) -> None:
+        self._stopped = self._stopped or error
+        for request in self._requests.values():
+            request.fail(_copy_of(error))
+
+    async def _close_clients(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await self._cache.close()
+        if self._worker is not None:
+            await self._worker[1].close()
+
+
+def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+    return TokenLogprobs(token_id, entry.sampled_logprob, top)
+
+
+def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:
+    failed = RequestFailed(f"given up after {num_recoveries} recoveries, the last one for: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def _copy_of(error: QuireError) -> QuireError:
+    """Each caller raises its own: an exception collects tracebacks."""
+    copy = type(error)(error.message, reason=error.reason, metadata=error.metadata)
+    copy.__cause__ = error.__cause__
+    return copy
