@@ -1,0 +1,88 @@
+"""Token for token what transformers' greedy generate gives, through the two real processes, with everything on at once.
+
+Per model family: a pool so small that sequences are preempted, a step budget so small that prompts are cut into chunks,
+prompts that share a prefix, and forks; and the tokens of every sample are still those of one sequence alone in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_zoo import VOCAB_SIZE, build, save
+from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
+from quire.client.launch import LocalServices
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "mixtral",
+    "gpt_oss",
+)
+BLOCK_SIZE = 4
+NUM_BLOCKS = 24
+NUM_NEW = 16
+MAX_STEP_TOKENS = 14
+WORKER_ARGS = ("--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "16")
+
+
+def make_prompts() -> list[list[int]]:
+    """Seven prompts of 5 to 37 tokens, all but two of them with the same 17 first tokens."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(2, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    shared = draw(17)
+    return [shared + draw(count) for count in (3, 7, 20, 1, 11)] + [draw(5), draw(32)]
+
+
+def expected_tokens(model: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """Greedy continuations, one prompt at a time, by the model's own attention."""
+    results = []
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NUM_NEW, do_sample=False
+        )
+        results.append(tuple(output[0, len(prompt) :].tolist()))
+    return results
+
+
+async def generate(address: str, prompts: list[list[int]]) -> tuple[list[Completion], EngineStatistics]:
+    """Twice: the second time finds prefixes in the cache; the first two prompts with two samples each."""
+    config = EngineConfig(max_step_tokens=MAX_STEP_TOKENS)
+    params = [SamplingParams(max_tokens=NUM_NEW, temperature=0.0, n=2 if i < 2 else 1) for i in range(len(prompts))]
+    async with Engine.connect(address, config=config) as engine:
+        completions = await engine.complete(prompts, params)
+        completions += await engine.complete(prompts, params)
+        return completions, engine.statistics()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_generate(family: str, tmp_path: Path) -> None:
+    prompts = make_prompts()
+    expected = expected_tokens(build(family), prompts) * 2
+    model = save(family, tmp_path / family)
+    with LocalServices.start(model=model, num_blocks=NUM_BLOCKS, extra_worker_args=WORKER_ARGS) as services:
+        completions, statistics = asyncio.run(generate(services.cachemgr_address, prompts))
+    for completion, tokens in zip(completions, expected, strict=True):
+        for sample in completion.samples:
+            assert sample.token_ids == tokens
+    scheduler = statistics.scheduler
+    assert scheduler.preemptions > 0
+    assert scheduler.cached_tokens > 0
+    assert scheduler.forks == 4
+    assert scheduler.failed_steps == 0
+    assert statistics.recoveries == 0
