@@ -1,0 +1,166 @@
+"""Both services inside the benchmark's process: the same engine, core and executor, without gRPC and second processes.
+
+The difference to the two real services is what the boundary costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cachemgr import messages
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.errors import CallRefused
+from quire.cachemgr.servicer import CacheServicer
+from quire.client.errors import QuireError, error_of_reason
+from quire.compute.v1 import worker_service_pb2
+from quire.worker.errors import Refused
+from quire.worker.executor import Executor
+from quire.worker.gate import Gate
+from quire.worker.kv_pool import KVPool
+from quire.worker.model import PagedModel
+from quire.worker.runner import ModelThread
+from quire.worker.sampler import MAX_LOGPROBS
+from quire.worker.servicer import encode_ended
+from quire.worker.steps import EndedStep, StepLimits, Steps, new_epoch
+
+POOL = "default"
+LEASE_TTL_S = 3600.0
+
+
+def refused_error(refused: CallRefused | Refused) -> QuireError:
+    """What a client would have decoded."""
+    if isinstance(refused, CallRefused):
+        refusal = refused.refusal
+        return error_of_reason(refusal.reason.value, refusal.message, refusal.metadata)
+    return error_of_reason(refused.reason.value, str(refused), refused.metadata)
+
+
+class InProcessServices:
+    """A catalog with one attached pool, and the steps of its worker. Make it on the event loop."""
+
+    def __init__(
+        self, model: PagedModel, *, num_blocks: int, block_size: int, max_num_seqs: int, max_step_tokens: int
+    ) -> None:
+        pool = KVPool(model.specs, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
+        self._thread = ModelThread(asyncio.get_running_loop())
+        gate = Gate(POOL, new_epoch())
+        executor = Executor(model, pool, max_num_seqs=max_num_seqs)
+        limits = StepLimits(model.vocab_size, max_step_tokens, MAX_LOGPROBS)
+        self.steps = Steps(gate, executor, self._thread, limits)
+        self.geometry = attach_pb2.PoolGeometry(
+            block_size_tokens=block_size,
+            block_count=num_blocks,
+            block_bytes=pool.bytes_per_block,
+            max_sequence_count=max_num_seqs,
+            max_sequence_tokens=model.max_model_len,
+            vocabulary_size=model.vocab_size,
+            model=model.architecture,
+            model_fingerprint=model.fingerprint,
+        )
+        self.catalog = Catalog(term=time.time_ns())
+        self.servicer = CacheServicer(self.catalog)
+        self.pool = self._attach(gate)
+
+    def _attach(self, gate: Gate) -> AttachedPool:
+        registration = attach_pb2.RegisterPool(pool=POOL, epoch=gate.epoch, geometry=self.geometry, worker_address="-")
+        pool = self.catalog.register(messages.decode_registration(registration), signing_key=secrets.token_bytes(32))
+        if pool is None:
+            raise RuntimeError("a new epoch was not accepted")
+        gate.attach(self.catalog.term, pool.signing_key, [])
+        self.steps.reports.send = self._settle
+        return pool
+
+    def _settle(self, report: attach_pb2.StepReport) -> None:
+        self.pool.ledger.settle(
+            report.lease_id,
+            report.step_number,
+            messages.decode_outcome(report),
+            computed=list(zip(report.sequence_ids, report.computed_token_counts, strict=True)),
+            sampled=dict(zip(report.sampled_sequence_ids, report.sampled_token_ids, strict=True)),
+        )
+        self.steps.reports.acknowledge(report.report_number)
+
+    def close(self) -> None:
+        self._thread.stop()
+
+
+class InProcessCache:
+    """CacheApi by plain calls."""
+
+    def __init__(self, services: InProcessServices) -> None:
+        self._services = services
+
+    async def create_lease(self, pool: str, *, ttl_s: float) -> cache_service_pb2.CreateLeaseResponse:
+        lease_id = secrets.token_hex(16)
+        services = self._services
+        services.catalog.open_lease(services.pool, lease_id, ttl_s=LEASE_TTL_S, now=time.monotonic())
+        services.steps.gate.open_lease(lease_id)
+        return cache_service_pb2.CreateLeaseResponse(
+            lease_id=lease_id,
+            pool=POOL,
+            epoch=services.pool.ledger.epoch,
+            term=services.catalog.term,
+            geometry=services.geometry,
+            worker_address="-",
+        )
+
+    async def renew_lease(self, lease_id: str) -> None:
+        return None
+
+    async def delete_lease(self, lease_id: str) -> None:
+        services = self._services
+        if services.pool.ledger.end_lease(lease_id):
+            await services.steps.fence_lease(lease_id)
+            services.catalog.lease_fenced(services.pool, lease_id)
+
+    async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
+        try:
+            return self._services.servicer.plan_step(request)
+        except CallRefused as refused:
+            raise refused_error(refused) from None
+
+    async def get_pool(self, pool: str) -> cache_service_pb2.Pool:
+        return messages.encode_pool(self._services.pool, term=self._services.catalog.term)
+
+    async def close(self) -> None:
+        return None
+
+
+class InProcessAnswer:
+    """StepAnswer of a step on the model thread."""
+
+    def __init__(self, ended: Callable[[], asyncio.Future[EndedStep]]) -> None:
+        self._ended = ended
+
+    async def result(self) -> worker_service_pb2.RunStepResponse:
+        try:
+            return encode_ended(await self._ended())
+        except Refused as refused:
+            raise refused_error(refused) from None
+
+
+class InProcessWorker:
+    """WorkerApi by plain calls."""
+
+    def __init__(self, services: InProcessServices) -> None:
+        self._services = services
+
+    async def get_model(self) -> worker_service_pb2.GetModelResponse:
+        limits = self._services.steps.limits
+        return worker_service_pb2.GetModelResponse(
+            pool=POOL, max_step_tokens=limits.max_step_tokens, max_logprob_count=limits.max_logprobs
+        )
+
+    async def run(self, request: worker_service_pb2.RunStepRequest) -> InProcessAnswer:
+        try:
+            ended = self._services.steps.accept(request)
+        except Refused as refused:
+            raise refused_error(refused) from None
+        return InProcessAnswer(lambda: ended)
+
+    async def close(self) -> None:
+        return None
