@@ -3,9 +3,9 @@
     python benchmarks/serving.py [--rounds 5] [--output benchmarks/results/serving_cpu.json]
 
 Rows: transformers' `generate` on static batches of 16, its continuous batching, Quire through the two real processes,
-and Quire with both services in this process (the difference is what the process boundary costs). The rows take turns in
-every round, so that what else the machine does hits all of them; medians of the rounds. Greedy, float32, random weights;
-prefix caches are emptied before each run; every row's tokens are compared with the first row's.
+and Quire with both services in this process (the difference is what the process boundary costs). The rows take turns
+in every round, so that what else the machine does hits all of them; medians of the rounds. Greedy, float32, random
+weights; prefix caches are emptied before each run; every row's tokens are compared with the first row's.
 """
 
 from __future__ import annotations

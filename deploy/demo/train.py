@@ -498,7 +498,7 @@ def train(
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     torch.nn.Module.to(model, torch.bfloat16)
     ids = {f"{name}_token_id": getattr(model.config, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model.generation_config = GenerationConfig(**ids)
+    model.generation_config = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
