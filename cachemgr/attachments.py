@@ -21,6 +21,8 @@ ACKNOWLEDGE_AFTER_S = 0.02
 
 Requests = AsyncIterator[attach_pb2.AttachPoolRequest]
 Write = Callable[[attach_pb2.AttachPoolResponse], Awaitable[None]]
+Orders = asyncio.Queue[attach_pb2.AttachPoolResponse | None]
+"""What to write to a stream; None ends it."""
 
 
 class Attachments:
@@ -28,7 +30,7 @@ class Attachments:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._streams: dict[str, asyncio.Queue[attach_pb2.AttachPoolResponse]] = {}
+        self._streams: dict[str, Orders] = {}
         self._opening: dict[str, asyncio.Future[None]] = {}
 
     async def open_lease(self, pool: AttachedPool, lease_id: str) -> None:
@@ -46,7 +48,7 @@ class Attachments:
 
     async def converse(self, requests: Requests, write: Write) -> None:
         """Talks to one worker until its stream ends. Raises CallRefused if it says what can't be accepted."""
-        orders: asyncio.Queue[attach_pb2.AttachPoolResponse] = asyncio.Queue()
+        orders: Orders = asyncio.Queue()
         writer = asyncio.create_task(write_all(orders, write))
         pool = None
         try:
@@ -62,12 +64,10 @@ class Attachments:
                 pool.is_attached = False
                 self._streams.pop(pool.ledger.pool, None)
                 log.info("worker detached pool=%s epoch=%d", pool.ledger.pool, pool.ledger.epoch)
-            writer.cancel()
+            orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _register(
-        self, requests: Requests, orders: asyncio.Queue[attach_pb2.AttachPoolResponse]
-    ) -> AttachedPool | None:
+    async def _register(self, requests: Requests, orders: Orders) -> AttachedPool | None:
         """The pool, once it is acceptable; None if the stream ends before."""
         async for request in requests:
             if request.WhichOneof("message") != "register_pool":
@@ -82,7 +82,7 @@ class Attachments:
             orders.put_nowait(attach_pb2.AttachPoolResponse(new_epoch_required=required))
         return None
 
-    def _attached(self, pool: AttachedPool, orders: asyncio.Queue[attach_pb2.AttachPoolResponse]) -> None:
+    def _attached(self, pool: AttachedPool, orders: Orders) -> None:
         ledger = pool.ledger
         leases = ledger.leases()
         attached = attach_pb2.Attached(
@@ -104,7 +104,7 @@ class Attachments:
         self,
         pool: AttachedPool,
         request: attach_pb2.AttachPoolRequest,
-        orders: asyncio.Queue[attach_pb2.AttachPoolResponse],
+        orders: Orders,
     ) -> None:
         kind = request.WhichOneof("message")
         if kind == "step_report":
@@ -122,7 +122,7 @@ class Attachments:
         self,
         pool: AttachedPool,
         report: attach_pb2.StepReport,
-        orders: asyncio.Queue[attach_pb2.AttachPoolResponse],
+        orders: Orders,
     ) -> None:
         if report.report_number <= pool.acknowledged_report:
             return
@@ -146,17 +146,17 @@ class Attachments:
             stream.put_nowait(order)
 
 
-def acknowledge(pool: AttachedPool, orders: asyncio.Queue[attach_pb2.AttachPoolResponse]) -> None:
+def acknowledge(pool: AttachedPool, orders: Orders) -> None:
     """Tells the worker which reports it need not keep."""
     pool.is_acknowledging = False
     acknowledged = attach_pb2.ReportsAcknowledged(report_number=pool.acknowledged_report)
     orders.put_nowait(attach_pb2.AttachPoolResponse(reports_acknowledged=acknowledged))
 
 
-async def write_all(orders: asyncio.Queue[attach_pb2.AttachPoolResponse], write: Write) -> None:
-    """Writes orders to the stream as they come, until cancelled."""
-    while True:
-        await write(await orders.get())
+async def write_all(orders: Orders, write: Write) -> None:
+    """Writes orders to the stream as they come, until the last."""
+    while (order := await orders.get()) is not None:
+        await write(order)
 
 
 def pool_detached(pool: AttachedPool) -> CallRefused:

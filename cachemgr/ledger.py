@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
@@ -179,7 +179,7 @@ class Ledger:
             limit = f"{lease.settled_step + 1}, planned and not reported"
             raise CallRefused(invalid("step_report.step_number", step_number, limit))
         if outcome is StepOutcome.COMPUTED:
-            refuse_unplanned(step, computed, sampled)
+            refuse_unplanned(step, computed, sampled, vocab_size=self.geometry.vocab_size)
         lease.in_flight.popleft()
         lease.settled_step = step_number
         for prefix_hash in step.pending:
@@ -298,7 +298,7 @@ class Ledger:
             num_held_tokens=self._num_held_tokens(),
             num_table_entries=holders.total(),
             num_shared_blocks=sum(count > 1 for count in holders.values()),
-            counters=self._counters,
+            counters=replace(self._counters),
             num_allocated=pool.num_allocated,
             num_evicted=pool.num_evicted,
             num_published=self._index.statistics().num_published,
@@ -386,7 +386,9 @@ def refuse_repeated(request: StepRequest) -> None:
         raise CallRefused(invalid("extends.sequence_ids", f"{repeated} more than once", "distinct"))
 
 
-def refuse_unplanned(step: StepInFlight, computed: list[tuple[int, int]], sampled: dict[int, int]) -> None:
+def refuse_unplanned(
+    step: StepInFlight, computed: list[tuple[int, int]], sampled: dict[int, int], *, vocab_size: int
+) -> None:
     """A report has to be about what was planned. Raises CallRefused (INVALID_ARGUMENT)."""
     planned = [(run.sequence.seq_id, run.sampled_position) for run in step.runs]
     if planned != computed:
@@ -395,6 +397,9 @@ def refuse_unplanned(step: StepInFlight, computed: list[tuple[int, int]], sample
     if missing:
         limit = f"a token for sequence {missing[0]}"
         raise CallRefused(invalid("step_report.sampled_sequence_ids", "incomplete", limit))
+    foreign = [token for token in sampled.values() if not 0 <= token < vocab_size]
+    if foreign:
+        raise CallRefused(invalid("step_report.sampled_token_ids", foreign[0], f"0 to {vocab_size - 1}"))
 
 
 def receiving_id(run: Run) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 
@@ -23,6 +24,7 @@ from quire.serving.errors import to_message
 MAX_REQUEST_ID_BYTES = 64
 MAX_SALT_BYTES = 64
 MAX_POOL_NAME_LENGTH = 128
+POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 
 PLAN_ITEMS = {
@@ -96,7 +98,7 @@ def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:
     if not counts and not extends.append_token_ids:
         return {}
     require_parallel("extends.append_token_counts", counts, "extends.sequence_ids", extends.sequence_ids)
-    if min(counts) < 0 or sum(counts) != len(extends.append_token_ids):
+    if min(counts, default=0) < 0 or sum(counts) != len(extends.append_token_ids):
         limit = f"the {len(extends.append_token_ids)} append_token_ids, none negative"
         raise CallRefused(invalid("extends.append_token_counts", f"{sum(counts)} in sum", limit))
     tokens, appends, start = token_bytes(extends.append_token_ids), {}, 0
@@ -151,8 +153,7 @@ def encode_plan_error(refusal: Refusal) -> cache_service_pb2.PlanStepsResponse:
 def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
     """Raises CallRefused (INVALID_ARGUMENT)."""
     name = message.pool
-    is_plain = all(character.isalnum() or character in "._-" for character in name)
-    if not (name.isascii() and is_plain and 1 <= len(name) <= MAX_POOL_NAME_LENGTH):
+    if not re.fullmatch(POOL_NAME, name):
         limit = f"1 to {MAX_POOL_NAME_LENGTH} letters, digits, '.', '_' and '-'"
         raise CallRefused(invalid("register_pool.pool", repr(name), limit))
     if message.epoch == 0:
@@ -323,6 +324,12 @@ def require_not_negative(name: str, value: int) -> None:
 def require_parallel(name: str, values: Sequence[int], other_name: str, others: Sequence[int]) -> None:
     if len(values) != len(others):
         raise CallRefused(invalid(name, f"{len(values)} entries", f"{len(others)} entries, as {other_name}"))
+
+
+def check_page_token(token: str, form: str) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if a token can't be one of ours: empty, or of this form, a regular expression."""
+    if token and not re.fullmatch(form, token):
+        raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
 
 
 def page_limit(page_size: int, *, default: int, most: int) -> int:

@@ -212,7 +212,7 @@ class StepPlanner:
             num_computed=min(parent.num_computed, num_scheduled),
             num_scheduled=num_scheduled,
             num_promised=max(0, num_tokens - parent.num_known),
-            num_published=min(parent.num_published, num_full),
+            num_published=min(parent.num_published, num_scheduled // self._geometry.block_size),
             sampled_position=position if position is not None and position < num_tokens else None,
         )
 
@@ -269,10 +269,11 @@ class StepPlanner:
         num_written = min(self._geometry.num_blocks_for(end), len(table))
         foreign = [i for i in range(start // block_size, num_written) if not self._pool.is_writable(table[i])]
         num_fresh = len(foreign) + max(0, self._geometry.num_blocks_for(num_tokens) - len(table))
-        if not num_fresh:
-            return None
         if num_fresh > self._pool.num_allocatable:
             return self._out_of_blocks(sequence.seq_id, num_fresh, self._pool.num_allocatable)
+        for index in range(start // block_size, num_written):
+            if self._pool.pin_count(table[index]) and index not in foreign:
+                self._forget_claims(table[index])
         fresh = self._pool.allocate(num_fresh)
         for index in foreign:
             self._replace(sequence, index, fresh.pop(0), is_copied=index * block_size < start)
@@ -280,6 +281,17 @@ class StepPlanner:
             self._plan.write(sequence.seq_id, len(table), fresh)
             table += fresh
         return None
+
+    def _forget_claims(self, block_id: int) -> None:
+        """A released sequence shared this block, which is to be written again: its runs in flight do not publish it."""
+        for run in (run for step in self._lease.in_flight for run in step.runs if run.sequence.released):
+            if block_id not in run.sequence.block_table:
+                continue
+            index = run.sequence.block_table.index(block_id)
+            run.end = min(run.end, index * self._geometry.block_size)
+            for prefix_hash in run.sequence.hashes[index : index + 1]:
+                if self._lease.pending.get(prefix_hash) == block_id:
+                    del self._lease.pending[prefix_hash]
 
     def _replace(self, sequence: Sequence, index: int, target: int, *, is_copied: bool) -> None:
         """Copy-on-write of one block of the table; the old one stays pinned as long as a step may read it."""

@@ -64,7 +64,7 @@ class PrefixIndex:
     def publish(self, prefix_hash: bytes, block_id: int) -> int:
         """Makes a computed block findable; returns the block that stands for the hash: the first one published."""
         standing = self._block_of.setdefault(prefix_hash, block_id)
-        if standing == block_id:
+        if standing == block_id and self._hash_of[block_id] is None:
             self._hash_of[block_id] = prefix_hash
             self._num_published += 1
         return standing

@@ -34,6 +34,7 @@ OPEN_LEASE_TIMEOUT_S = 5.0
 REMEMBER_LEASES_S = 300.0
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
+PAGE_KEY = "[0-9a-f]{24}"
 
 
 def refusing(
@@ -137,7 +138,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def _create_lease(
         self, request: cache_service_pb2.CreateLeaseRequest
     ) -> cache_service_pb2.CreateLeaseResponse:
-        ttl_s = request.ttl.ToTimedelta().total_seconds() if request.HasField("ttl") else DEFAULT_TTL_S
+        ttl_s = request.ttl.seconds + request.ttl.nanos / 1e9 if request.HasField("ttl") else DEFAULT_TTL_S
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s"))
         pool = self._catalog.pool(request.pool)
@@ -252,6 +253,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.ListPoolsRequest, context: Context
     ) -> cache_service_pb2.ListPoolsResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, messages.POOL_NAME)
         pools = [pool for pool in self._catalog.pools() if pool.ledger.pool > request.page_token]
         response = cache_service_pb2.ListPoolsResponse(
             pools=[messages.encode_pool(pool, term=self._catalog.term) for pool in pools[:limit]]
@@ -265,6 +267,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.ListLeasesRequest, context: Context
     ) -> cache_service_pb2.ListLeasesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, PAGE_KEY)
         offset_s = time.time() - self._clock()
         pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
         keyed = {page_key(lease.lease_id): lease for pool in pools for lease in pool.ledger.leases()}
@@ -292,6 +295,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.ListSequencesRequest, context: Context
     ) -> cache_service_pb2.ListSequencesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, PAGE_KEY + r"\.[0-9]{10}")
         keyed = {
             f"{page_key(lease.lease_id)}.{seq_id:010d}": (sequence, lease.lease_id)
             for lease in self._catalog.pool(request.pool).ledger.leases()
@@ -312,10 +316,11 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.ListBlocksRequest, context: Context
     ) -> cache_service_pb2.ListBlocksResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_BLOCK_PAGE, most=MAX_BLOCK_PAGE)
+        messages.check_page_token(request.page_token, "[0-9]{1,10}")
         if request.state not in (cache_service_pb2.BLOCK_STATE_UNSPECIFIED, *messages.BLOCK_STATES.values()):
             raise CallRefused(invalid("state", request.state, "a BlockState"))
         pool = self._catalog.pool(request.pool)
-        start = decode_block_token(request.page_token) + 1
+        start = int(request.page_token or 0) + 1
         blocks = listed_blocks(pool, candidate_blocks(pool, request.lease_id, start), request.state)
         response = cache_service_pb2.ListBlocksResponse()
         for block in blocks:
@@ -382,17 +387,8 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
 
 
 def page_key(lease_id: str) -> str:
-    """Orders leases in lists without giving their ids away, which are capabilities."""
+    """Orders leases in lists without giving their ids away, which are capabilities; a PAGE_KEY."""
     return sha256(lease_id.encode()).hexdigest()[:24]
-
-
-def decode_block_token(token: str) -> int:
-    """The last block of the page before; 0 at the beginning. Raises CallRefused (INVALID_ARGUMENT)."""
-    if not token:
-        return 0
-    if not (token.isascii() and token.isdigit()):
-        raise CallRefused(invalid("page_token", repr(token), "one from an earlier answer"))
-    return int(token)
 
 
 def candidate_blocks(pool: AttachedPool, lease_id: str, start: int) -> Iterable[int]:

@@ -326,9 +326,9 @@ class Engine:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            self._scheduler.cancel(request.sequences)
             self._requests.pop(request_id, None)
-            self._wake.set()
+            if self._stopped is None:
+                self._scheduler.cancel(request.sequences)
 
     async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
         async with contextlib.aclosing(self._generate(token_ids, params)) as stream:

@@ -82,7 +82,6 @@ class ServiceProcess:
         self._exited = threading.Event()
         self._exited.set()
         self._on_exit: Callable[[], None] | None = None
-        self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -178,22 +177,24 @@ class ServiceProcess:
     def _reap(self, process: subprocess.Popen[bytes], write_fd: int) -> None:
         process.wait()
         os.close(write_fd)
-        with self._lock:
-            self._exited.set()
-            if self._on_exit is not None:
-                self._on_exit()
+        self._exited.set()
+        callback = self._on_exit
+        if callback is not None:
+            callback()
 
     @contextlib.contextmanager
     def _called_on_exit(self, callback: Callable[[], None]) -> Iterator[None]:
-        with self._lock:
-            self._on_exit = callback
+        """Calls back if the process ends, or has ended; perhaps twice, perhaps a moment after the block.
+
+        Both sides write, then read, so no lock is needed. One could stay locked if Ctrl-C came at the wrong moment.
+        """
+        self._on_exit = callback
+        try:
             if self._exited.is_set():
                 callback()
-        try:
             yield
         finally:
-            with self._lock:
-                self._on_exit = None
+            self._on_exit = None
 
     def _await_serving(self, watch: Any, timeout_s: float) -> None:
         try:

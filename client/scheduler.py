@@ -7,9 +7,9 @@
     cancel / stop / reset_all        from outside, at any point between those calls
 
 Policy. Whoever arrived first is served first, in everything: running sequences get tokens and blocks in order of
-arrival, decodes before chunks of prompts; whoever waits is admitted in order of arrival. When running sequences lack
-blocks and neither retired blocks nor releases will cover it, the last arrived is preempted and waits at its old place.
-So the first arrived is never preempted for another one of this client, and every request ends.
+arrival, decodes before forks before chunks of prompts; whoever waits is admitted in order of arrival. When running
+sequences lack blocks and neither retired blocks nor releases will cover it, the last arrived is preempted and waits at
+its old place. So the first arrived is never preempted for another one of this client, and every request ends.
 
 A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
 failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
@@ -22,12 +22,15 @@ from collections import abc, deque
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
 from quire.client.sampling import SamplingParams
 from quire.client.sequence import FinishReason, Sequence, SequenceState
 
 _MAX_SEQ_ID = 2**31
+_RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
+_DRAINING = SequenceState.DRAINING
 # Admissions leave the blocks that running sequences will ask for within this many steps.
 _RESERVE_STEPS = 4
 
@@ -172,8 +175,7 @@ class Step:
     failed: abc.Sequence["Failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token a sequence got, under the id it had in the step; finish_reason if it is the last one."""
 
     sequence: Sequence
@@ -247,6 +249,13 @@ class _Draft:
         self.counts.append(count)
         self.sequences[seq_id] = sequence
         self.budget -= count
+
+    def decode(self, sequences: list[Sequence]) -> None:
+        ids = [_id_of(sequence) for sequence in sequences]
+        self.ids += ids
+        self.counts += [1] * len(ids)
+        self.sequences.update(zip(ids, sequences, strict=True))
+        self.budget -= len(ids)
 
     def admit(self, seq_id: int, sequence: Sequence) -> None:
         self.admissions.append(Admission(seq_id, sequence.token_ids))
@@ -396,9 +405,11 @@ class Scheduler:
         if self._suspects:
             self._draft_suspect(draft, self._suspects[0])
         else:
-            self._draft_extends(draft)
+            self._draft_decodes(draft)
             if not self._starving:
                 self._draft_forks(draft)
+            self._draft_chunks(draft)
+            if not self._starving:
                 self._draft_admissions(draft)
         return Plan(
             release_ids=tuple(self._releases),
@@ -422,18 +433,17 @@ class Scheduler:
         elif suspect.seq_id is not None:
             draft.extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, draft.budget))
 
-    def _draft_extends(self, draft: _Draft) -> None:
-        chunks: list[Sequence] = []
+    def _draft_decodes(self, draft: _Draft) -> None:
+        ready = [sequence for sequence in self._running if sequence.num_schedulable_tokens == 1]
+        draft.decode(ready[: draft.budget])
+
+    def _draft_chunks(self, draft: _Draft) -> None:
         for sequence in self._running:
-            count = sequence.num_schedulable_tokens
-            if count == 1 and draft.budget:
-                draft.extend(_id_of(sequence), sequence, 1)
-            elif count > 1:
-                chunks.append(sequence)
-        for sequence in chunks:
             if not draft.budget:
                 return
-            draft.extend(_id_of(sequence), sequence, min(sequence.num_schedulable_tokens, draft.budget))
+            count = sequence.num_schedulable_tokens
+            if count > 1:
+                draft.extend(_id_of(sequence), sequence, min(count, draft.budget))
 
     def _draft_forks(self, draft: _Draft) -> None:
         slots = self.limits.max_running_sequences - len(self._running)
@@ -569,18 +579,18 @@ class Scheduler:
             if sequence is None:
                 raise ProtocolViolation("a run of a sequence that was not asked for")
             sequences.append(sequence)
-            if sequence.seq_id != seq_id or sequence.state is not SequenceState.RUNNING:
+            if sequence.seq_id != seq_id or sequence.state is not _RUNNING:
                 continue  # it ended while the plan was under way: it runs, and nobody looks
             if start != sequence.num_scheduled_tokens or not 0 < count <= sequence.num_schedulable_tokens:
                 raise ProtocolViolation(f"a run of [{start}, {start + count}) where another was due")
-            if index in given and start + count > len(sequence.token_ids):
+            if given and index in given and start + count > len(sequence.token_ids):
                 raise ProtocolViolation("token ids are asked for that are still being sampled")
             if sequence.schedule(count):
                 samplers[seq_id] = sequence
             if not sequence.sampling_sent:
                 sequence.sampling_sent = True
                 introduced.append(index)
-            self._counters.scheduled_tokens += count
+        self._counters.scheduled_tokens += sum(outcome.run_counts)
         return Step(
             step_number=outcome.step_number,
             seq_ids=outcome.run_ids,
@@ -657,7 +667,7 @@ class Scheduler:
         events = [
             self._accept(sequence, seq_id, tokens[seq_id])
             for seq_id, sequence in step.samplers.items()
-            if sequence.seq_id == seq_id and sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+            if sequence.seq_id == seq_id and (sequence.state is _RUNNING or sequence.state is _DRAINING)
         ]
         self._counters.sampled_tokens += len(events)
         self._counters.discarded_tokens += len(tokens) - len(events)
@@ -670,7 +680,7 @@ class Scheduler:
         reason = sequence.accept(token_id)
         if reason is not None:
             self._finish(sequence, reason)
-        elif sequence.state is SequenceState.DRAINING and not sequence.num_sampling:
+        elif sequence.state is _DRAINING and not sequence.num_sampling:
             self._draining.discard(sequence)
             sequence.move(SequenceState.WAITING)
             self._requeue(sequence)
@@ -702,9 +712,10 @@ class Scheduler:
         self._steps.popleft()
         self._counters.failed_steps += 1
         self._is_settling = True
-        for seq_id, sequence in step.idle.items():
-            if self._is_of(sequence, seq_id):
-                self._readmit(sequence)
+        for later in (step, *self._steps):
+            for seq_id, sequence in later.idle.items():
+                if self._is_of(sequence, seq_id):
+                    self._readmit(sequence)
 
     def _check_oldest(self, step: Step) -> None:
         if not self._steps or self._steps[0] is not step:

@@ -122,7 +122,7 @@ class Sequence:
     def schedule(self, num_tokens: int) -> bool:
         """Count a run of this many tokens as planned. Returns whether it samples."""
         self.num_scheduled_tokens += num_tokens
-        samples = self.num_scheduled_tokens == self.num_tokens
+        samples = self.num_scheduled_tokens == len(self.token_ids) + self.num_sampling
         self.num_sampling += samples
         return samples
 
@@ -132,7 +132,8 @@ class Sequence:
         self.token_ids.append(token_id)
         if token_id in self.end_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_output_tokens >= self.max_tokens else None
+        num_output = len(self.token_ids) - self.num_prompt_tokens
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def preempt(self) -> None:
         """Leave the pool; tokens being sampled are still awaited, under the id it had."""

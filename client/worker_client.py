@@ -12,10 +12,10 @@ from quire.compute.v1 import worker_service_pb2_grpc
 
 
 class StepAnswer(Protocol):
-    """A step on its way: await it once for its answer. Raises QuireError and nothing else."""
+    """A step on its way. Raises QuireError and nothing else."""
 
     async def result(self) -> pb.RunStepResponse:
-        """The answer."""
+        """The answer, as soon as it is there. Asked again, it says the same."""
 
 
 class WorkerApi(Protocol):

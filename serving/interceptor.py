@@ -8,14 +8,16 @@ Handlers are async functions or async generators; others pass untouched.
 """
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
+
 from quire.serving.errors import ErrorStatus, abort
 from quire.serving.logs import describe_exception
 
@@ -34,6 +36,60 @@ class _Malformed:
     """Takes the place of a unary request that could not be read: raised there, gRPC would answer by itself."""
 
 
+class _Stream:
+    """An open stream and the task that handles it.
+
+    A handler that is cancelled while gRPC sends a message for it can't send a status any more: gRPC allows one send at
+    a time, and a generator does not even learn of the cancellation. So the end waits until what is being sent is sent.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.is_ended = False
+        self._num_writes = 0
+
+    def end(self) -> None:
+        """Cancels the handler, now or after the message that is being sent."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._cancel_if_idle()
+
+    def begin_write(self) -> None:
+        """A message is about to be sent. None is, once the stream is to end."""
+        if self.is_ended:
+            raise asyncio.CancelledError
+        self._num_writes += 1
+
+    def end_write(self) -> None:
+        """The message is sent."""
+        self._num_writes -= 1
+        if self.is_ended:
+            self._cancel_if_idle()
+
+    def _cancel_if_idle(self) -> None:
+        if not self._num_writes:
+            self.task.cancel()
+
+
+class _WatchedContext:
+    """The context of a stream, telling the stream when a message is being sent."""
+
+    def __init__(self, context: Context, opened: _Stream) -> None:
+        self._context = context
+        self._opened = opened
+
+    async def write(self, message: Any) -> None:
+        """As the context's."""
+        self._opened.begin_write()
+        try:
+            await self._context.write(message)
+        finally:
+            self._opened.end_write()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 class HandlerGuard(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, once per method.
 
@@ -48,7 +104,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._streams: set[_Stream] = set()
         self._ending = False
 
     async def intercept_service(
@@ -68,8 +124,8 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
     def end_streams(self) -> None:
         """Ends the streams that are open, and those still to come, with UNAVAILABLE and the reason SHUTTING_DOWN."""
         self._ending = True
-        for task in tuple(self._streams):
-            task.cancel()
+        for opened in tuple(self._streams):
+            opened.end()
 
     def _guard(self, handler: Handler, method: str) -> Handler:
         read = _reading(handler.request_deserializer, is_stream=handler.request_streaming)
@@ -101,53 +157,56 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             return behavior
 
         async def stream(request: Any, context: Context) -> Any:
-            task = self._enter_stream()
-            try:
-                if isinstance(request, _Malformed):
-                    raise MalformedRequestError
-                return await behavior(request, context)
-            except asyncio.CancelledError:
-                await self._end_stream(task, context)
-            except Exception as error:
-                await self._answer(error, method, context)
-            finally:
-                self._streams.discard(task)
+            with self._open_stream() as opened:
+                try:
+                    if isinstance(request, _Malformed):
+                        raise MalformedRequestError
+                    return await behavior(request, _WatchedContext(context, opened))
+                except asyncio.CancelledError:
+                    await self._say_why(opened, context)
+                except Exception as error:
+                    await self._answer(error, method, context)
 
         return stream
 
     def _guard_generator(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            task = self._enter_stream()
-            answers = None
-            try:
-                if isinstance(request, _Malformed):
-                    raise MalformedRequestError
-                answers = behavior(request, context)
-                async for answer in answers:
-                    yield answer
-            except asyncio.CancelledError:
-                await self._end_stream(task, context)
-            except Exception as error:
-                await self._answer(error, method, context)
-            finally:
-                self._streams.discard(task)
-                if answers is not None:
-                    await answers.aclose()
+            with self._open_stream() as opened:
+                try:
+                    if isinstance(request, _Malformed):
+                        raise MalformedRequestError
+                    async with contextlib.aclosing(behavior(request, context)) as answers:
+                        async for answer in answers:
+                            opened.begin_write()
+                            yield answer
+                            opened.end_write()
+                except asyncio.CancelledError:
+                    await self._say_why(opened, context)
+                except Exception as error:
+                    await self._answer(error, method, context)
 
         return stream
 
-    def _enter_stream(self) -> asyncio.Task[Any]:
+    @contextlib.contextmanager
+    def _open_stream(self) -> Iterator["_Stream"]:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
-        self._streams.add(task)
+        opened = _Stream(task)
+        self._streams.add(opened)
         if self._ending:
-            task.cancel()
-        return task
+            opened.end()
+        try:
+            yield opened
+        finally:
+            self._streams.discard(opened)
 
-    async def _end_stream(self, task: asyncio.Task[Any], context: Context) -> None:
-        if not self._ending or context.cancelled():
+    async def _say_why(self, opened: "_Stream", context: Context) -> NoReturn:
+        """Answers a stream that was cancelled: with a reason if it was by us, not at all if it was by its client."""
+        if not opened.is_ended or context.cancelled():
             raise asyncio.CancelledError
-        task.uncancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # takes a cancellation that is still to be delivered
+        opened.task.uncancel()
         await abort(context, shutting_down(self._domain))
 
     async def _answer(self, error: Exception, method: str, context: Context) -> None:
@@ -169,9 +228,7 @@ def shutting_down(domain: str) -> ErrorStatus:
 def malformed_request(domain: str) -> ErrorStatus:
     """What bytes that are no message are answered with."""
     message = "the bytes received are not a message of this method's request type"
-    return ErrorStatus(
-        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, {"field": "", "value": ""}
-    )
+    return ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, {"field": "request"})
 
 
 def unexpected(domain: str) -> ErrorStatus:

@@ -14,6 +14,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress, explain_bind_failure
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+
 from quire.serving.addresses import (
     Address,
     AddressError,

@@ -7,7 +7,7 @@
             await server.announce_serving()             # health: SERVING
             await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
 
-    sys.exit(run(serve))
+    run(serve)
 
 Life of a stop. First signal: health NOT_SERVING, `drain` is awaited, then no new calls, streams end with UNAVAILABLE
 (SHUTTING_DOWN), unary calls that have begun finish, exit 0. Second signal: everything is dropped, exit 128 + signal. A
@@ -20,14 +20,16 @@ import errno
 import logging
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
 from quire.serving.addresses import (
     Address,
     AddressError,
@@ -232,24 +234,23 @@ class Server:
         self._sockets.clear()
 
 
-def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> int:
-    """Runs a server's main coroutine on uvloop with signal handlers; returns the process's exit status.
+def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Runs a server's main coroutine on uvloop with signal handlers, then ends the process.
 
-    0 after an orderly stop, 1 after an exception, which is logged in one line. Does not return, but ends the process,
-    after an unexpected exception and if a signal cut short the start-up (status 0) or the drain (128 + signal): threads
-    that load or compute can't be interrupted and would hold it up. `main` must not block the loop: signals are heard
-    between its steps.
+    Status 0 after an orderly stop, also one during the start-up; 128 + signal after a second signal; 1 after an
+    exception, which is logged in one line. Threads are not waited for: whoever needs one to finish does so in `drain`
+    or in `main`, and one that loads or computes can't hold up the exit. `main` must not block the loop: signals are
+    heard between its steps.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status, at_once = runner.run(_supervise(main))
-        if at_once:
-            logging.shutdown()
-            os._exit(status)
-    return status
+        status = runner.run(_supervise(main))
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
 
 
-async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> tuple[int, bool]:
-    """Exit status, and whether to end the process without waiting for its threads."""
+async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> int:
+    """The exit status."""
     signals = StopSignals()
     loop = asyncio.get_running_loop()
     task = loop.create_task(main(signals))
@@ -265,16 +266,16 @@ async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -
     try:
         await task
     except asyncio.CancelledError:
-        return 0, True
+        return 0 if signals.last_signal else 1
     except StoppedAtOnceError:
-        return 128 + signals.last_signal, True
+        return 128 + signals.last_signal
     except AddressError as error:
         log.error("can't start: %s", error)
-        return 1, False
+        return 1
     except Exception as error:
         log.error("failed: %s (%s)", error, describe_exception(error))
-        return 1, True
-    return 0, False
+        return 1
+    return 0
 
 
 async def _hurry(signals: StopSignals) -> None:

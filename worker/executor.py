@@ -91,18 +91,22 @@ class Executor:
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
         self._leases: dict[str, LeaseRows] = {}
         self._num_copied_blocks = 0
+        self._is_damaged = False
 
     def execute(self, step: Step) -> StepResult:
-        """Applies the grant, then computes. Raises PoolDamagedError if the grant can't be applied.
+        """Applies the grant, then computes. Raises PoolDamagedError if this or an earlier grant can't be applied.
 
         Anything that fails after that fails the step alone.
         """
         started = time.perf_counter()
         grant = step.grant
+        if self._is_damaged:
+            raise PoolDamagedError(f"step {grant.step_number}: an earlier step could not be applied")
         lease = self._leases.setdefault(grant.lease_id, LeaseRows())
         try:
             self._apply(lease, grant)
-        except (ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:
+            self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
         outcome = self._refused_outcome(lease, step)
         if outcome is not None:
@@ -133,6 +137,7 @@ class Executor:
         """Forgets everything."""
         for lease_id in list(self._leases):
             self.fence_lease(lease_id)
+        self._is_damaged = False
 
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:
         """See KVPool.checksum_blocks."""
@@ -143,9 +148,11 @@ class Executor:
 
     def _refused_outcome(self, lease: LeaseRows, step: Step) -> Outcome | None:
         """Why nothing is to be computed, if so."""
+        if step.skip:
+            return Outcome.SKIPPED
         if lease.last_failed_step > step.grant.settled_step_number and step.grant.run_sequence_ids:
             return Outcome.PRIOR_FAILED
-        return Outcome.SKIPPED if step.skip else None
+        return None
 
     def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Who owns what: the same whether or not anything is computed afterwards."""

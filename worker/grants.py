@@ -42,9 +42,12 @@ class Step:
 def decode_grant(signed: grant_pb2.SignedGrant) -> grant_pb2.StepGrant:
     """The grant, not verified yet. Raises Refused (BAD_SIGNATURE) for bytes that are none."""
     try:
-        return grant_pb2.StepGrant.FromString(signed.grant)
+        grant = grant_pb2.StepGrant.FromString(signed.grant)
     except DecodeError:
-        raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed") from None
+        grant = grant_pb2.StepGrant()
+    if not grant.epoch:  # which no epoch is
+        raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed")
+    return grant
 
 
 def decode_step(
@@ -66,7 +69,8 @@ def decode_step(
     for entry in request.inputs:
         seq_id = entry.sequence_id
         if seq_id not in runs:
-            raise invalid("inputs.sequence_id", seq_id, "a sequence that the grant runs")
+            raise invalid("inputs.sequence_id", seq_id, "a sequence that the grant runs, given once")
+        runs.remove(seq_id)
         if entry.token_ids:
             tokens[seq_id] = np.asarray(entry.token_ids, dtype=np.int32)
         if entry.HasField("sampling"):

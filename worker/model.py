@@ -108,6 +108,7 @@ def prepare_model(model: Any, *, max_model_len: int) -> PagedModel:
 
     Raises UnsupportedModel as load_model() does.
     """
+    model.set_attn_implementation("eager")
     pin_rope(model, max_model_len)
     _choose_experts_implementation(model)
     specs = probe(model)
@@ -193,6 +194,9 @@ def _load_weights(
         )
     except OSError as error:
         raise ModelNotFound(source, _first_line(error)) from error
+    except Exception as error:
+        reason = f"its weights do not load: {type(error).__name__}: {_first_line(error)}"
+        raise UnsupportedModel(type(config).__name__, reason) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise UnsupportedModel(
@@ -297,7 +301,7 @@ def fingerprint(model: Any) -> str:
     a thousand, and waits for the device once per weight.
     """
     digest = hashlib.sha256(json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str).encode())
-    digest.update(str(model.dtype).encode())
+    digest.update(f"{type(model).__name__} {model.dtype}".encode())
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(_sample(tensor))
@@ -305,10 +309,10 @@ def fingerprint(model: Any) -> str:
 
 
 def _lasting(config: Any) -> Any:
-    """The configuration without what says where it came from and who wrote it."""
+    """The configuration without what says where it came from, or what the digest has from the model itself."""
     if not isinstance(config, dict):
         return config
-    passing = {"transformers_version", "dtype", "torch_dtype", "use_cache"}
+    passing = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
     return {str(k): _lasting(v) for k, v in config.items() if not str(k).startswith("_") and k not in passing}
 
 

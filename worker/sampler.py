@@ -21,9 +21,9 @@ from torch import Tensor
 
 MAX_LOGPROBS = 20
 
-# On a CPU a sort costs far more than a selection: top-p first looks at so many tokens, and sorts all only if their
-# probabilities do not add up to top_p.
-TOP_P_CANDIDATES = 256
+# On a CPU a sort costs far more than a selection: top-p looks at so many of the likeliest tokens first, and sorts all
+# only if their probabilities do not add up to top_p.
+TOP_P_CANDIDATES = (256, 4096)
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -256,8 +256,8 @@ class Sampler:
             positions   B positions that the new tokens will take in their sequences
 
         Raises KeyError for a row without parameters, ValueError if sizes differ or a row comes twice. No sync on a GPU.
-        Cost: O(B * vocab_size), and a sort of the rows with top_p and no top_k; on a CPU the sort is needed only where
-        TOP_P_CANDIDATES tokens do not reach top_p.
+        Cost: O(B * vocab_size), and a sort of the rows with top_p and no top_k; on a CPU only where TOP_P_CANDIDATES
+        do not reach top_p.
         """
         if logits.shape != (len(rows), self.vocab_size) or len(positions) != len(rows) or len(set(rows)) != len(rows):
             raise ValueError(
@@ -462,8 +462,8 @@ def _falling(scores: Tensor, width: int) -> Tensor:
 
 def _least_of_share(scores: Tensor, p: Tensor) -> Tensor:
     share = p * scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    if scores.device.type == "cpu":
-        falling = _falling(scores, TOP_P_CANDIDATES)
+    for width in TOP_P_CANDIDATES if scores.device.type == "cpu" else ():
+        falling = _falling(scores, width)
         weights = falling.exp().double()
         if bool((weights.sum(-1, keepdim=True) >= share).all()):
             return _gathered(falling, weights, share)

@@ -1,0 +1,399 @@
+"""Reasons become exceptions; calls and streams over a real gRPC server in this process, which does as a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
+from quire.client import channel
+from quire.client.cache_client import CacheClient, keep_lease_alive
+from quire.client.channel import RetryPolicy, decode_error
+from quire.client.errors import (
+    REASONS,
+    EpochChanged,
+    InvalidRequest,
+    LeaseLost,
+    OutOfRoom,
+    ProtocolViolation,
+    QuireError,
+    StepFailed,
+    StepRefused,
+    Unavailable,
+    error_of_reason,
+)
+from quire.client.worker_client import WorkerClient
+from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+QUICK = RetryPolicy(max_attempts=4, first_delay_s=0.001, max_delay_s=0.002)
+
+
+def contract_reasons() -> set[str]:
+    names = [*error_pb2.ErrorReason.keys(), *worker_service_pb2.ErrorReason.keys()]
+    return {name.removeprefix("ERROR_REASON_") for name in names} - {"UNSPECIFIED"}
+
+
+def test_every_reason_of_the_contract_has_a_class() -> None:
+    assert set(REASONS) == contract_reasons()
+
+
+@pytest.mark.parametrize("reason", sorted(contract_reasons()))
+def test_a_reason_keeps_its_name_and_numbers(reason: str) -> None:
+    error = decode_error(error_pb2.Error(code=3, reason=reason, message="no", metadata={"value": "7"}))
+    assert type(error) is REASONS[reason]
+    assert (error.reason, error.message, error.number("value")) == (reason, "no", 7)
+    assert str(error) == f"{reason}: no"
+
+
+def test_an_unknown_reason_is_still_an_error() -> None:
+    error = error_of_reason("OF_A_LATER_VERSION", "hm")
+    assert type(error) is QuireError
+    assert error.reason == "OF_A_LATER_VERSION"
+
+
+def test_epoch_changed_says_which() -> None:
+    error = error_of_reason("EPOCH_CHANGED", "", {"epoch": "12"})
+    assert isinstance(error, EpochChanged)
+    assert error.epoch == 12
+
+
+def test_metadata_can_not_be_changed() -> None:
+    error = error_of_reason("OUT_OF_BLOCKS", "", {"needed": "1"})
+    with pytest.raises(TypeError):
+        error.metadata["needed"] = "2"  # type: ignore[index]
+
+
+def test_channel_options_are_explicit() -> None:
+    options = dict(channel.CHANNEL_OPTIONS)
+    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 64 * 2**20
+    assert "grpc.keepalive_time_ms" in options
+
+
+def test_waits_between_attempts_grow_to_a_limit() -> None:
+    delays = list(RetryPolicy(max_attempts=8, first_delay_s=0.1, max_delay_s=0.4).delays_s())
+    assert len(delays) == 7
+    assert all(0.05 <= delays[0] <= 0.1 and 0.2 <= delay <= 0.4 for delay in delays[3:])
+
+
+# Over gRPC.
+
+
+def status_of(code: grpc.StatusCode, reason: str, **metadata: str) -> Any:
+    """A status with an ErrorInfo, as grpcio's abort_with_status takes it."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="cache.quire.dev", metadata=metadata))
+    status = status_pb2.Status(code=code.value[0], message="refused", details=[detail])
+
+    class AsStatus(grpc.Status):
+        def __init__(self) -> None:
+            self.code, self.details = code, "refused"
+            self.trailing_metadata = (("grpc-status-details-bin", status.SerializeToString()),)
+
+    return AsStatus()
+
+
+class Cache(cache_service_pb2_grpc.CacheServiceServicer):
+    """Does what `leases` and `plans` say, one entry per call."""
+
+    def __init__(self) -> None:
+        self.leases: list[Any] = []
+        self.plans: list[Any] = []
+        self.request_ids: list[str] = []
+        self.streams = 0
+        self.stream_ended = asyncio.Event()
+
+    async def CreateLease(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.request_ids.append(request.request_id)
+        status = self.leases.pop(0) if self.leases else None
+        if status is not None:
+            await context.abort_with_status(status)
+        return cache_service_pb2.CreateLeaseResponse(lease_id="lease", epoch=5)
+
+    async def RenewLease(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.request_ids.append("renew")
+        status = self.leases.pop(0) if self.leases else None
+        if status is not None:
+            await context.abort_with_status(status)
+        return cache_service_pb2.RenewLeaseResponse()
+
+    async def PlanSteps(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.streams += 1
+        try:
+            async for answer in self.answers(requests, context):
+                yield answer
+        finally:
+            self.stream_ended.set()
+
+    async def answers(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.request_ids.append(request.plan.request_id)
+            action = self.plans.pop(0) if self.plans else None
+            if action == "break":
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            if action == "end":
+                return
+            if action == "silence":
+                continue
+            if isinstance(action, error_pb2.Error):
+                yield cache_service_pb2.PlanStepsResponse(error=action)
+            elif action == "empty":
+                yield cache_service_pb2.PlanStepsResponse()
+            else:
+                plan = cache_service_pb2.PlanStepResponse(step_number=request.plan.epoch)
+                yield cache_service_pb2.PlanStepsResponse(plan=plan)
+
+
+class Worker(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Answers steps once `release` says so, and breaks when told."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.arrived = asyncio.Event()
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def RunSteps(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async def read() -> None:
+            async for request in requests:
+                self.seen.append(request.step.grant.grant)
+                self.arrived.set()
+
+        reading = asyncio.create_task(read())
+        try:
+            while (answer := await self.answers.get()) != "break":
+                yield answer
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        finally:
+            reading.cancel()
+
+
+def with_server(tmp_path: Path, body: Callable[[str, Cache, Worker], Awaitable[None]]) -> None:
+    async def main() -> None:
+        cache, worker = Cache(), Worker()
+        server = grpc.aio.server()
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+        address = f"unix:{tmp_path}/s"
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            await asyncio.wait_for(body(address, cache, worker), 20)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(main())
+
+
+def test_error_info_of_a_status_decides(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.leases = [status_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", field="ttl", value="0")]
+        with pytest.raises(InvalidRequest) as caught:
+            await client.create_lease("", ttl_s=1)
+        assert caught.value.metadata["field"] == "ttl"
+        cache.leases = [status_of(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")]
+        with pytest.raises(LeaseLost):
+            await client.renew_lease("gone")
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_lease_is_asked_for_again_under_one_request_id(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.leases = [status_of(grpc.StatusCode.UNAVAILABLE, "POOL_DETACHED")] * 3
+        assert (await client.create_lease("", ttl_s=1)).lease_id == "lease"
+        assert len(cache.request_ids) == 4
+        assert len(set(cache.request_ids)) == 1
+        cache.leases = [status_of(grpc.StatusCode.UNAVAILABLE, "POOL_DETACHED")] * 4
+        with pytest.raises(Unavailable) as caught:
+            await client.create_lease("", ttl_s=1)
+        assert caught.value.reason == "POOL_DETACHED"
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_method_the_server_does_not_have_is_an_error_by_its_code(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        with pytest.raises(QuireError) as caught:
+            await client.get_pool()
+        assert caught.value.reason == "UNIMPLEMENTED"
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_nobody_listening_is_unavailable(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = CacheClient(f"unix:{tmp_path}/nobody", retry=QUICK, timeout_s=5)
+        with pytest.raises(Unavailable):
+            await client.create_lease("", ttl_s=1)
+        with pytest.raises(Unavailable):
+            await client.plan(cache_service_pb2.PlanStepRequest(request_id="1"))
+        await client.close()
+
+    asyncio.run(main())
+
+
+def plan_request(number: int, request_id: str = "") -> cache_service_pb2.PlanStepRequest:
+    return cache_service_pb2.PlanStepRequest(epoch=number, request_id=request_id or str(number))
+
+
+def test_plans_share_a_stream_that_outlives_their_errors(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.plans = [None, error_pb2.Error(code=8, reason="TOO_MANY_STEPS"), "empty", None]
+        assert (await client.plan(plan_request(1))).step_number == 1
+        with pytest.raises(OutOfRoom):
+            await client.plan(plan_request(2))
+        with pytest.raises(ProtocolViolation):
+            await client.plan(plan_request(3))
+        assert (await client.plan(plan_request(4))).step_number == 4
+        assert cache.streams == 1
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+@pytest.mark.parametrize("accident", ["break", "end"])
+def test_a_plan_is_sent_again_under_its_request_id_when_the_stream_breaks(tmp_path: Path, accident: str) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.plans = [None, accident, None]
+        await client.plan(plan_request(1))
+        assert (await client.plan(plan_request(2))).step_number == 2
+        assert cache.request_ids == ["1", "2", "2"]
+        assert cache.streams == 2
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_plan_without_request_id_is_not_sent_again(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.plans = ["break"]
+        with pytest.raises(Unavailable):
+            await client.plan(cache_service_pb2.PlanStepRequest())
+        assert cache.request_ids == [""]
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_late_answer_breaks_the_stream_and_is_never_taken_for_another(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=RetryPolicy(max_attempts=1), timeout_s=0.05)
+        cache.plans = ["silence", None]
+        with pytest.raises(Unavailable) as caught:
+            await client.plan(plan_request(1))
+        assert caught.value.reason == "DEADLINE_EXCEEDED"
+        await cache.stream_ended.wait()
+        assert (await client.plan(plan_request(2))).step_number == 2
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_an_answer_nobody_waits_for_any_more_is_not_taken_for_another(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        await client.plan(plan_request(1))
+        given_up = asyncio.create_task(client.plan(plan_request(2)))
+        while cache.request_ids != ["1", "2"]:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        assert (await client.plan(plan_request(3))).step_number == 3
+        assert cache.streams == 1
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def step_request(name: bytes) -> worker_service_pb2.RunStepRequest:
+    request = worker_service_pb2.RunStepRequest()
+    request.grant.grant = name
+    return request
+
+
+def answer(number: int) -> worker_service_pb2.RunStepsResponse:
+    return worker_service_pb2.RunStepsResponse(step=worker_service_pb2.RunStepResponse(step_number=number))
+
+
+def test_steps_are_sent_before_others_are_answered_and_answered_in_order(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = WorkerClient(address, retry=QUICK)
+        first, second = await client.run(step_request(b"a")), await client.run(step_request(b"b"))
+        while worker.seen != [b"a", b"b"]:
+            worker.arrived.clear()
+            await worker.arrived.wait()
+        for one in (answer(1), worker_service_pb2.RunStepsResponse(error=error_pb2.Error(reason="STEP_FAILED"))):
+            worker.answers.put_nowait(one)
+        with pytest.raises(StepFailed):
+            await second.result()
+        assert (await first.result()).step_number == 1
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_broken_stream_fails_every_step_on_it_and_the_next_opens_another(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = WorkerClient(address, retry=QUICK)
+        lost = [await client.run(step_request(b"a")), await client.run(step_request(b"b"))]
+        worker.answers.put_nowait("break")
+        for step in lost:
+            with pytest.raises(Unavailable):
+                await step.result()
+        worker.answers.put_nowait(
+            worker_service_pb2.RunStepsResponse(error=error_pb2.Error(reason="STEP_OUT_OF_ORDER"))
+        )
+        with pytest.raises(StepRefused):
+            await (await client.run(step_request(b"c"))).result()
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_closing_fails_what_waits(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = WorkerClient(address, retry=QUICK)
+        step = await client.run(step_request(b"a"))
+        await client.close()
+        with pytest.raises(Unavailable):
+            await step.result()
+
+    with_server(tmp_path, body)
+
+
+def test_a_lease_is_renewed_until_it_is_lost(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.leases = [None, None, status_of(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")]
+        lost = await keep_lease_alive(client, "lease", ttl_s=0.003, last_renewal=lambda: 0.0)
+        assert lost.reason == "LEASE_NOT_FOUND"
+        assert cache.request_ids == ["renew"] * 3
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_lease_that_calls_renew_is_left_alone(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        loop = asyncio.get_running_loop()
+        keeper = asyncio.create_task(keep_lease_alive(client, "lease", ttl_s=0.003, last_renewal=loop.time))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        keeper.cancel()
+        assert cache.request_ids == []
+        await client.close()
+
+    with_server(tmp_path, body)

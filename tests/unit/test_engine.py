@@ -1,0 +1,542 @@
+"""The engine over two services that live in the test: what callers see, whatever the services do.
+
+The model here recites SCRIPT: after a prompt of p tokens, the token at position p + i is SCRIPT[i]. So the expected
+output is a slice, and a token that is lost, doubled or out of place shows.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.client import (
+    Chunk,
+    Engine,
+    EngineConfig,
+    EngineStopped,
+    EpochChanged,
+    FinishReason,
+    InvalidRequest,
+    LeaseLost,
+    OutOfRoom,
+    QuireError,
+    RequestFailed,
+    SamplingParams,
+    StepFailed,
+    StepRefused,
+    Tokenizer,
+    Unavailable,
+)
+from quire.compute.v1 import worker_service_pb2
+
+SCRIPT = "It was a dark – and stormy 😀 night; the rain fell in torrents. STOP here. " * 4
+END_TOKEN = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = RawTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<end>"])
+    return Tokenizer(raw)
+
+
+TOKENIZER = byte_tokenizer()
+RECITED = TOKENIZER.encode(SCRIPT)
+
+
+class Answer:
+    def __init__(self, services: "Services", outcome: worker_service_pb2.RunStepResponse | QuireError) -> None:
+        self._services = services
+        self._outcome = outcome
+
+    async def result(self) -> worker_service_pb2.RunStepResponse:
+        await self._services.gate.wait()
+        if self._services.result_errors:
+            self._outcome = self._services.result_errors.popleft()
+        if isinstance(self._outcome, QuireError):
+            raise self._outcome
+        return self._outcome
+
+
+class Services:
+    """CacheApi and WorkerApi with room for everything. A sequence is [prompt length, tokens, scheduled].
+
+    plan_errors, result_errors and lease_errors are raised by the next calls; a step with the token `poison` fails.
+    """
+
+    def __init__(self) -> None:
+        self.plan_errors: deque[Exception] = deque()
+        self.result_errors: deque[QuireError] = deque()
+        self.lease_errors: deque[QuireError] = deque()
+        self.poison = -1
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.plans: list[cache_service_pb2.PlanStepRequest] = []
+        self.steps_sent = 0
+        self.open_leases: list[str] = []
+        self.num_leases = 0
+        self.closed = 0
+        self.epoch = 1
+        self.forget()
+
+    def forget(self) -> None:
+        self.sequences: dict[int, list[int]] = {}
+        self.prompts: dict[int, int] = {}
+        self.poisoned: set[int] = set()
+        self.pending: deque[tuple[int, list[tuple[int, int, bool]]]] = deque()
+        self.step_number = 0
+
+    def new_epoch(self) -> EpochChanged:
+        self.forget()
+        self.epoch += 1
+        return EpochChanged("new memory", metadata={"epoch": str(self.epoch)})
+
+    # CacheApi.
+
+    async def create_lease(self, pool: str, *, ttl_s: float) -> cache_service_pb2.CreateLeaseResponse:
+        if self.lease_errors:
+            raise self.lease_errors.popleft()
+        self.forget()
+        self.num_leases += 1
+        self.open_leases.append(f"lease{self.num_leases}")
+        return cache_service_pb2.CreateLeaseResponse(
+            lease_id=self.open_leases[-1], pool="p", epoch=self.epoch, geometry=geometry(), worker_address="w"
+        )
+
+    async def renew_lease(self, lease_id: str) -> None:
+        pass
+
+    async def delete_lease(self, lease_id: str) -> None:
+        self.open_leases = [open_id for open_id in self.open_leases if open_id != lease_id]
+
+    async def get_pool(self, pool: str) -> cache_service_pb2.Pool:
+        return cache_service_pb2.Pool(name="p", epoch=self.epoch, geometry=geometry(), worker_address="w")
+
+    async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
+        await asyncio.sleep(0)
+        if self.plan_errors:
+            raise self.plan_errors.popleft()
+        assert request.lease_id in self.open_leases
+        if request.epoch != self.epoch:
+            raise EpochChanged("other memory", metadata={"epoch": str(self.epoch)})
+        self.plans.append(request)
+        self.step_number += 1
+        response = cache_service_pb2.PlanStepResponse(step_number=self.step_number)
+        for seq_id in request.release_sequence_ids:
+            self.sequences.pop(seq_id, None)
+        for fork in request.forks:
+            for child_id in fork.child_sequence_ids:
+                self.sequences[child_id] = [*self.sequences[fork.parent_sequence_id][:2], fork.token_count - 1]
+                self.sequences[child_id][1] = fork.token_count
+                self.prompts[child_id] = self.prompts[fork.parent_sequence_id]
+        runs: list[tuple[int, int, bool]] = []
+        for seq_id, count in zip(request.extends.sequence_ids, request.extends.token_counts, strict=True):
+            self.run_one(response, runs, seq_id, count)
+        budget = request.admission_token_budget
+        for admission in request.admissions:
+            if budget <= 0:
+                refusal = response.refusals.add(item=cache_service_pb2.PLAN_ITEM_ADMISSION)
+                refusal.sequence_id = admission.sequence_id
+                refusal.error.reason = "TOKEN_BUDGET_SPENT"
+                continue
+            tokens = list(admission.token_ids)
+            self.sequences[admission.sequence_id] = [0, len(tokens), 0]
+            self.prompts[admission.sequence_id] = recited_from(tokens)
+            if self.poison in tokens:
+                self.poisoned.add(admission.sequence_id)
+            response.admitted_sequence_ids.append(admission.sequence_id)
+            response.admitted_cached_token_counts.append(0)
+            count = min(budget, len(tokens))
+            budget -= count
+            self.run_one(response, runs, admission.sequence_id, count)
+        response.block_counts.free_count = 1000
+        response.grant.grant = str(self.step_number).encode()
+        self.pending.append((self.step_number, runs))
+        return response
+
+    def run_one(self, response: Any, runs: list[tuple[int, int, bool]], seq_id: int, count: int) -> None:
+        held = self.sequences[seq_id]
+        start = held[2]
+        assert start + count <= held[1]
+        held[2] += count
+        samples = held[2] == held[1]
+        if start + count <= self.prompts[seq_id] or count > 1:
+            response.given_run_indexes.append(len(runs))
+        response.run_sequence_ids.append(seq_id)
+        response.run_starts.append(start)
+        response.run_token_counts.append(count)
+        runs.append((seq_id, held[1], samples))
+        held[1] += samples
+
+    # WorkerApi.
+
+    async def get_model(self) -> worker_service_pb2.GetModelResponse:
+        return worker_service_pb2.GetModelResponse(end_token_ids=[END_TOKEN], max_step_tokens=64, max_logprob_count=4)
+
+    async def run(self, request: worker_service_pb2.RunStepRequest) -> Answer:
+        self.steps_sent += 1
+        number, runs = self.pending.popleft()
+        assert request.grant.grant == str(number).encode(), "grants arrive in order and untouched"
+        assert request.skip == (not runs)
+        if any(seq_id in self.poisoned for seq_id, _, _ in runs):
+            return Answer(self, StepFailed("broken", metadata={"step_number": str(number)}))
+        sampled = [(seq_id, RECITED[length - self.prompts[seq_id]]) for seq_id, length, samples in runs if samples]
+        response = worker_service_pb2.RunStepResponse(step_number=number)
+        response.sequence_ids.extend(seq_id for seq_id, _ in sampled)
+        response.sampled_token_ids.extend(token for _, token in sampled)
+        for seq_id, token in sampled:
+            response.logprobs.add(sequence_id=seq_id, sampled_logprob=-1.0, top_token_ids=[token], top_logprobs=[-1.0])
+        return Answer(self, response)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+PROMPT_END = TOKENIZER.encode("\n")[0]
+
+
+def recited_from(tokens: list[int]) -> int:
+    """The length of a prompt, with or without what was generated: it ends in a line break, and SCRIPT has none."""
+    return tokens.index(PROMPT_END) + 1
+
+
+def geometry() -> attach_pb2.PoolGeometry:
+    return attach_pb2.PoolGeometry(
+        block_size_tokens=4,
+        block_count=1001,
+        max_sequence_count=8,
+        max_sequence_tokens=400,
+        vocabulary_size=257,
+    )
+
+
+def greedy(max_tokens: int | None = 20, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
+def with_engine(body: Callable[[Engine, Services], Awaitable[None]], **config: Any) -> Services:
+    async def main() -> Services:
+        services = Services()
+        async with Engine(
+            services, lambda _: services, config=EngineConfig(verify=True, **config), tokenizer=TOKENIZER
+        ) as engine:
+            await asyncio.wait_for(body(engine, services), 30)
+        assert services.open_leases == []
+        assert services.closed == 2
+        return services
+
+    return asyncio.run(main())
+
+
+async def read(chunks: Any) -> list[Chunk]:
+    return [chunk async for chunk in chunks]
+
+
+async def turns(count: int = 50) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def text_of(num_tokens: int) -> str:
+    return bytes(SCRIPT, "utf8")[:num_tokens].decode("utf8", "ignore")
+
+
+def test_text_streams() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        chunks = await read(engine.generate("once\n", greedy(60)))
+        assert "".join(chunk.text for chunk in chunks) == text_of(60)
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.LENGTH]
+        assert len(chunks) > 10
+        assert chunks[0].logprobs is None
+
+    with_engine(body)
+
+
+def test_a_batch_completes_with_all_samples() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        prompts = ["a\n", TOKENIZER.encode("b" * 100 + "\n"), "ccc\n"] * 4
+        completions = await engine.complete(prompts, [greedy(5 + i, n=1 + i % 3) for i in range(12)])
+        for i, completion in enumerate(completions):
+            assert len(completion.samples) == 1 + i % 3
+            assert all(sample.token_ids == tuple(RECITED[: 5 + i]) for sample in completion.samples)
+        assert engine.statistics().num_requests == 0
+
+    services = with_engine(body)
+    assert sum(len(plan.forks) for plan in services.plans) > 0
+
+
+def test_the_next_step_is_sent_before_the_last_tokens_are_back() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.gate.clear()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(5))))
+        await turns()
+        assert services.steps_sent == 2
+        services.gate.set()
+        await reading
+        assert services.steps_sent <= 6
+
+    with_engine(body)
+
+
+def test_without_work_nothing_is_sent() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        await engine.complete(["a\n"], greedy(5))
+        await turns()
+        sent = services.steps_sent
+        await turns(500)
+        assert services.steps_sent == sent
+        assert services.sequences == {}
+
+    with_engine(body)
+
+
+def test_a_stop_string_ends_a_sample_and_is_not_shown() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        (completion,) = await engine.complete(["a\n"], greedy(None, stop=("STOP",)))
+        assert completion.text == SCRIPT[: SCRIPT.index("STOP")]
+        assert completion.samples[0].finish_reason is FinishReason.STOP
+        await turns()
+        assert services.sequences == {}
+
+    with_engine(body)
+
+
+def test_a_sample_that_met_its_stop_string_does_not_end_the_others() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        (completion,) = await engine.complete(["a\n"], greedy(None, stop=("STOP",), n=3))
+        assert [sample.text for sample in completion.samples] == [SCRIPT[: SCRIPT.index("STOP")]] * 3
+        assert len({sample.token_ids for sample in completion.samples}) == 1
+
+    with_engine(body)
+
+
+def test_an_end_token_has_no_text() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        letter = RECITED[5]
+        (completion,) = await engine.complete(["a\n"], greedy(50, stop_token_ids=(letter,)))
+        first = RECITED.index(letter) + 1
+        assert completion.token_ids == tuple(RECITED[:first])
+        assert completion.text == text_of(first - 1)
+        assert completion.samples[0].finish_reason is FinishReason.STOP
+
+    with_engine(body)
+
+
+def test_logprobs_are_parallel_to_tokens() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        (completion,) = await engine.complete(["a\n"], greedy(9, logprobs=1))
+        logprobs = completion.samples[0].logprobs
+        assert logprobs is not None
+        assert [entry.token_id for entry in logprobs] == RECITED[:9]
+        assert logprobs[0].top == ((RECITED[0], -1.0),)
+
+    with_engine(body)
+
+
+def test_closing_the_iterator_releases_in_the_next_plan() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        async with contextlib.aclosing(engine.generate("a\n", greedy(300, n=3))) as chunks:
+            async for _ in chunks:
+                break
+        await turns()
+        assert services.sequences == {}
+        assert engine.statistics().num_requests == 0
+
+    with_engine(body)
+
+
+def test_cancelling_a_task_releases_and_leaves_others_alone() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        doomed = asyncio.create_task(engine.complete(["a\n", "b\n"], greedy(300)))
+        other = asyncio.create_task(engine.complete(["c\n"], greedy(40)))
+        await turns(30)
+        doomed.cancel()
+        (completion,) = await other
+        assert completion.token_ids == tuple(RECITED[:40])
+        await turns()
+        assert services.sequences == {}
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("", greedy(), "prompt"),
+        ([], greedy(), "prompt"),
+        ([300], greedy(), "prompt"),
+        (["a"], greedy(), "prompt"),
+        ([1] * 500, greedy(), "prompt"),
+        ("a\n", greedy(500), "max_tokens"),
+        ("a\n", greedy(logprobs=5), "logprobs"),
+    ],
+)
+def test_what_can_not_be_served_is_refused_at_once(prompt: Any, params: SamplingParams, field: str) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            engine.generate(prompt, params)
+        assert caught.value.metadata["field"] == field
+        assert services.plans == []
+
+    with_engine(body)
+
+
+# Failures.
+
+
+def test_a_new_epoch_costs_no_token_and_doubles_none() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60, n=2))))
+        await turns(30)
+        services.plan_errors.append(services.new_epoch())
+        chunks = await reading
+        for index in (0, 1):
+            tokens = [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
+            assert tokens == RECITED[:60]
+        assert services.num_leases == 1
+        assert engine.statistics().recoveries == 1
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unavailable("gone"), StepRefused("?"), LeaseLost("?", reason="LEASE_FENCED"), InvalidRequest("?")],
+    ids=lambda error: error.reason,
+)
+def test_a_lost_step_is_computed_again_under_a_new_lease(error: QuireError) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60))))
+        await turns(30)
+        services.result_errors.append(error)
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        assert services.num_leases == 2
+
+    with_engine(body)
+
+
+def test_tokens_of_later_steps_do_not_count_when_an_answer_is_lost() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.gate.clear()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(30))))
+        await turns()
+        assert services.steps_sent == 2
+        services.result_errors.append(Unavailable("the first answer is lost, the second would come"))
+        services.gate.set()
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:30]
+
+    with_engine(body)
+
+
+def test_services_that_come_back_in_time_are_waited_for() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(30))))
+        await turns(20)
+        services.lease_errors.extend([Unavailable("still away")] * 2)
+        services.plan_errors.append(Unavailable("away"))
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:30]
+
+    with_engine(body)
+
+
+def test_services_that_stay_away_fail_the_requests_but_not_the_engine() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_errors.append(Unavailable("away"))
+        services.lease_errors.append(Unavailable("still away"))
+        with pytest.raises(Unavailable, match="still away"):
+            await engine.complete(["a\n"], greedy(5))
+        (completion,) = await engine.complete(["a\n"], greedy(5))
+        assert completion.token_ids == tuple(RECITED[:5])
+
+    with_engine(body, recovery_timeout_s=0)
+
+
+def test_too_many_steps_is_waited_out() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_errors.extend([OutOfRoom("slow down", reason="TOO_MANY_STEPS")] * 3)
+        (completion,) = await engine.complete(["a\n"], greedy(5))
+        assert completion.token_ids == tuple(RECITED[:5])
+        assert engine.statistics().recoveries == 0
+
+    with_engine(body)
+
+
+def test_recoveries_without_progress_end() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_errors.extend([StepRefused("never")] * 4)
+        with pytest.raises(RequestFailed, match="3 recoveries"):
+            await engine.complete(["a\n"], greedy(5))
+        (completion,) = await engine.complete(["a\n"], greedy(5))
+        assert completion.token_ids == tuple(RECITED[:5])
+
+    with_engine(body, max_recoveries=3)
+
+
+def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.poison = TOKENIZER.encode("!")[0]
+        good = [asyncio.create_task(engine.complete([f"{name}\n"], greedy(40))) for name in "abc"]
+        with pytest.raises(RequestFailed) as caught:
+            await engine.complete(["!\n"], greedy(10))
+        assert isinstance(caught.value.__cause__, StepFailed)
+        for task in good:
+            (completion,) = await task
+            assert completion.token_ids == tuple(RECITED[:40])
+
+    with_engine(body)
+
+
+def test_a_loop_that_dies_tells_everybody() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_errors.append(RuntimeError("a bug"))
+        both = [asyncio.create_task(engine.complete([name], greedy(5))) for name in ("a\n", "b\n")]
+        for task in both:
+            with pytest.raises(EngineStopped, match="a bug"):
+                await task
+        with pytest.raises(EngineStopped):
+            engine.generate("c\n")
+
+    with_engine(body)
+
+
+def test_closing_the_engine_tells_who_waits() -> None:
+    async def main() -> None:
+        services = Services()
+        engine = Engine(services, lambda _: services, tokenizer=TOKENIZER)
+        with pytest.raises(EngineStopped, match="async with"):
+            engine.generate("a\n")
+        async with engine:
+            waiting = asyncio.create_task(engine.complete(["a\n"], greedy(300)))
+            await turns(20)
+        with pytest.raises(EngineStopped, match="closed"):
+            await waiting
+        assert services.open_leases == []
+
+    asyncio.run(main())
+
+
+def test_without_a_tokenizer_prompts_are_token_ids() -> None:
+    async def main() -> None:
+        services = Services()
+        async with Engine(services, lambda _: services) as engine:
+            assert engine.tokenizer is None
+            with pytest.raises(InvalidRequest):
+                engine.generate("a\n")
+            with pytest.raises(InvalidRequest):
+                engine.generate([1], greedy(stop=("x",)))
+            (completion,) = await engine.complete([[1, PROMPT_END]], greedy(5))
+            assert (completion.text, completion.token_ids) == ("", tuple(RECITED[:5]))
+
+    asyncio.run(main())

@@ -1,0 +1,101 @@
+"""SamplingParams refuses what no sampler can do, naming field, value and limit."""
+
+import pytest
+
+from quire.client.errors import InvalidRequest
+from quire.client.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", "3"),
+        ("temperature", -0.1),
+        ("temperature", 100.5),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 0.5),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", float("nan")),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("presence_penalty", -101),
+        ("presence_penalty", 101),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("seed", 0.5),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("stop", (1,)),
+        ("stop", 5),
+        ("stop", ("x",) * 65),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**31,)),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 12),
+        ("ignore_eos", 1),
+        ("logprobs", -1),
+        ("logprobs", 1.0),
+        ("n", 0),
+        ("n", -1),
+        ("n", 1025),
+        ("n", True),
+    ],
+)
+def test_refuses_and_says_why(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.reason == "INVALID_ARGUMENT"
+    assert caught.value.metadata["field"] == field
+    assert caught.value.metadata["limit"]
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"max_tokens": None},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1},
+        {"min_p": 1},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -100},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"logprobs": 0},
+        {"n": 1024},
+        {"stop": ["a", "b"], "stop_token_ids": [0, 7]},
+    ],
+)
+def test_accepts_the_limits_themselves(params: dict[str, object]) -> None:
+    SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_one_stop_string_is_a_tuple_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+
+
+def test_values_are_values() -> None:
+    assert SamplingParams(seed=3) == SamplingParams(seed=3)
+    assert len({SamplingParams(), SamplingParams(), SamplingParams(n=2)}) == 2
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 3  # type: ignore[misc]
+
+
+def test_only_penalties_need_the_tokens_before() -> None:
+    assert not SamplingParams(temperature=2, top_k=3).has_penalty
+    assert SamplingParams(repetition_penalty=1.1).has_penalty
+    assert SamplingParams(presence_penalty=-1).has_penalty

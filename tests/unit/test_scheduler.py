@@ -1,0 +1,804 @@
+"""The scheduler against a model of both servers in plain Python: every request ends with the tokens it should have.
+
+The model of cachemgr counts references, copies on write, keeps released blocks retired until the steps in flight have
+ended, and finds prefixes. The model of the worker keeps the tokens that each sequence has computed and refuses a run
+that does not continue them, so a token scheduled twice, left out or taken from another sequence fails the test.
+"""
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, StepFailed, error_of_reason
+from quire.client.sampling import SamplingParams
+from quire.client.scheduler import Blocks, Plan, PlanItem, PlanOutcome, Refusal, Scheduler, SchedulerLimits, Step
+from quire.client.sequence import FinishReason, Sequence, SequenceState
+
+VOCABULARY = 7
+END_TOKEN = 6
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """What the model says: depends on every token and on the seed."""
+    return zlib.crc32(bytes(tokens) + seed.to_bytes(8, "little")) % VOCABULARY
+
+
+def expected_output(prompt: list[int], *, seed: int, max_tokens: int, ends: set[int]) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Held:
+    """A sequence in the model of cachemgr; a token being sampled is None."""
+
+    tokens: list[int | None]
+    table: list[int]
+    num_scheduled: int = 0
+
+    @property
+    def num_known(self) -> int:
+        return next((i for i, token in enumerate(self.tokens) if token is None), len(self.tokens))
+
+
+@dataclass
+class Pending:
+    """A step planned and not ended: how to undo and settle it."""
+
+    number: int
+    settled: int
+    runs: list[tuple[int, Held, int, int, bool]] = field(default_factory=list)
+    forked: list[tuple[int, int, int]] = field(default_factory=list)
+    admitted: dict[int, list[int]] = field(default_factory=dict)
+    released: list[int] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+
+
+class ModelCache:
+    """cachemgr, slow and obvious."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.references = dict.fromkeys(range(1, num_blocks + 1), 0)
+        self.pins = dict.fromkeys(range(1, num_blocks + 1), 0)
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.held: dict[int, Held] = {}
+        self.steps: deque[Pending] = deque()
+        self.number = self.settled = 0
+        self.hogged = 0
+        self.refuses_forks = False
+
+    def allocatable(self) -> list[int]:
+        free = [b for b in self.references if not self.references[b] and not self.pins[b]]
+        return sorted(free, key=lambda b: b in self.content)[: max(0, len(free) - self.hogged)]
+
+    def blocks(self) -> Blocks:
+        free = self.allocatable()
+        cached = sum(b in self.content for b in free)
+        active = sum(map(bool, self.references.values()))
+        return Blocks(len(free) - cached, cached, active, self.num_blocks - len(free) - active - self.hogged)
+
+    def take(self, count: int) -> list[int]:
+        taken = self.allocatable()[:count]
+        for block in taken:
+            self.content.pop(block, None)
+            self.references[block] = 1
+        return taken
+
+    def let_go(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+            if self.steps:
+                self.pins[block] += 1
+                self.steps[-1].pinned.append(block)
+
+    def out_of_blocks(self, item: PlanItem, seq_id: int, needed: int) -> Refusal:
+        blocks = self.blocks()
+        free = blocks.free + blocks.cached
+        metadata = {"needed": str(needed), "free": str(free), "retired": str(blocks.retired)}
+        return Refusal(item, seq_id, OutOfRoom("full", metadata=metadata))
+
+    def plan(self, plan: Plan) -> PlanOutcome:
+        self.number += 1
+        step = Pending(self.number, self.settled)
+        refusals: list[Refusal] = []
+        given: list[int] = []
+        for seq_id in plan.release_ids:
+            if (held := self.held.pop(seq_id, None)) is not None:
+                self.let_go(held.table)
+                step.released.append(seq_id)
+        for fork in plan.forks:
+            for child_id in fork.child_ids:
+                if self.refuses_forks:
+                    error = error_of_reason("TOO_MANY_SEQUENCES", "")
+                    refusals.append(Refusal(PlanItem.FORK, child_id, error))
+                    continue
+                parent = self.held.get(fork.parent_id)
+                if parent is None:
+                    refusals.append(Refusal(PlanItem.FORK, child_id, error_of_reason("SEQUENCE_NOT_FOUND", "")))
+                    continue
+                table = parent.table[: -(-fork.num_tokens // self.block_size)]
+                for block in table:
+                    self.references[block] += 1
+                self.held[child_id] = Held(parent.tokens[: fork.num_tokens], table, fork.num_tokens - 1)
+                step.forked.append((fork.parent_id, child_id, fork.num_tokens))
+        for seq_id, count in zip(plan.extend_ids, plan.extend_counts, strict=True):
+            refusal = self.extend(step, seq_id, count, given)
+            refusals += [refusal] if refusal else []
+        budget = plan.admission_token_budget or 10**9
+        cached_counts: list[int] = []
+        for admission in plan.admissions:
+            if budget <= 0:
+                error = error_of_reason("TOKEN_BUDGET_SPENT", "")
+                refusals.append(Refusal(PlanItem.ADMISSION, admission.seq_id, error))
+                continue
+            tokens = list(admission.token_ids)
+            found = self.find(tokens)
+            fresh = -(-len(tokens) // self.block_size) - len(found)
+            evictable = sum(not self.references[b] for b in found)
+            if fresh + plan.admission_reserve_blocks > len(self.allocatable()) - evictable:
+                needed = fresh + plan.admission_reserve_blocks
+                refusals.append(self.out_of_blocks(PlanItem.ADMISSION, admission.seq_id, needed))
+                continue
+            for block in found:
+                self.references[block] += 1
+            cached = len(found) * self.block_size
+            self.held[admission.seq_id] = Held(list(tokens), found + self.take(fresh), cached)
+            step.admitted[admission.seq_id] = tokens[:cached]
+            cached_counts.append(cached)
+            count = min(budget, len(tokens) - cached)
+            budget -= count
+            self.extend(step, admission.seq_id, count, given)
+        self.steps.append(step)
+        return PlanOutcome(
+            step_number=step.number,
+            run_ids=[run[0] for run in step.runs],
+            run_starts=[run[2] for run in step.runs],
+            run_counts=[run[3] for run in step.runs],
+            given_run_indexes=given,
+            refusals=refusals,
+            admitted_ids=list(step.admitted),
+            cached_counts=cached_counts,
+            blocks=self.blocks(),
+        )
+
+    def find(self, tokens: list[int]) -> list[int]:
+        found = []
+        for end in range(self.block_size, len(tokens), self.block_size):
+            key = tuple(tokens[:end])
+            block = next((b for b, content in self.content.items() if content == key and not self.pins[b]), None)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def extend(self, step: Pending, seq_id: int, count: int, given: list[int]) -> Refusal | None:
+        held = self.held.get(seq_id)
+        if held is None:
+            return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_NOT_FOUND", ""))
+        start, end = held.num_scheduled, held.num_scheduled + count
+        assert end <= len(held.tokens), "computes what is neither known nor being sampled"
+        if -(-end // self.block_size) > self.num_blocks:
+            return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_TOO_LONG", ""))
+        indexes = range(start // self.block_size, -(-end // self.block_size))
+        shared = [i for i in indexes if i < len(held.table) and self.is_foreign(held.table[i])]
+        missing = len(shared) + max(0, indexes.stop - len(held.table))
+        if missing > len(self.allocatable()):
+            return self.out_of_blocks(PlanItem.EXTEND, seq_id, missing)
+        for index in shared:
+            old, (held.table[index],) = held.table[index], self.take(1)
+            self.let_go([old])
+        held.table += self.take(missing - len(shared))
+        if None not in held.tokens[start:end]:
+            given.append(len(step.runs))
+        samples = end == len(held.tokens)
+        step.runs.append((seq_id, held, start, count, samples))
+        held.num_scheduled = end
+        if samples:
+            held.tokens.append(None)
+        return None
+
+    def is_foreign(self, block: int) -> bool:
+        return self.references[block] > 1 or block in self.content
+
+    def settle(self, sampled: dict[int, int] | None) -> None:
+        """The oldest step has ended, with these tokens or having computed nothing."""
+        step = self.steps.popleft()
+        self.settled = step.number
+        for block in step.pinned:
+            self.pins[block] -= 1
+        for seq_id, held, start, count, samples in step.runs:
+            if sampled is None:
+                continue
+            if samples:
+                held.tokens[held.tokens.index(None)] = sampled[seq_id]
+            for end in range(self.block_size, start + count + 1, self.block_size):
+                key = tuple(t for t in held.tokens[:end] if t is not None)
+                block = held.table[end // self.block_size - 1]
+                if self.held.get(seq_id) is held and key not in self.content.values():
+                    self.content[block] = key
+
+
+class ModelWorker:
+    """The worker: what each sequence has computed, and the token it sampled last."""
+
+    def __init__(self) -> None:
+        self.computed: dict[int, list[int]] = {}
+        self.last: dict[int, int] = {}
+        self.seeds: dict[int, int] = {}
+        self.failed_step = 0
+
+    def run(self, pending: Pending, step: Step, inputs: dict[int, list[int]], *, breaks: bool) -> dict[int, int] | None:
+        for seq_id in pending.released:
+            self.computed.pop(seq_id, None)
+        for parent_id, child_id, num_tokens in pending.forked:
+            self.computed[child_id] = self.computed.get(parent_id, [])[: num_tokens - 1]
+        for seq_id, cached in pending.admitted.items():
+            self.computed[seq_id] = list(cached)
+        if not pending.runs:
+            return {}
+        if breaks or pending.settled < self.failed_step:
+            self.failed_step = pending.number
+            return None
+        for index in step.introduced:
+            self.seeds[step.seq_ids[index]] = step.sequences[index].seed
+        sampled = {}
+        for seq_id, _, start, count, samples in pending.runs:
+            computed = self.computed[seq_id]
+            assert start == len(computed), "computed twice or left out"
+            tokens = inputs.get(seq_id, [self.last.get(seq_id, -1)])
+            assert len(tokens) == count
+            computed += tokens
+            if samples:
+                sampled[seq_id] = self.last[seq_id] = next_token(computed, self.seeds.get(seq_id, 0))
+        return sampled
+
+
+class World:
+    """A scheduler and both models, two steps in flight at most; `choose(n)` decides what is free to happen."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits, verify=True)
+        self.fresh_pool()
+        self.output: dict[tuple[int, int], list[int]] = {}
+        self.ended: dict[tuple[int, int], FinishReason] = {}
+        self.poison: dict[int, int] = {}
+        self.largest_step = 0
+
+    def fresh_pool(self) -> None:
+        self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size)
+        self.worker = ModelWorker()
+        self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
+
+    def add(self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int) -> list:
+        sequences = self.scheduler.add(prompt, SamplingParams(**params), end_token_ids=ends, seed=seed)
+        self.output.update({s.arrival: [] for s in sequences})
+        return sequences
+
+    def plan(self, between=lambda: None) -> bool:
+        """One plan, if there is one; `between` happens while it is under way."""
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return False
+        between()
+        before = self.scheduler.statistics().preemptions
+        outcome = self.cache.plan(plan)
+        assert sum(outcome.run_counts) <= self.limits.max_step_tokens
+        step = self.scheduler.on_planned(plan, outcome)
+        self.check_preemptions(outcome, self.scheduler.statistics().preemptions - before)
+        for failed in step.failed:
+            self.ended[failed.sequence.arrival] = FinishReason.FAILED
+        runs = list(zip(step.seq_ids, step.sequences, step.starts, step.counts, strict=True))
+        inputs = {runs[i][0]: runs[i][1].token_ids[runs[i][2] : runs[i][2] + runs[i][3]] for i in step.given}
+        self.flight.append((step, self.cache.steps[-1], inputs))
+        return True
+
+    def check_preemptions(self, outcome: PlanOutcome, count: int) -> None:
+        if not count:
+            return
+        blocks = outcome.blocks
+        needed = sum(r.error.number("needed") for r in outcome.refusals if r.error.reason == "OUT_OF_BLOCKS")
+        assert needed > blocks.free + blocks.cached + blocks.retired, "preempted though blocks were coming back"
+
+    def end_step(self, *, breaks: bool = False) -> None:
+        step, pending, inputs = self.flight.popleft()
+        breaks = breaks or any(
+            s.request_id in self.poison and start + count > self.poison[s.request_id]
+            for s, start, count in zip(step.sequences, step.starts, step.counts, strict=True)
+        )
+        prior = pending.settled < self.worker.failed_step
+        sampled = self.worker.run(pending, step, inputs, breaks=breaks)
+        self.cache.settle(sampled)
+        if sampled is not None:
+            for event in self.scheduler.on_step_done(step, list(sampled), list(sampled.values())):
+                self.take(event.sequence, event.token_id, event.finish_reason)
+        elif prior:
+            self.scheduler.on_step_dropped(step)
+        else:
+            for failed in self.scheduler.on_step_failed(step, StepFailed("broken")):
+                self.ended[failed.sequence.arrival] = FinishReason.FAILED
+
+    def take(self, sequence: Sequence, token: int, reason: FinishReason | None) -> None:
+        assert sequence.arrival not in self.ended, "a token after the end"
+        self.output[sequence.arrival].append(token)
+        if reason:
+            self.ended[sequence.arrival] = reason
+
+    def turn(self) -> None:
+        """As the engine does: plan if possible, keep two in flight, else wait for the oldest."""
+        planned = len(self.flight) < 2 and self.plan()
+        if not planned:
+            assert self.flight, "work left, nothing to do and nothing to wait for"
+            self.end_step()
+
+    def run(self, max_turns: int = 5000) -> None:
+        for _ in range(max_turns):
+            if not self.scheduler.has_work:
+                break
+            self.turn()
+        assert not self.scheduler.has_work, "it never ends"
+        assert self.cache.blocks().active == 0, "blocks were not given back"
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    values = {
+        "max_step_tokens": 16,
+        "max_running_sequences": 8,
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_sequence_tokens": 64,
+        "vocabulary_size": VOCABULARY,
+    }
+    return SchedulerLimits(**(values | changes))
+
+
+def expected_of(sequence: Sequence, ends: tuple[int, ...] = (END_TOKEN,)) -> list[int]:
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    return expected_output(prompt, seed=sequence.seed, max_tokens=sequence.max_tokens, ends=set(ends))
+
+
+# Examples.
+
+
+def test_one_request_runs_one_step_ahead() -> None:
+    world = World(limits())
+    (sequence,) = world.add([1, 2, 3], max_tokens=4, ends=())
+    assert world.plan()
+    assert world.plan(), "the next step is planned before the first one's token is back"
+    assert world.flight[1][0].starts == [3]
+    assert world.flight[1][2] == {}, "nobody knows the token yet, so nobody sends it"
+    world.run()
+    assert world.output[sequence.arrival] == expected_of(sequence, ())
+    assert world.ended[sequence.arrival] is FinishReason.LENGTH
+
+
+def test_nothing_is_scheduled_beyond_max_tokens() -> None:
+    world = World(limits())
+    world.add([1, 2, 3], max_tokens=2, ends=())
+    world.plan()
+    world.plan()
+    assert world.scheduler.schedule().is_empty
+    world.run()
+    assert world.scheduler.statistics().discarded_tokens == 0
+
+
+def test_an_end_token_is_found_one_step_late_and_the_extra_token_is_dropped() -> None:
+    world = World(limits())
+    (sequence,) = world.add([1, 2, 3], max_tokens=50, ends=())
+    sequence.end_token_ids = frozenset([next_token([1, 2, 3], 0)])
+    world.run()
+    assert world.output[sequence.arrival] == [next_token([1, 2, 3], 0)]
+    assert world.ended[sequence.arrival] is FinishReason.STOP
+    assert world.scheduler.statistics().discarded_tokens == 1
+
+
+def test_prompts_are_cut_into_chunks_and_decodes_go_first() -> None:
+    world = World(limits(max_step_tokens=8))
+    world.add([1], max_tokens=20, ends=())
+    world.plan()
+    world.add([2] * 30, max_tokens=1, ends=())
+    world.plan()
+    assert list(world.flight[-1][0].counts) == [1, 7]
+    world.end_step()
+    world.plan()
+    assert list(world.flight[-1][0].counts) == [1, 7]
+    world.run()
+
+
+def test_admissions_are_first_come_first_served() -> None:
+    world = World(limits(max_running_sequences=2))
+    order = [world.add([i], max_tokens=2, ends=())[0] for i in range(6)]
+    finished = []
+    for _ in range(100):
+        if world.scheduler.has_work:
+            world.turn()
+            finished += [s for s in order if s.state is SequenceState.FINISHED and s not in finished]
+    assert finished == order
+
+
+def test_samples_are_forked_from_one_prompt() -> None:
+    world = World(limits())
+    sequences = world.add([1, 2, 3, 4, 5, 1], max_tokens=5, n=4, seed=9, ends=())
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+    assert [s.seed for s in sequences] == [9, 10, 11, 12]
+    statistics = world.scheduler.statistics()
+    assert (statistics.forks, statistics.admissions) == (3, 1)
+
+
+def test_samples_whose_fork_is_refused_are_admitted() -> None:
+    world = World(limits())
+    world.cache.refuses_forks = True
+    sequences = world.add([1, 2, 3, 4, 5, 1], max_tokens=5, n=3, ends=())
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+    assert world.scheduler.statistics().admissions == 3
+
+
+def test_cancelling_while_a_fork_is_under_way_gives_the_blocks_back() -> None:
+    world = World(limits())
+    sequences = world.add([1, 2, 3], max_tokens=50, n=3)
+    world.plan()
+    world.plan(between=lambda: world.scheduler.cancel(sequences))
+    assert len(world.scheduler.schedule().release_ids) == 3
+    world.run()
+
+
+def test_a_fork_that_could_not_run_shares_the_fate_of_what_it_was_forked_from() -> None:
+    world = World(limits())
+    sequences = world.add([1, 2, 3, 4], max_tokens=5, n=2, ends=())
+    others = world.add([5] * 12, max_tokens=5)
+    world.plan()
+    world.scheduler.cancel(others)
+    world.cache.hogged = 60
+    world.plan()
+    assert not world.flight[-1][0].seq_ids
+    assert sequences[1].state is SequenceState.RUNNING, "it waits for the blocks that are coming back"
+    world.cache.hogged = 0
+    world.end_step(breaks=True)
+    assert sequences[1].state is SequenceState.WAITING
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_a_roomy_pool_preempts_nobody() -> None:
+    world = World(limits(num_blocks=64))
+    for i in range(8):
+        world.add([i % 6] * 5, max_tokens=10, ends=())
+    world.run()
+    assert world.scheduler.statistics().preemptions == 0
+
+
+def test_the_last_arrived_is_preempted_and_waits_first_in_line() -> None:
+    world = World(limits(num_blocks=5, max_running_sequences=3, max_step_tokens=32))
+    sequences = [world.add([i] * 4, max_tokens=12, ends=())[0] for i in (1, 2, 3)]
+    while not world.scheduler.statistics().preemptions:
+        world.turn()
+    assert sequences[0].state is SequenceState.RUNNING
+    assert sequences[-1].state is not SequenceState.RUNNING
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_a_refused_admission_is_not_asked_again_before_blocks_come_back() -> None:
+    world = World(limits(num_blocks=4, max_step_tokens=64))
+    world.add([1] * 12, max_tokens=4, ends=())
+    world.plan()
+    world.add([2] * 12, max_tokens=4, ends=())
+    world.plan()
+    assert world.scheduler.statistics().refusals == 1
+    world.end_step()
+    assert not world.scheduler.schedule().admissions
+    world.run()
+
+
+def test_nobody_overtakes_the_one_who_was_refused_blocks() -> None:
+    world = World(limits(num_blocks=4))
+    (first,) = world.add([1] * 8, max_tokens=2, ends=())
+    world.plan()
+    (refused,) = world.add([2] * 12, max_tokens=2, ends=())
+    world.plan()
+    world.add([3], max_tokens=2, ends=())
+    while first.state is not SequenceState.FINISHED:
+        assert not world.scheduler.schedule().admissions
+        world.end_step()
+    (admission,) = world.scheduler.schedule().admissions
+    assert admission.token_ids is refused.token_ids
+    world.run()
+
+
+def test_who_runs_alone_asks_for_blocks_again() -> None:
+    world = World(limits())
+    (sequence,) = world.add([1] * 12, max_tokens=2, ends=())
+    world.cache.hogged = 62
+    world.turn()
+    world.turn()
+    world.cache.hogged = 0
+    world.run()
+    assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+def test_whoever_is_paused_gives_way_to_a_suspect() -> None:
+    world = World(limits(num_blocks=6, max_step_tokens=2))
+    pair = world.add([1], max_tokens=3, n=2, ends=())
+    (paused,) = world.add([2] * 12, max_tokens=2, ends=())
+    world.plan()
+    world.plan()
+    assert paused not in world.flight[-1][0].sequences
+    world.end_step()
+    world.end_step(breaks=True)
+    world.cache.hogged = 3
+    while any(sequence.state is not SequenceState.FINISHED for sequence in pair):
+        world.turn()
+    world.cache.hogged = 0
+    world.run()
+    for sequence in (*pair, paused):
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+def test_waits_for_another_client_of_the_pool_and_gives_way_in_the_end() -> None:
+    world = World(limits(num_blocks=4, max_stalls=3))
+    (sequence,) = world.add([1] * 4, max_tokens=8, ends=())
+    world.plan()
+    world.cache.hogged = 3
+    while world.scheduler.statistics().refusals < 3:
+        world.turn()
+        assert sequence.state is SequenceState.RUNNING, "it holds what it has while others may give back"
+    for _ in range(40):
+        world.turn()
+    assert sequence.state is SequenceState.WAITING
+    assert world.scheduler.statistics().preemptions == 1
+    world.cache.hogged = 0
+    world.run()
+    assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+def test_cancelling_releases_in_the_next_plan() -> None:
+    world = World(limits())
+    sequences = world.add([1, 2, 3], max_tokens=50, n=2, ends=())
+    for _ in range(6):
+        world.turn()
+    world.scheduler.cancel(sequences)
+    plan = world.scheduler.schedule()
+    assert len(plan.release_ids) == 2
+    assert not plan.asks_to_compute
+    world.run()
+
+
+def test_cancelling_while_the_admission_is_under_way_gives_the_blocks_back() -> None:
+    world = World(limits())
+    sequences = world.add([1, 2, 3], max_tokens=50)
+    world.plan(between=lambda: world.scheduler.cancel(sequences))
+    assert len(world.scheduler.schedule().release_ids) == 1
+    world.run()
+    assert world.output[sequences[0].arrival] == []
+
+
+@pytest.mark.parametrize("max_step_failures", [1, 3])
+def test_a_request_that_breaks_the_model_fails_alone(max_step_failures: int) -> None:
+    world = World(limits(max_step_failures=max_step_failures))
+    good = [world.add([i, i, 1], max_tokens=12, ends=())[0] for i in range(3)]
+    (bad,) = world.add([5, 5, 5], max_tokens=12, ends=())
+    world.poison[bad.request_id] = 7
+    world.run()
+    assert world.ended[bad.arrival] is FinishReason.FAILED
+    assert world.output[bad.arrival] == expected_of(bad, ())[: len(world.output[bad.arrival])]
+    assert [world.output[s.arrival] for s in good] == [expected_of(s, ()) for s in good]
+
+
+def test_a_step_that_fails_once_costs_nobody_anything() -> None:
+    world = World(limits())
+    sequences = [s for i in range(3) for s in world.add([i, 2, 1], max_tokens=9, n=2, ends=())]
+    for _ in range(5):
+        world.turn()
+    world.end_step(breaks=True)
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_a_failure_is_not_handed_on_from_step_to_step() -> None:
+    world = World(limits(max_running_sequences=1))
+    (short,) = world.add([1, 2, 3], max_tokens=50, ends=())
+    short.end_token_ids = frozenset([next_token([1, 2, 3], 0)])
+    (other,) = world.add([2], max_tokens=5, ends=())
+    world.plan()
+    world.plan()
+    world.end_step()
+    world.plan()
+    world.end_step(breaks=True)  # the extra step of one that has ended; the other one's step was planned before
+    world.run(max_turns=100)
+    assert world.output[other.arrival] == expected_of(other, ())
+
+
+def test_nobody_is_let_in_while_those_who_run_lack_blocks() -> None:
+    world = World(limits(num_blocks=4))
+    (first,) = world.add([1] * 4, max_tokens=9, ends=())
+    world.plan()
+    world.add([2], max_tokens=2, ends=())
+    world.cache.hogged = 3
+    while not world.scheduler.statistics().refusals:
+        world.turn()
+    assert first.state is SequenceState.RUNNING
+    plan = world.scheduler.schedule()
+    assert (len(plan.extend_ids), len(plan.admissions)) == (1, 0)
+    world.cache.hogged = 0
+    world.run()
+
+
+def test_a_reset_admits_everybody_again_with_the_tokens_known() -> None:
+    world = World(limits())
+    sequences = [s for i in range(3) for s in world.add([i, 2, 1], max_tokens=9, n=2, ends=())]
+    for _ in range(7):
+        world.turn()
+    world.scheduler.reset_all()
+    world.fresh_pool()
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_a_refusal_for_good_fails_one_request() -> None:
+    scheduler = Scheduler(limits(), verify=True)
+    (bad,) = scheduler.add([1], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
+    plan = scheduler.schedule()
+    error = error_of_reason("SEQUENCE_TOO_LONG", "no")
+    refusal = Refusal(PlanItem.ADMISSION, plan.admissions[0].seq_id, error)
+    step = scheduler.on_planned(plan, PlanOutcome(1, [], [], [], [], [refusal], [], [], Blocks(9, 0, 0, 0)))
+    assert [(failed.sequence, failed.error) for failed in step.failed] == [(bad, error)]
+    assert bad.finish_reason is FinishReason.FAILED
+
+
+@pytest.mark.parametrize(
+    ("run", "given_run_indexes"),
+    [((99, 0, 3), [0]), ((1, 1, 2), [0]), ((1, 0, 9), [0]), ((1, 0, 0), [0])],
+)
+def test_an_answer_that_does_not_fit_the_plan_is_noticed(run, given_run_indexes) -> None:
+    scheduler = Scheduler(limits(), verify=True)
+    scheduler.add([1, 2, 3], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
+    plan = scheduler.schedule()
+    seq_id, start, count = run
+    outcome = PlanOutcome(1, [seq_id], [start], [count], given_run_indexes, [], [1], [0], Blocks(9, 0, 1, 0))
+    with pytest.raises(ProtocolViolation):
+        scheduler.on_planned(plan, outcome)
+    scheduler.reset_all()
+
+
+def test_a_step_without_its_token_is_noticed() -> None:
+    world = World(limits())
+    world.add([1, 2, 3], max_tokens=4)
+    world.plan()
+    with pytest.raises(ProtocolViolation):
+        world.scheduler.on_step_done(world.flight[0][0], [], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        ([], {}, "EMPTY_PROMPT"),
+        ([0, VOCABULARY], {}, "TOKEN_OUT_OF_RANGE"),
+        ([-1], {}, "TOKEN_OUT_OF_RANGE"),
+        ([1] * 64, {}, "SEQUENCE_TOO_LONG"),
+        ([1] * 60, {"max_tokens": 5}, "SEQUENCE_TOO_LONG"),
+    ],
+)
+def test_what_never_fits_is_refused_at_once(prompt, params, reason) -> None:
+    scheduler = Scheduler(limits(), verify=True)
+    with pytest.raises(InvalidRequest) as caught:
+        scheduler.add(prompt, SamplingParams(**params), end_token_ids=(), seed=0)
+    assert caught.value.reason == reason
+    assert {"field", "value", "limit"} <= caught.value.metadata.keys()
+    assert not scheduler.has_work
+
+
+def test_no_max_tokens_means_as_many_as_fit() -> None:
+    world = World(limits(num_blocks=4))
+    (sequence,) = world.add([1] * 3, max_tokens=None, ends=())
+    world.run()
+    assert len(world.output[sequence.arrival]) == 13
+
+
+# Everything at once.
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        st.integers(1, 8),
+        st.sampled_from([1, 1, 1, 2, 3]),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+worlds = st.builds(
+    limits,
+    max_step_tokens=st.integers(1, 9),
+    max_running_sequences=st.integers(1, 5),
+    block_size=st.integers(1, 4),
+    num_blocks=st.integers(17, 20),
+)
+tiny_worlds = st.builds(
+    limits,
+    max_step_tokens=st.integers(1, 9),
+    max_running_sequences=st.integers(1, 5),
+    block_size=st.just(4),
+    num_blocks=st.integers(5, 7),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(worlds, tiny_worlds), requests, st.data())
+def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
+    world = World(shape)
+    left = list(wanted)
+    sequences: list[Sequence] = []
+    cancelled: set[int] = set()
+    num_breaks = 0
+
+    def arrive() -> None:
+        prompt, max_tokens, n, seed = left.pop()
+        sequences.extend(world.add(prompt, max_tokens=max_tokens, n=n, seed=seed))
+
+    def cancel() -> None:
+        alive = sorted({s.request_id for s in sequences if s.state is not SequenceState.FINISHED})
+        if alive:
+            request_id = data.draw(st.sampled_from(alive), label="cancel")
+            cancelled.add(request_id)
+            world.scheduler.cancel([s for s in sequences if s.request_id == request_id])
+
+    happenings = ["turn"] * 8 + ["arrive"] * 4 + ["end", "plan", "cancel", "cancel under way", "break", "reset"]
+    for happening in data.draw(st.lists(st.sampled_from(happenings), max_size=40), label="happenings"):
+        if happening == "arrive" and left:
+            arrive()
+        elif happening == "turn" and world.scheduler.has_work:
+            world.turn()
+        elif happening in ("end", "break") and world.flight:
+            num_breaks += happening == "break"
+            world.end_step(breaks=happening == "break" and num_breaks < shape.max_step_failures)
+        elif happening == "plan" and len(world.flight) < 4:
+            world.plan()
+        elif happening == "cancel":
+            cancel()
+        elif happening == "cancel under way" and len(world.flight) < 4:
+            world.plan(between=cancel)
+        elif happening == "reset":
+            world.scheduler.reset_all()
+            world.fresh_pool()
+    while left:
+        arrive()
+    world.run()
+    for sequence in sequences:
+        expected, got = expected_of(sequence), world.output[sequence.arrival]
+        if sequence.request_id in cancelled:
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+            assert world.ended[sequence.arrival] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(worlds, tiny_worlds), requests, st.data())
+def test_only_a_request_that_breaks_the_model_fails(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
+    world = World(shape)
+    sequences = []
+    for prompt, max_tokens, n, seed in wanted:
+        sequences += world.add(prompt, max_tokens=max_tokens, n=n, seed=seed)
+    bad = data.draw(st.sampled_from(sequences)).request_id
+    world.poison[bad] = data.draw(st.integers(0, 12))
+    world.run()
+    for sequence in sequences:
+        if sequence.request_id != bad:
+            assert world.output[sequence.arrival] == expected_of(sequence)
+
+
+def test_quire_errors_know_their_numbers() -> None:
+    error: QuireError = OutOfRoom("full", metadata={"needed": "3", "free": "x"})
+    assert (error.number("needed"), error.number("free"), error.number("gone", 5)) == (3, 0, 5)

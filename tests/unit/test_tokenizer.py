@@ -1,0 +1,193 @@
+"""Text in pieces: never half a character, never a part of a stop string, nothing lost."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.client.outputs import Mailbox, SampleText, complete
+from quire.client.sequence import FinishReason
+from quire.client.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+SPECIAL = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and one special token."""
+    raw = RawTokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<end>"])
+    return Tokenizer(raw)
+
+
+def word_tokenizer() -> Tokenizer:
+    """Words that begin with a blank; the decoder drops it at the beginning of a text."""
+    words = ["▁once", "▁upon", "▁a", "▁time", "s", "▁", "<unk>"]
+    raw = RawTokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.decoder = decoders.Metaspace()
+    return Tokenizer(raw)
+
+
+BYTES = byte_tokenizer()
+WORDS = word_tokenizer()
+
+
+@given(st.text(max_size=30), st.integers(0, 5))
+@example("héllo 😀 wörld", 2)
+def test_pieces_make_the_text_and_each_is_whole(text: str, num_prompt: int) -> None:
+    token_ids = BYTES.encode(text)
+    detokenizer = BYTES.detokenizer(BYTES.encode("prompt")[:num_prompt])
+    pieces = [detokenizer.push([token_id]) for token_id in token_ids]
+    assert "".join(pieces) == text.rstrip("\ufffd") or "\ufffd" in text
+    if "\ufffd" not in text:
+        assert "".join(pieces) == text
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert detokenizer.flush() == ""
+
+
+def test_half_a_character_is_never_shown() -> None:
+    detokenizer = Detokenizer(BYTES)
+    token_ids = BYTES.encode("a😀")
+    assert [detokenizer.push([token_id]) for token_id in token_ids] == ["a", "", "", "", "😀"]
+    assert detokenizer.push(token_ids[:3]) == "a"
+    assert detokenizer.flush() == ""
+
+
+def test_bytes_that_are_no_character_do_not_hold_text_back_for_ever() -> None:
+    detokenizer = Detokenizer(BYTES)
+    stray = BYTES.encode("😀")[1]
+    text = "".join(detokenizer.push([stray]) for _ in range(16))
+    assert set(text) == {"\ufffd"}
+    assert detokenizer.push(BYTES.encode("ok")) == "ok"
+
+
+def test_special_tokens_have_no_text_and_cost_no_memory() -> None:
+    detokenizer = Detokenizer(BYTES)
+    assert detokenizer.push([SPECIAL] * 1000) == ""
+    assert len(detokenizer._token_ids) <= 32
+    assert detokenizer.push(BYTES.encode("x")) == "x"
+
+
+def test_the_blank_between_prompt_and_output_is_kept() -> None:
+    assert WORDS.decode([0, 1]) == "once upon"
+    assert WORDS.detokenizer([0]).push([1]) == " upon"
+    assert WORDS.detokenizer([]).push([1]) == "upon"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.lists(st.integers(0, 5), max_size=20))
+def test_pieces_are_what_the_whole_text_has_after_the_prompt(prompt: list[int], output: list[int]) -> None:
+    detokenizer = WORDS.detokenizer(prompt)
+    text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.flush()
+    assert WORDS.decode(prompt) + text == WORDS.decode(prompt + output)
+
+
+def test_a_prompt_that_ends_in_half_a_character_does_no_harm() -> None:
+    detokenizer = BYTES.detokenizer(BYTES.encode("😀")[:2])
+    assert detokenizer.push(BYTES.encode("ok")) == "ok"
+
+
+# Stop strings.
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stop: list[str]) -> None:
+    search = StopStrings(stop)
+    shown = ""
+    whole = ""
+    for piece in pieces:
+        whole += piece
+        shown += search.push(piece)
+        found = [whole.index(s) for s in stop if s in whole]
+        if found:
+            # What was met first, as text came in, decides; nothing of it is shown.
+            assert search.matched is not None
+            assert search.push("ab") == ""
+            break
+        assert whole.startswith(shown)
+        held = whole[len(shown) :]
+        assert all(len(held) < len(s) for s in stop if s.startswith(held)) or not held
+    shown += search.flush()
+    if search.matched is None:
+        assert shown == whole
+    else:
+        assert not any(s in shown for s in stop)
+        assert whole.startswith(shown + search.matched)
+
+
+def test_nothing_is_held_back_without_need() -> None:
+    search = StopStrings(["STOP"])
+    assert search.push("a S") == "a "
+    assert search.push("T") == ""
+    assert search.push("x") == "STx"
+    assert search.push("ST") == ""
+    assert search.flush() == "ST"
+
+
+def test_the_token_that_ends_a_sample_has_no_text() -> None:
+    text = SampleText(BYTES.detokenizer(), ())
+    (letter,) = BYTES.encode("x")
+    assert text.push(letter, None) == "x"
+    assert text.push(letter, FinishReason.STOP) == ""
+    assert SampleText(BYTES.detokenizer(), ()).push(letter, FinishReason.LENGTH) == "x"
+
+
+def test_what_was_held_back_is_shown_at_the_end() -> None:
+    text = SampleText(BYTES.detokenizer(), ("xy",))
+    (letter,) = BYTES.encode("x")
+    assert text.push(letter, None) == ""
+    assert text.push(letter, FinishReason.LENGTH) == "xx"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert SampleText(None, ()).push(5, FinishReason.LENGTH) == ""
+
+
+# Mailboxes.
+
+
+def test_unread_chunks_of_a_sample_are_joined() -> None:
+    mailbox = Mailbox(has_logprobs=False)
+    mailbox.put(0, text="a", token_ids=[1], finish_reason=None)
+    mailbox.put(1, text="x", token_ids=[7], finish_reason=FinishReason.STOP)
+    mailbox.put(0, text="b", token_ids=[2], finish_reason=FinishReason.LENGTH)
+    chunks = mailbox.take()
+    assert [(c.index, c.text, c.token_ids) for c in chunks] == [(0, "ab", (1, 2)), (1, "x", (7,))]
+    assert mailbox.take() == []
+    completion = complete([5], chunks)
+    assert (completion.text, completion.token_ids) == ("ab", (1, 2))
+    assert completion.samples[1].finish_reason is FinishReason.STOP
+
+
+def test_a_sample_that_has_not_ended_is_no_completion() -> None:
+    mailbox = Mailbox(has_logprobs=True)
+    mailbox.put(0, text="a", token_ids=[1], finish_reason=None)
+    with pytest.raises(ValueError, match="has not ended"):
+        complete([5], mailbox.take())
+
+
+# Files.
+
+
+def test_loads_a_file_or_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    BYTES._raw.save(str(path))
+    for source in (tmp_path, path):
+        assert Tokenizer.load(str(source)).encode("hi") == BYTES.encode("hi")
+    assert Tokenizer.load(str(path)).vocabulary_size == 257
+
+
+def test_says_what_is_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Tokenizer.load(str(tmp_path))
