@@ -75,8 +75,8 @@ def _gpt_oss() -> Any:
 def _phi3_longrope() -> Any:
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    rope["original_max_position_embeddings"] = 32
-    return _build(hf.Phi3Config(**_size(rope_parameters=rope, original_max_position_embeddings=32)))
+    rope["original_max_position_embeddings"] = 16
+    return _build(hf.Phi3Config(**_size(rope_parameters=rope, original_max_position_embeddings=16)))
 
 
 def _llama4() -> Any:
@@ -132,7 +132,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             **_without("intermediate_size", "num_key_value_heads"), ffn_dim=48, word_embed_proj_dim=32, dropout=0.0
         )
     ),
-    "gpt_neox": lambda: _build(hf.GPTNeoXConfig(**_without("num_key_value_heads"), rotary_pct=0.5)),
+    "gpt_neox": lambda: _build(
+        hf.GPTNeoXConfig(
+            **_without("num_key_value_heads"),
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+    ),
     "mixtral": lambda: _build(hf.MixtralConfig(**_size(num_local_experts=4, num_experts_per_tok=2))),
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,

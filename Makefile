@@ -1,0 +1,85 @@
+# Everything a checkout can do. `make` prints the list.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
+PACKAGES := cachemgr worker kernels client serving
+ARGS ?=
+# Set to 1 to make a missing npm an error of buf-lint instead of a skip.
+REQUIRE_BUF ?= 0
+
+# Two processes with OpenMP threads that spin while they wait take each other's cores.
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint protos check-protos buf-lint typecheck-links clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(VENV)/.installed  ## make .venv and install Quire into it; again only if dependencies changed
+
+demo: venv  ## start both services with the model that ships here, generate, show what the cache did
+	@$(BIN)/quire demo $(ARGS)
+
+test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
+
+lint: venv typecheck-links  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
+
+protos: venv  ## generate the Python code of protos/ again
+	protos/generate.sh $(BIN)/python
+
+check-protos: venv  ## fail if the generated code is not what protos/ generates
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && cp -R protos/quire protos/generate.sh "$$fresh" \
+	  && find "$$fresh" -name '*_pb2*.py*' -delete \
+	  && "$$fresh/generate.sh" "$(CURDIR)/$(BIN)/python" \
+	  && if diff -r -x __pycache__ protos/quire "$$fresh/quire"; then echo "protos: the generated code is up to date"; \
+	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
+
+buf-lint:  ## lint protos/ with buf, which npm installs
+	@if command -v npm >/dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory -s protos/node_modules/.installed && cd protos && node_modules/.bin/buf lint \
+	    && echo "buf lint: clean"; \
+	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-lint: npm is missing, and this run requires it" >&2; exit 1; \
+	else echo "*** buf-lint SKIPPED: npm is missing, the protos were NOT linted ***" >&2; fi
+
+# Static analysis sees the folders under the name they are imported by.
+typecheck-links:
+	@mkdir -p .typecheck/quire
+	@for folder in $(PACKAGES); do ln -sfn "../../$$folder" ".typecheck/quire/$$folder"; done
+	@for api in cache compute; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
+
+clean:  ## remove what these targets made, .venv too
+	rm -rf $(VENV) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Takes the first Python that runs and is new enough. A name may exist and not run, so each is asked.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@for python in $(PYTHONS); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  for python in $(PYTHONS); do \
+	    version=$$("$$python" --version 2>/dev/null) && echo "$$python is $$version, too old" >&2; \
+	  done; \
+	  echo "Quire needs Python 3.11 or newer. Install it, or say where it is: make PYTHON=/path/to/python3.12" >&2; \
+	  exit 1; \
+	fi; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "venv: $$("$$found" --version) in $(VENV)"; \
+	  "$$found" -m venv --clear $(VENV) || { \
+	    echo "This Python can't make virtual environments; on Debian and Ubuntu install python3-venv." >&2; exit 1; }; \
+	fi
+	@echo "venv: installing; the first time this takes minutes, most of them for torch"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# No lock file: buf's only dependencies are its own binaries, one per system, at exactly its version.
+protos/node_modules/.installed: protos/package.json
+	@npm install --prefix protos --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@

@@ -1,0 +1,171 @@
+"""Who may import whom. The walls are the tables below; the rest of this file reads imports and compares."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROTOS = ("quire.cache.v1", "quire.compute.v1")
+
+# What of quire each folder may import besides itself.
+MAY_IMPORT = {
+    "protos": PROTOS,
+    "serving": ("quire.cache.v1.error_pb2",),
+    "cachemgr": ("quire.serving", *PROTOS),
+    "worker": ("quire.serving", "quire.kernels", *PROTOS),
+    "kernels": (),
+    "client": PROTOS,
+}
+# What of others a folder must not import.
+MUST_NOT_IMPORT = {
+    "serving": ("torch", "triton", "transformers", "numpy"),
+    "cachemgr": ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub"),
+    "client": ("torch", "triton"),
+    "kernels": ("transformers", "grpc", "google"),
+}
+# Modules that decide and touch nothing: no gRPC, tensors, clock, randomness, logging or metrics, and of quire only
+# each other.
+PURE = {
+    "cachemgr": ("catalog", "errors", "leases", "ledger", "planner", "plans", "pool", "prefix", "sequences"),
+    "client": ("errors", "sampling", "scheduler", "sequence"),
+}
+IMPURE = (
+    *("grpc", "google", "prometheus_client", "torch", "triton", "transformers"),
+    *("time", "datetime", "random", "secrets", "uuid", "logging"),
+    *("asyncio", "threading", "socket", "subprocess", "os", "io", "sys"),
+)
+# The folders by these names are quire.*; bare, one file would be two modules, and transformers probes for "kernels".
+BARE_NAMES = ("cachemgr", "worker", "kernels", "client", "serving", "protos")
+NOT_OURS = {".venv", ".typecheck", "node_modules", "build", "dist", ".git"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports, as far as it is written: "from a import b" is "a.b"."""
+
+    module: str
+    line: int
+
+    def is_within(self, packages: tuple[str, ...]) -> bool:
+        return any(self.module == package or self.module.startswith(f"{package}.") for package in packages)
+
+
+def read_imports(source: str, *, package: str) -> Iterator[Import]:
+    """Every import of a file, inside functions and `if TYPE_CHECKING` too, and import_module("literal")."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                origin = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (Import(f"{origin}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield Import(name.value, node.lineno)
+
+
+def house_files(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob("*.py") if not NOT_OURS & set(path.relative_to(ROOT).parts))
+
+
+def imports_of(path: Path) -> list[Import]:
+    parts = path.relative_to(ROOT).parent.parts
+    package = ".".join(parts[1:] if parts[:1] == ("protos",) else ("quire", *parts))
+    return list(read_imports(path.read_text(), package=package))
+
+
+def trespasses(folder: str, imports: list[Import]) -> list[Import]:
+    """The imports that cross a wall of the folder."""
+    allowed = (f"quire.{folder}", *MAY_IMPORT[folder])
+    forbidden = MUST_NOT_IMPORT.get(folder, ())
+    return [
+        each
+        for each in imports
+        if each.is_within(forbidden) or (each.is_within(("quire",)) and not each.is_within(allowed))
+    ]
+
+
+def impurities(folder: str, imports: list[Import]) -> list[Import]:
+    """The imports that a pure module of the folder must not have."""
+    allowed = tuple(f"quire.{folder}.{module}" for module in PURE[folder])
+    return [
+        each
+        for each in imports
+        if each.is_within(IMPURE) or (each.is_within(("quire",)) and not each.is_within(allowed))
+    ]
+
+
+def show(path: Path, found: list[Import]) -> str:
+    return "\n".join(f"{path.relative_to(ROOT)}:{each.line} imports {each.module}" for each in found)
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_folders_import_only_what_the_walls_let_through(folder: str) -> None:
+    found = {path: trespasses(folder, imports_of(path)) for path in house_files(folder)}
+    assert not any(found.values()), "\n".join(show(path, bad) for path, bad in found.items() if bad)
+
+
+@pytest.mark.parametrize(("folder", "module"), [(folder, module) for folder in PURE for module in PURE[folder]])
+def test_pure_modules_import_nothing_that_acts(folder: str, module: str) -> None:
+    path = ROOT / folder / f"{module}.py"
+    assert path.exists(), f"{module} is listed as pure and is gone: correct the list"
+    found = impurities(folder, imports_of(path))
+    assert not found, show(path, found)
+
+
+def test_no_file_imports_a_folder_by_its_bare_name() -> None:
+    found = {path: [each for each in imports_of(path) if each.is_within(BARE_NAMES)] for path in house_files(".")}
+    assert not any(found.values()), "\n".join(show(path, bad) for path, bad in found.items() if bad)
+
+
+def test_kernels_is_no_package_to_transformers() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("cachemgr", "import torch"),
+        ("cachemgr", "def f():\n    from torch.nn import functional"),
+        ("cachemgr", "from quire import worker"),
+        ("cachemgr", "from quire.client import launch"),
+        ("cachemgr", "from ..worker import model"),
+        ("cachemgr", "import importlib\nimportlib.import_module('quire.worker')"),
+        ("worker", "import quire.cachemgr.pool"),
+        ("worker", "from quire.client.launch import LocalServices"),
+        ("client", "import quire.worker.servicer as s"),
+        ("client", "from quire.kernels import reference"),
+        ("serving", "from quire.cache.v1 import cache_service_pb2"),
+        ("kernels", "import quire.worker"),
+    ],
+)
+def test_the_walls_catch(folder: str, source: str) -> None:
+    assert trespasses(folder, list(read_imports(source, package=f"quire.{folder}")))
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("cachemgr", "from time import monotonic"),
+        ("cachemgr", "import logging as log"),
+        ("cachemgr", "from quire.cache.v1 import grant_pb2"),
+        ("cachemgr", "from quire.cachemgr import servicer"),
+        ("client", "from quire.client.engine import Engine"),
+        ("client", "from google.protobuf import duration_pb2"),
+    ],
+)
+def test_purity_catches(folder: str, source: str) -> None:
+    assert impurities(folder, list(read_imports(source, package=f"quire.{folder}")))
+
+
+def test_the_walls_let_through() -> None:
+    source = (
+        "from quire.cache.v1 import error_pb2\nfrom quire.serving.server import run\nfrom . import pool\nimport time"
+    )
+    assert not trespasses("cachemgr", list(read_imports(source, package="quire.cachemgr")))

@@ -1,0 +1,193 @@
+"""The KV pool: geometry, copies, checksums and how its size is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels import reference
+from quire.worker.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, size_pool
+from quire.worker.probe import Causal, LayerSpec
+
+BLOCK_SIZE = 4
+
+
+def spec(layer_idx: int, *, num_kv_heads: int, k_head_dim: int, v_head_dim: int) -> LayerSpec:
+    return LayerSpec(
+        layer_idx=layer_idx,
+        num_query_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        k_head_dim=k_head_dim,
+        v_head_dim=v_head_dim,
+        mask=Causal(),
+        scaling=1.0,
+        softcap=None,
+        has_sinks=False,
+    )
+
+
+# Layers differ from one another, and layer indices have gaps.
+SPECS = {
+    0: spec(0, num_kv_heads=2, k_head_dim=8, v_head_dim=8),
+    3: spec(3, num_kv_heads=1, k_head_dim=6, v_head_dim=4),
+}
+
+
+def make_pool(*, num_blocks: int = 7, dtype: torch.dtype = torch.float32) -> KVPool:
+    """A pool whose blocks, but for the null block, hold random numbers."""
+    pool = KVPool(SPECS, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for tensor in pool.tensors():
+        tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(dtype)
+    return pool
+
+
+def test_geometry_and_bytes() -> None:
+    pool = KVPool(SPECS, num_blocks=5, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device="cpu")
+    assert pool.k(0).shape == pool.v(0).shape == (5, 4, 2, 8)
+    assert pool.k(3).shape == (5, 4, 1, 6)
+    assert pool.v(3).shape == (5, 4, 1, 4)
+    assert all(tensor.dtype == torch.bfloat16 and not tensor.any() for tensor in pool.tensors())
+    assert bytes_per_block(SPECS, BLOCK_SIZE, torch.bfloat16) == 4 * (2 * 16 + 10) * 2
+    assert pool.statistics() == KVPoolStatistics(
+        num_blocks=5,
+        block_size=4,
+        num_layers=2,
+        bytes_per_block=336,
+        num_bytes=sum(tensor.nbytes for tensor in pool.tensors()),
+        num_blocks_copied=0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_blocks_in_every_layer_bit_for_bit(dtype: torch.dtype) -> None:
+    pool = make_pool(dtype=dtype)
+    pairs = [(1, 4), (2, 6), (1, 3)]
+    expected = [tensor.clone() for tensor in pool.tensors()]
+    for tensor in expected:
+        sources, targets = torch.tensor(pairs).T
+        reference.copy_blocks(tensor, sources=sources, targets=targets)
+    pool.copy_blocks(pairs)
+    assert all(torch.equal(a, b) for a, b in zip(pool.tensors(), expected, strict=True))
+    assert pool.statistics().num_blocks_copied == 3
+    pool.copy_blocks([])
+    assert pool.statistics().num_blocks_copied == 3
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(1, 2), (2, 3)], "block 2 is both source and target"),
+        ([(1, 1)], "block 1 is both source and target"),
+        ([(1, 3), (2, 3)], "1 of 2 block copies have a target that another copy has"),
+        ([(0, 3)], r"block_id 0 is not in 1 \.\. 6"),
+        ([(3, 0)], r"block_id 0 is not in 1 \.\. 6"),
+        ([(1, 7)], r"block_id 7 is not in 1 \.\. 6"),
+        ([(-1, 2)], r"block_id -1 is not in 1 \.\. 6"),
+    ],
+)
+def test_a_refused_copy_changes_nothing(pairs: list[tuple[int, int]], message: str) -> None:
+    pool = make_pool()
+    before = [tensor.clone() for tensor in pool.tensors()]
+    with pytest.raises(ValueError, match=message):
+        pool.copy_blocks(pairs)
+    assert all(torch.equal(a, b) for a, b in zip(pool.tensors(), before, strict=True))
+    assert pool.statistics().num_blocks_copied == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_tell_contents_apart(dtype: torch.dtype) -> None:
+    pool = make_pool(dtype=dtype)
+    before = pool.checksum_blocks(range(7))
+    assert len(set(before)) == 7
+    assert all(0 <= checksum < 2**63 for checksum in before)
+    pool.copy_blocks([(2, 5)])
+    after = pool.checksum_blocks([5, 2, 1])
+    assert after == [before[2], before[2], before[1]]
+    assert pool.checksum_blocks([]) == []
+
+
+def test_every_byte_of_every_layer_counts_and_so_does_its_place() -> None:
+    pool = make_pool()
+    seen = {pool.checksum_blocks([2])[0]}
+    for tensor in pool.tensors():
+        block = tensor[2].view(torch.uint8).view(-1)
+        for place in range(0, len(block), 5):
+            block[place] ^= 1
+            seen.add(pool.checksum_blocks([2])[0])
+            block[place] ^= 1
+    num_changes = sum(len(range(0, tensor[2].nbytes, 5)) for tensor in pool.tensors())
+    assert len(seen) == 1 + num_changes
+    swapped = pool.k(0)[2].clone()
+    pool.k(0)[2] = swapped.flip(0)
+    assert pool.checksum_blocks([2])[0] not in seen
+
+
+def test_checksums_are_the_same_in_every_release() -> None:
+    pool = KVPool(SPECS, num_blocks=3, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")
+    pool.k(0)[1, 0, 0, 0] = 1.0
+    assert pool.checksum_blocks([0, 1]) == KNOWN_CHECKSUMS
+
+
+KNOWN_CHECKSUMS = [9052480875368779950, 7954876450735217099]
+
+
+def test_checksums_refuse_blocks_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"block_id 7 is not in 0 \.\. 6"):
+        make_pool().checksum_blocks([1, 7])
+
+
+def test_a_written_null_block_is_a_broken_invariant() -> None:
+    pool = make_pool()
+    pool.check_invariants()
+    pool.v(3)[0, 1] = 0.5
+    with pytest.raises(AssertionError, match="null block"):
+        pool.check_invariants()
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_blocks", 1), ("block_size", 0)])
+def test_a_pool_too_small_is_refused(field: str, value: int) -> None:
+    sizes = {"num_blocks": 2, "block_size": 1} | {field: value}
+    with pytest.raises(ValueError, match=f"{field}={value} is below"):
+        KVPool(SPECS, dtype=torch.float32, device="cpu", **sizes)
+
+
+class TestSize:
+    def test_a_share_of_what_is_free(self) -> None:
+        size = size_pool(bytes_per_block=1000, free_memory_bytes=1 << 30, memory_share=0.5)
+        assert size.num_blocks == (1 << 29) // 1000
+        assert size.explanation == (
+            "memory_share 0.5 of 1.00 GiB free: 0.50 GiB // 1000 bytes per block = 536870 blocks"
+        )
+
+    def test_bytes_given(self) -> None:
+        size = size_pool(bytes_per_block=1 << 20, free_memory_bytes=8 << 30, kv_cache_memory_bytes=2 << 30)
+        assert size.num_blocks == 2048
+        assert size.explanation == "kv_cache_memory_bytes: 2.00 GiB // 1048576 bytes per block = 2048 blocks"
+
+    def test_blocks_given(self) -> None:
+        size = size_pool(bytes_per_block=1 << 20, free_memory_bytes=8 << 30, num_blocks=1024)
+        assert size.num_blocks == 1024
+        assert size.explanation == ("num_blocks: 1024 * 1048576 bytes per block = 1.00 GiB of 8.00 GiB free")
+
+    def test_exactly_what_is_free_fits(self) -> None:
+        assert size_pool(bytes_per_block=100, free_memory_bytes=200, num_blocks=2).num_blocks == 2
+        assert size_pool(bytes_per_block=100, free_memory_bytes=200, kv_cache_memory_bytes=200).num_blocks == 2
+        assert size_pool(bytes_per_block=100, free_memory_bytes=299, memory_share=1.0).num_blocks == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"num_blocks": 4, "kv_cache_memory_bytes": 9}, "num_blocks=4 and kv_cache_memory_bytes=9: give one"),
+            ({"memory_share": 0.0}, r"memory_share=0\.0 is not in 0 < share <= 1"),
+            ({"memory_share": 1.1}, r"memory_share=1\.1"),
+            ({"num_blocks": 1}, "num_blocks=1 is below 2"),
+            ({"num_blocks": 11}, r"num_blocks=11 \* 100 bytes per block: 1100 bytes asked for, 1000 bytes free"),
+            ({"kv_cache_memory_bytes": 1001}, "kv_cache_memory_bytes: 1001 bytes asked for, 1000 bytes free"),
+            ({"kv_cache_memory_bytes": 199}, "199 bytes hold 1 blocks of 100 bytes; at least 2"),
+            ({"memory_share": 0.1}, "memory_share 0.1 of 0.00 GiB free: 100 bytes hold 1 blocks"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, arguments: dict[str, float], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            size_pool(bytes_per_block=100, free_memory_bytes=1000, **arguments)  # type: ignore[arg-type]
