@@ -31,14 +31,16 @@ lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
 
-protos: venv  ## generate the Python code of protos/ again
+protos: venv  ## generate the Python code and docs/api.md from protos/ again
 	protos/generate.sh $(BIN)/python
+	$(BIN)/python docs/generate_api.py
 
-check-protos: venv  ## fail if the generated code is not what protos/ generates
+check-protos: venv  ## fail if the generated code or docs/api.md is not what protos/ generates
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && cp -R protos/quire protos/generate.sh "$$fresh" \
 	  && find "$$fresh" -name '*_pb2*.py*' -delete \
 	  && "$$fresh/generate.sh" "$(CURDIR)/$(BIN)/python" \
-	  && if diff -r -x __pycache__ protos/quire "$$fresh/quire"; then echo "protos: the generated code is up to date"; \
+	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
+	  && if diff -r -x __pycache__ protos/quire "$$fresh/quire" && diff docs/api.md "$$fresh/api.md"; then echo "protos: the generated code is up to date"; \
 	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
 
 buf-lint:  ## lint protos/ with buf, which npm installs

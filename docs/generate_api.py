@@ -40,8 +40,7 @@ def load() -> descriptor_pb2.FileDescriptorSet:
 def comments_of(file: descriptor_pb2.FileDescriptorProto) -> Comments:
     """The comment before each element, by its path."""
     return {
-        tuple(location.path): " ".join(location.leading_comments.split())
-        for location in file.source_code_info.location
+        tuple(location.path): " ".join(location.leading_comments.split()) for location in file.source_code_info.location
     }
 
 
