@@ -95,6 +95,28 @@ def _llama4() -> Any:
     )
 
 
+def _deepseek() -> Any:
+    """Keys of 16, values of 12."""
+    return _build(
+        hf.DeepseekV3Config(
+            **_size(
+                num_key_value_heads=4,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=8,
+                v_head_dim=12,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                moe_intermediate_size=16,
+                first_k_dense_replace=1,
+            )
+        )
+    )
+
+
 # Models the worker runs, by family.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": _llama,
@@ -141,6 +163,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: _build(hf.MixtralConfig(**_size(num_local_experts=4, num_experts_per_tok=2))),
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
+    "deepseek_v3": _deepseek,
+    "stablelm": lambda: _build(hf.StableLmConfig(**_size())),  # hands no arguments on to its layers
     "llama_dynamic_rope": lambda: _llama(
         max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     ),

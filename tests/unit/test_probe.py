@@ -45,6 +45,8 @@ def test_geometry_scaling_softcap_and_sinks() -> None:
     assert probe(zoo.build("gpt2"))[0].num_kv_heads == 4
     assert probe(zoo.build("qwen3"))[0].k_head_dim == 16
     assert probe(zoo.build("opt"))[0].scaling == 1.0
+    deepseek = probe(zoo.build("deepseek_v3"))[2]
+    assert (deepseek.k_head_dim, deepseek.v_head_dim) == (16, 12)
     gemma = probe(zoo.build("gemma2"))[1]
     assert (gemma.softcap, gemma.scaling, gemma.has_sinks) == (2.0, 0.5, False)
     gpt_oss = probe(zoo.build("gpt_oss"))[1]

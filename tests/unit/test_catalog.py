@@ -1,0 +1,127 @@
+"""Which pool, which epoch, which lease: what happens when workers come, go and come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.cachemgr.catalog import AttachedPool, Catalog, Registration
+from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.leases import LeaseState
+from quire.cachemgr.planner import Geometry
+from quire.cachemgr.plans import Admission, StepRequest
+
+GEOMETRY = Geometry(
+    block_size=2,
+    num_blocks=9,
+    block_bytes=64,
+    max_sequences=4,
+    max_sequence_tokens=16,
+    vocab_size=10,
+    model="m",
+    model_fingerprint="f",
+)
+TERM = 5
+
+
+def registration(pool: str = "a", epoch: int = 1, *, highest_term: int = 0, attached_term: int = 0) -> Registration:
+    return Registration(pool, epoch, highest_term, attached_term, GEOMETRY, f"unix:/{pool}")
+
+
+def attach(catalog: Catalog, key: bytes = b"key", **fields) -> AttachedPool:
+    pool = catalog.register(registration(**fields), signing_key=key)
+    assert pool is not None
+    return pool
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog(TERM, verify=True)
+
+
+def refusal_of(call) -> Reason:
+    with pytest.raises(CallRefused) as refused:
+        call()
+    return refused.value.refusal.reason
+
+
+def test_pools_are_listed_by_name_and_found_by_it(catalog: Catalog) -> None:
+    second, first = attach(catalog, pool="b"), attach(catalog, pool="a")
+    assert catalog.pools() == [first, second]
+    assert catalog.pool("b") is second
+
+
+def test_no_name_means_the_only_pool(catalog: Catalog) -> None:
+    assert refusal_of(lambda: catalog.pool("")) is Reason.POOL_NOT_FOUND
+    only = attach(catalog)
+    assert catalog.pool("") is only
+    attach(catalog, pool="b")
+    assert refusal_of(lambda: catalog.pool("")) is Reason.POOL_NOT_FOUND
+    assert refusal_of(lambda: catalog.pool("c")) is Reason.POOL_NOT_FOUND
+
+
+def test_a_worker_that_obeyed_a_newer_term_is_not_ruled(catalog: Catalog) -> None:
+    call = lambda: catalog.register(registration(highest_term=TERM + 1), signing_key=b"k")  # noqa: E731
+    assert refusal_of(call) is Reason.TERM_SUPERSEDED
+    assert catalog.pools() == []
+    attach(catalog, highest_term=TERM)
+
+
+def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_attached(catalog: Catalog) -> None:
+    first = attach(catalog)
+    call = lambda: catalog.register(registration(epoch=2), signing_key=b"k")  # noqa: E731
+    assert refusal_of(call) is Reason.POOL_ALREADY_ATTACHED
+    assert catalog.pool("a") is first
+    assert first.ledger.epoch == 1
+
+
+def test_a_worker_that_is_back_keeps_its_books_and_its_key(catalog: Catalog) -> None:
+    pool = attach(catalog, key=b"first")
+    catalog.open_lease(pool, "lease", ttl_s=10.0, now=0.0)
+    pool.is_attached = False
+    again = catalog.register(registration(attached_term=TERM, highest_term=TERM), signing_key=b"second")
+    assert again is pool
+    assert (pool.is_attached, pool.signing_key) == (True, b"first")
+    assert catalog.pool_of("lease") is pool
+
+
+def test_a_stranger_with_a_history_has_to_begin_a_new_epoch(catalog: Catalog) -> None:
+    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") is None
+    assert catalog.pools() == []
+    pool = attach(catalog)
+    pool.is_attached = False
+    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") is None
+    assert catalog.pool("a") is pool
+
+
+def test_open_leases_go_on_in_a_new_epoch_without_their_sequences(catalog: Catalog) -> None:
+    pool = attach(catalog)
+    catalog.open_lease(pool, "open", ttl_s=10.0, now=0.0, tenant="acme")
+    catalog.open_lease(pool, "ended", ttl_s=10.0, now=0.0)
+    admission = Admission(1, bytes(12))
+    plan = pool.ledger.plan("open", 1, StepRequest(admissions=[admission]), now=1.0, request_id="r", digest=b"d")
+    assert plan.step_number == 1
+    pool.ledger.end_lease("ended")
+    pool.is_attached = False
+
+    fresh = attach(catalog, key=b"new", epoch=2)
+    assert fresh is not pool
+    assert (fresh.signing_key, fresh.ledger.epoch) == (b"new", 2)
+    assert catalog.pool_of("open") is fresh
+    assert refusal_of(lambda: catalog.pool_of("ended")) is Reason.LEASE_NOT_FOUND
+    lease = fresh.ledger.lease("open")
+    assert (lease.tenant, lease.state, lease.expires_at, lease.sequences) == ("acme", LeaseState.OPEN, 11.0, {})
+    old = lambda: fresh.ledger.plan("open", 1, StepRequest(), now=2.0, request_id="r", digest=b"d")  # noqa: E731
+    assert refusal_of(old) is Reason.EPOCH_CHANGED
+    again = fresh.ledger.plan("open", 2, StepRequest(admissions=[admission]), now=2.0, request_id="r", digest=b"d")
+    assert (again.step_number, again.admitted_cached_counts) == (1, [0])
+    assert fresh.ledger.expire_leases(12.0) == [lease]
+
+
+def test_a_fenced_lease_is_gone(catalog: Catalog) -> None:
+    pool = attach(catalog)
+    catalog.open_lease(pool, "lease", ttl_s=10.0, now=0.0)
+    pool.ledger.end_lease("lease")
+    assert catalog.pool_of("lease") is pool
+    catalog.lease_fenced(pool, "lease")
+    catalog.lease_fenced(pool, "lease")
+    assert refusal_of(lambda: catalog.pool_of("lease")) is Reason.LEASE_NOT_FOUND

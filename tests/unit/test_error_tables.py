@@ -1,0 +1,119 @@
+"""One table per service from reasons to statuses: complete, as the protos say, and provoked by a test, each row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from quire.cache.v1 import error_pb2
+from quire.cachemgr import errors as cache_errors
+from quire.cachemgr import statuses as cache_statuses
+from quire.compute.v1 import worker_service_pb2
+from quire.serving.errors import ErrorStatus, to_grpc_status, to_message
+from quire.worker import errors as worker_errors
+
+ROOT = Path(__file__).parents[2]
+PREFIX = "ERROR_REASON_"
+MESSAGE = "the message, with 7 in it"
+
+
+def cache_status(reason: Any) -> ErrorStatus:
+    return cache_statuses.to_error_status(cache_errors.refuse(reason, MESSAGE, value=7, pool="a"))
+
+
+def worker_status(reason: Any) -> ErrorStatus:
+    return worker_errors.Refused(reason, MESSAGE, value=7, pool="a").status
+
+
+class Service:
+    """What must agree for one service."""
+
+    def __init__(self, name: str, *, enum: Any, proto: str, errors: Any, table: Any, domain: str, status: Any) -> None:
+        self.name = name
+        self.names_in_proto = {value.removeprefix(PREFIX) for value, _ in enum.items()} - {"UNSPECIFIED"}
+        self.codes_in_proto = {
+            reason: code
+            for code, reason in re.findall(
+                rf"  // ([A-Z_]+)\. [^\n]*\n(?:  //[^\n]*\n)*  {PREFIX}([A-Z_]+) = ", (ROOT / proto).read_text()
+            )
+        }
+        self.reasons = list(errors.Reason)
+        self.table = table
+        self.domain = domain
+        self.status = status
+
+
+CACHE = Service(
+    "cache",
+    enum=error_pb2.ErrorReason,
+    proto="protos/quire/cache/v1/error.proto",
+    errors=cache_errors,
+    table=cache_statuses.STATUS_CODES,
+    domain="cache.quire.dev",
+    status=cache_status,
+)
+WORKER = Service(
+    "worker",
+    enum=worker_service_pb2.ErrorReason,
+    proto="protos/quire/compute/v1/worker_service.proto",
+    errors=worker_errors,
+    table=worker_errors.STATUS_CODES,
+    domain="compute.quire.dev",
+    status=worker_status,
+)
+SERVICES = pytest.mark.parametrize("service", [CACHE, WORKER], ids=lambda service: service.name)
+ROWS = pytest.mark.parametrize(
+    ("service", "reason"),
+    [
+        pytest.param(service, reason, id=f"{service.name} {reason}")
+        for service in (CACHE, WORKER)
+        for reason in service.reasons
+    ],
+)
+
+
+@SERVICES
+def test_enum_and_table_have_the_reasons_of_the_proto(service: Service) -> None:
+    assert {reason.value for reason in service.reasons} == service.names_in_proto
+    assert all(reason.name == reason.value for reason in service.reasons)
+    assert set(service.table) == set(service.reasons)
+
+
+@SERVICES
+def test_the_proto_says_the_code_of_each_reason(service: Service) -> None:
+    assert service.codes_in_proto == {reason.value: code.name for reason, code in service.table.items()}
+
+
+@ROWS
+def test_each_row_is_a_status_with_one_error_info(service: Service, reason: Any) -> None:
+    error = service.status(reason)
+    status = to_grpc_status(error)
+    assert status.code is service.table[reason] is not grpc.StatusCode.OK
+    assert status.details == MESSAGE
+    ((name, value),) = status.trailing_metadata
+    assert name == "grpc-status-details-bin"
+    sent = status_pb2.Status.FromString(value)
+    assert (sent.code, sent.message) == (service.table[reason].value[0], MESSAGE)
+    (details,) = sent.details
+    info = error_details_pb2.ErrorInfo()
+    assert details.Unpack(info)
+    assert (info.reason, info.domain) == (reason.value, service.domain)
+    assert dict(info.metadata) == {"value": "7", "pool": "a"}
+
+
+@ROWS
+def test_each_row_is_a_message_too(service: Service, reason: Any) -> None:
+    message = to_message(service.status(reason))
+    assert (message.code, message.reason, message.message) == (service.table[reason].value[0], reason.value, MESSAGE)
+    assert dict(message.metadata) == {"value": "7", "pool": "a"}
+
+
+@ROWS
+def test_each_reason_is_provoked_by_a_test_with_real_processes(service: Service, reason: Any) -> None:
+    sources = [path.read_text() for path in (ROOT / "tests/integration").glob("test_*.py")]
+    assert any(f'"{reason.value}"' in source for source in sources)

@@ -1,0 +1,1139 @@
+"""The ledger against two independent pieces of plain Python: a worker that is obeyed by the letter, and second books.
+
+The worker has a memory. A slot's content is the tuple (tag, token 0, ..., token i) of everything that its KV stands
+for, built from what the step reads through the worker's own block table; tables change only by the grants' writes.
+Steps run late, interleaved, fail, are skipped; reports are delayed and repeated. Whatever the ledger gets wrong about
+sharing, reuse, copies or table writes is read back as a wrong tuple.
+
+The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cachemgr.planner import Geometry
+from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
+from quire.cachemgr.pool import BlockState
+
+VOCAB = 2
+TTL_S = 10.0
+EPOCH = 7
+SALTS = (b"", b"salt")
+TENANTS = ("", "acme")
+FINGERPRINT = "model-1"
+POISON = ("poison",)
+NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "1000"))
+PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
+"""Whoever asks for a number of examples wants to know whether there is a failure, not the smallest one."""
+
+
+def pack(tokens) -> bytes:
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+
+
+def root_of(tag: int) -> bytes:
+    tenant, salt = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)]
+    root = sha256(b"quire prefix v1")
+    for part in (tenant.encode(), salt, FINGERPRINT.encode()):
+        root.update(len(part).to_bytes(8, "little") + part)
+    return root.digest()
+
+
+@lru_cache(maxsize=100_000)
+def hash_of(key: tuple, block_size: int) -> bytes:
+    """The prefix hash of the block that ends with the last token of key = (tag, token, ...)."""
+    if len(key) == 1:
+        return root_of(key[0])
+    return sha256(hash_of(key[:-block_size], block_size) + pack(key[-block_size:])).digest()
+
+
+def sample(content: tuple) -> int:
+    return (sum(content) + len(content) // 3) % VOCAB
+
+
+class Token:
+    """A token of a sequence: given by the client, or promised by a run; `known` once the ledger has seen it."""
+
+    __slots__ = ("known", "value")
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = value
+        self.known = value is not None
+
+
+# -- the worker -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    table: dict[int, int] = field(default_factory=dict)
+    last: tuple[int, int] | None = None
+    """Position and id of the token sampled last."""
+
+
+@dataclass
+class WorkerLease:
+    rows: dict[int, Row] = field(default_factory=dict)
+    next_step: int = 1
+    last_failed: int = 0
+
+
+@dataclass
+class PlannedRun:
+    seq_id: int
+    tag: int
+    start: int
+    tokens: list[Token]
+    """All tokens of the sequence up to the end of the run."""
+    table: list[int]
+    sampled: Token | None
+
+
+@dataclass
+class PlannedStep:
+    """What the client sends and what the test remembers of the moment at which the grant was made."""
+
+    plan: StepPlan
+    runs: list[PlannedRun]
+    generations: dict[int, int]
+    """How often each block that the step touches had been handed out."""
+
+
+@dataclass
+class Report:
+    step_number: int
+    outcome: StepOutcome
+    computed: list[tuple[int, int]]
+    sampled: dict[int, int]
+
+
+class Worker:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = [[POISON] * block_size for _ in range(num_blocks)]
+        self.leases: dict[str, WorkerLease] = {}
+
+    def read(self, row: Row, position: int) -> tuple:
+        return self.slots[row.table[position // self.block_size]][position % self.block_size]
+
+    def write(self, row: Row, position: int, content: tuple) -> None:
+        self.slots[row.table[position // self.block_size]][position % self.block_size] = content
+
+    def run(self, lease_id: str, step: PlannedStep, *, skip: bool, fail: bool) -> Report:
+        lease, plan = self.leases[lease_id], step.plan
+        assert plan.step_number == lease.next_step
+        lease.next_step += 1
+        self.apply(lease, plan)
+        is_doomed = lease.last_failed > plan.settled_step
+        if is_doomed or fail or skip:
+            if plan.run_seq_ids or not skip:
+                lease.last_failed = plan.step_number
+            if fail and not is_doomed:
+                self.scribble(lease, plan)
+            outcome = StepOutcome.SKIPPED if skip else StepOutcome.FAILED
+            return Report(plan.step_number, outcome, [], {})
+        return self.compute(lease, step)
+
+    def apply(self, lease: WorkerLease, plan: StepPlan) -> None:
+        for seq_id in plan.released_ids:
+            del lease.rows[seq_id]
+        for parent, child in zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True):
+            assert child not in lease.rows
+            lease.rows[child] = Row(last=lease.rows[parent].last)
+        cursor = 0
+        for seq_id, first, count in zip(
+            plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True
+        ):
+            assert count >= 1
+            table = lease.rows.setdefault(seq_id, Row()).table
+            for offset, block in enumerate(plan.write_block_ids[cursor : cursor + count]):
+                assert block != 0, "the null block in a table"
+                table[first + offset] = block
+            cursor += count
+        assert cursor == len(plan.write_block_ids)
+        assert not set(plan.copy_sources) & set(plan.copy_targets), "a block is source and target of copies"
+        for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True):
+            self.slots[target] = list(self.slots[source])
+
+    def scribble(self, lease: WorkerLease, plan: StepPlan) -> None:
+        """A model that fails may have written anything where it was allowed to write."""
+        for seq_id, start, count in zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, strict=True):
+            for position in range(start, start + count):
+                self.write(lease.rows[seq_id], position, POISON)
+
+    def compute(self, lease: WorkerLease, step: PlannedStep) -> Report:
+        plan = step.plan
+        computed, sampled = [], {}
+        given = dict(zip(plan.given_run_indexes, range(len(plan.given_run_indexes)), strict=True))
+        for i, run in enumerate(step.runs):
+            row, start, end = lease.rows[run.seq_id], run.start, len(run.tokens)
+            if i in given:
+                values = [token.value for token in run.tokens[start:end]]
+                digest = bytes(plan.given_digests[16 * given[i] : 16 * given[i] + 16])
+                assert digest == sha256(pack(values)).digest()[:16], "digest of other tokens"
+            else:
+                assert end - start == 1, "a run of several tokens without their ids"
+                assert row.last is not None
+                assert row.last[0] == start, "the token sampled last stands elsewhere"
+                values = [row.last[1]]
+            content = self.read(row, start - 1) if start else (run.tag,)
+            for position, value in enumerate(values, start):
+                content = (*content, value)
+                self.write(row, position, content)
+            computed.append((run.seq_id, end))
+            if plan.run_samples[i]:
+                row.last = (end, sample(content))
+                sampled[run.seq_id] = row.last[1]
+        for run in step.runs:
+            expected = (run.tag, *(token.value for token in run.tokens))
+            for position in range(len(run.tokens)):
+                found = self.read(lease.rows[run.seq_id], position)
+                assert found == expected[: position + 2], f"sequence {run.seq_id} reads {found} at {position}"
+            if run.sampled is not None and run.seq_id in sampled:
+                run.sampled.value = sampled[run.seq_id]
+        return Report(plan.step_number, StepOutcome.COMPUTED, computed, sampled)
+
+    def fence(self, lease_id: str) -> None:
+        del self.leases[lease_id]
+
+
+# -- the books kept twice -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class BookSequence:
+    seq_id: int
+    tag: int
+    tokens: list[Token]
+    table: list[int]
+    computed: int
+    scheduled: int
+    published: int
+    sampled_at: int | None = None
+    released: bool = False
+
+    @property
+    def known(self) -> int:
+        return sum(token.known for token in self.tokens)
+
+    def key(self, num_tokens: int) -> tuple:
+        return (self.tag, *(token.value for token in self.tokens[:num_tokens]))
+
+
+@dataclass(eq=False)
+class BookRun:
+    sequence: BookSequence
+    end: int
+    covers: int
+    sampled: Token | None
+
+
+@dataclass(eq=False)
+class BookStep:
+    number: int
+    runs: list[BookRun]
+    touched: set[int]
+    pending: list[tuple]
+    num_released: int
+
+
+@dataclass
+class BookLease:
+    tag_base: int
+    sequences: dict[int, BookSequence] = field(default_factory=dict)
+    steps: list[BookStep] = field(default_factory=list)
+    pending: dict[tuple, int] = field(default_factory=dict)
+    changes: list[tuple[BookSequence, int]] = field(default_factory=list)
+    next_step: int = 1
+    settled: int = 0
+
+
+class Writes:
+    """The block table writes of a plan, taken one by one as the books expect them."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.entries = list(zip(plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True))
+        self.ids = list(plan.write_block_ids)
+        self.copies = list(zip(plan.copy_sources, plan.copy_targets, strict=True))
+
+    def take(self, seq_id: int, first: int, count: int) -> list[int]:
+        assert self.entries, f"no write for sequence {seq_id} from {first} on"
+        assert self.entries.pop(0) == (seq_id, first, count)
+        ids, self.ids = self.ids[:count], self.ids[count:]
+        return ids
+
+
+class Books:
+    """Plain dictionaries, everything counted anew each time."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.size = geometry.block_size
+        self.leases: dict[str, BookLease] = {}
+        self.index: dict[tuple, int] = {}
+        self.sealed: set[int] = set()
+        self.lru: list[int] = []
+        self.generations: Counter[int] = Counter()
+        self.let_go: dict[int, int] = {}
+        self.ticks = itertools.count()
+        self.evicted = 0
+        self.allocated = 0
+        self.refused: list[tuple[PlanItem, int, Reason]] = []
+
+    # what is held, retired, free: counted anew from the tables and the steps in flight
+
+    def holders(self) -> Counter[int]:
+        return Counter(block for lease in self.leases.values() for s in lease.sequences.values() for block in s.table)
+
+    def touched(self) -> set[int]:
+        return set().union(*(step.touched for lease in self.leases.values() for step in lease.steps))
+
+    def states(self) -> dict[int, BlockState]:
+        holders, touched = self.holders(), self.touched() | self.touched_now
+        findable = set(self.index.values())
+        states = {}
+        for block in range(1, self.geometry.num_blocks):
+            if holders[block]:
+                states[block] = BlockState.ACTIVE
+            elif block in touched:
+                states[block] = BlockState.RETIRED
+            else:
+                states[block] = BlockState.CACHED if block in findable else BlockState.FREE
+        return states
+
+    touched_now: frozenset[int] | set[int] = frozenset()
+    """Sources of the copies of the step that is being planned."""
+
+    def rest(self) -> None:
+        """After every event: whoever became evictable goes to the recent end, in the order it was let go of."""
+        states = self.states()
+        cached = {block for block, state in states.items() if state is BlockState.CACHED}
+        self.lru = [block for block in self.lru if block in cached]
+        self.lru += sorted(cached - set(self.lru), key=self.order)
+
+    def order(self, block: int) -> int:
+        return self.let_go.get(block, -1)
+
+    def num_room(self) -> int:
+        return sum(state in (BlockState.FREE, BlockState.CACHED) for state in self.states().values())
+
+    def num_rows(self) -> int:
+        return sum(
+            len(lease.sequences) + sum(step.num_released for step in lease.steps) for lease in self.leases.values()
+        )
+
+    def drop(self, blocks: list[int]) -> None:
+        """These table entries are gone already: note the order in which their blocks lost the last holder."""
+        holders = self.holders()
+        for block in reversed(blocks):
+            if not holders[block]:
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+    def hand_out(self, blocks: list[int]) -> None:
+        """The ledger chose these: blocks without content first, then the least recently used. They have no holder."""
+        for block in blocks:
+            states = self.states()
+            free = {b for b, state in states.items() if state is BlockState.FREE} - self.taken
+            if free:
+                assert block in free, f"block {block} handed out, {states[block]}, while {free} are free"
+            else:
+                assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
+                self.lru.pop(0)
+                self.index = {key: b for key, b in self.index.items() if b != block}
+                self.evicted += 1
+            self.taken.add(block)
+            self.sealed.discard(block)
+            self.generations[block] += 1
+            self.allocated += 1
+
+    taken: set[int] = set()  # noqa: RUF012 - replaced for each item
+    """Blocks handed out for the present item, in no table yet."""
+
+    # planning
+
+    def plan(self, lease: BookLease, request: StepRequest, plan: StepPlan) -> list[PlannedRun]:
+        """Predicts the plan, taking only the choice of fresh blocks from it."""
+        writes = Writes(plan)
+        self.refused = []
+        self.lease, self.writes = lease, writes
+        self.step = BookStep(lease.next_step, [], set(), [], 0)
+        self.runs: list[tuple[int, int, int, bool, bool]] = []
+        self.planned: list[PlannedRun] = []
+        self.expected_copies: list[tuple[int, int]] = []
+        self.touched_now = set()
+        released, admitted = [], []
+        for seq_id in request.releases:
+            if self.release(seq_id):
+                released.append(seq_id)
+        for sequence, index in lease.changes:
+            if not sequence.released:
+                assert writes.take(sequence.seq_id, index, 1) == [sequence.table[index]]
+        lease.changes = []
+        for trim in request.trims:
+            self.note(PlanItem.TRIM, trim.seq_id, self.trim(trim))
+        forked = []
+        for fork in request.forks:
+            reason = self.fork(fork)
+            self.note(PlanItem.FORK, fork.child_id, reason)
+            forked += [] if reason else [(fork.parent_id, fork.child_id)]
+        for seq_id, count in zip(request.extend_ids, request.extend_token_counts, strict=True):
+            append = request.appends.get(seq_id, b"")
+            tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
+            self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens))
+        self.budget = request.admission_token_budget or 10**9
+        for admission in request.admissions:
+            found = self.admit(admission, request.admission_reserve)
+            if isinstance(found, int):
+                admitted.append((admission.seq_id, found))
+            else:
+                self.note(PlanItem.ADMISSION, admission.seq_id, found)
+        self.step.touched = {block for s in lease.sequences.values() for block in s.table} | self.touched_now
+        self.touched_now = frozenset()
+        lease.steps.append(self.step)
+        lease.next_step += 1
+        assert not writes.entries, f"unexpected table writes {writes.entries}"
+        assert writes.copies == self.expected_copies
+        assert plan.step_number == self.step.number
+        assert plan.settled_step == lease.settled
+        assert plan.released_ids == released
+        assert list(zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True)) == forked
+        assert [(r.item, r.seq_id, r.refusal.reason) for r in plan.refusals] == self.refused
+        assert list(zip(plan.admitted_ids, plan.admitted_cached_counts, strict=True)) == admitted
+        runs = zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples, strict=True)
+        assert [(*run, i in plan.given_run_indexes) for i, run in enumerate(runs)] == self.runs
+        return self.planned
+
+    def note(self, item: PlanItem, seq_id: int, reason: Reason | None) -> None:
+        if reason is not None:
+            self.refused.append((item, seq_id, reason))
+
+    def release(self, seq_id: int) -> bool:
+        sequence = self.lease.sequences.pop(seq_id, None)
+        if sequence is None:
+            return False
+        sequence.released = True
+        self.step.num_released += 1
+        self.drop(sequence.table)
+        return True
+
+    def trim(self, trim: Trim) -> Reason | None:
+        sequence, count = self.lease.sequences.get(trim.seq_id), trim.num_tokens
+        if sequence is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if not 1 <= count <= len(sequence.tokens):
+            return Reason.POSITION_OUT_OF_RANGE
+        full, kept = count // self.size, -(-count // self.size)
+        for key, block in list(self.lease.pending.items()):
+            is_own = block in sequence.table[full:] and key == sequence.key(len(key) - 1)
+            if is_own and len(key) - 1 > full * self.size:
+                del self.lease.pending[key]
+        sequence.tokens = sequence.tokens[:count]
+        sequence.computed = min(sequence.computed, count)
+        sequence.scheduled = min(sequence.scheduled, count)
+        sequence.published = min(sequence.published, full)
+        if sequence.sampled_at is not None and sequence.sampled_at >= count:
+            sequence.sampled_at = None
+        for step in self.lease.steps:
+            for run in step.runs:
+                if run.sequence is sequence:
+                    run.covers = min(run.covers, count)
+        tail, sequence.table = sequence.table[kept:], sequence.table[:kept]
+        self.drop(tail)
+        return None
+
+    def fork(self, fork: Fork) -> Reason | None:
+        parent, count = self.lease.sequences.get(fork.parent_id), fork.num_tokens
+        if parent is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if not 1 <= count <= len(parent.tokens):
+            return Reason.POSITION_OUT_OF_RANGE
+        if (reason := self.refuse_new(fork.child_id)) is not None:
+            return reason
+        scheduled = min(parent.scheduled, count - 1)
+        at = parent.sampled_at
+        child = BookSequence(
+            fork.child_id,
+            parent.tag,
+            parent.tokens[:count],
+            parent.table[: -(-count // self.size)],
+            computed=min(parent.computed, scheduled),
+            scheduled=scheduled,
+            published=min(parent.published, scheduled // self.size),
+            sampled_at=at if at is not None and at < count else None,
+        )
+        assert self.writes.take(fork.child_id, 0, len(child.table)) == child.table
+        self.lease.sequences[fork.child_id] = child
+        return None
+
+    def refuse_new(self, seq_id: int) -> Reason | None:
+        if not 0 <= seq_id < 2**31:
+            return Reason.INVALID_ARGUMENT
+        if seq_id in self.lease.sequences:
+            return Reason.SEQUENCE_EXISTS
+        if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
+            return Reason.TOO_MANY_SEQUENCES
+        return None
+
+    def max_tokens(self) -> int:
+        return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+
+    def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
+        sequence = self.lease.sequences.get(seq_id)
+        if sequence is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if count < 1:
+            return Reason.INVALID_ARGUMENT
+        start, end, known = sequence.scheduled, sequence.scheduled + count, sequence.known
+        if append and known < len(sequence.tokens):
+            return Reason.INVALID_ARGUMENT
+        if any(not 0 <= token < VOCAB for token in append):
+            return Reason.TOKEN_OUT_OF_RANGE
+        if max(end, known + len(append)) > self.max_tokens():
+            return Reason.SEQUENCE_TOO_LONG
+        is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
+        if end > known + len(append) and not is_last_sampled:
+            return Reason.NOTHING_TO_COMPUTE
+        table, holders = sequence.table, self.holders()
+        num_table = -(-(len(sequence.tokens) + len(append)) // self.size)
+        written = range(start // self.size, min(-(-end // self.size), len(table)))
+        foreign = [i for i in written if holders[table[i]] > 1 or table[i] in self.sealed]
+        if len(foreign) + max(0, num_table - len(table)) > self.num_room():
+            return Reason.OUT_OF_BLOCKS
+        self.replace(sequence, foreign, num_table, start)
+        sequence.tokens = sequence.tokens + [Token(value) for value in append]
+        for index in written:
+            self.forget_claims(table[index])
+        self.run(sequence, count, given=not (count == 1 and start == sequence.sampled_at))
+        return None
+
+    def replace(self, sequence: BookSequence, foreign: list[int], num_table: int, start: int) -> None:
+        table, fresh = sequence.table, []
+        for index in foreign:
+            fresh += self.writes.take(sequence.seq_id, index, 1)
+        grown = num_table - len(table)
+        if grown > 0:
+            fresh += self.writes.take(sequence.seq_id, len(table), grown)
+        self.taken = set()
+        self.hand_out(fresh)
+        for index in foreign:
+            source, target = table[index], fresh.pop(0)
+            if index * self.size < start:
+                self.expected_copies.append((source, target))
+                self.touched_now = {*self.touched_now, source}
+            table[index] = target
+            self.drop([source])
+        table += fresh
+        self.taken = set()
+
+    def forget_claims(self, block: int) -> None:
+        """A block that is written in place is not published by a released sequence that filled it before."""
+        for step in self.lease.steps:
+            for run in step.runs:
+                if run.sequence.released and block in run.sequence.table:
+                    covers = run.sequence.table.index(block) * self.size
+                    if covers < run.covers:
+                        run.covers = covers
+                        for key, pending in list(self.lease.pending.items()):
+                            if pending == block:
+                                del self.lease.pending[key]
+
+    def run(self, sequence: BookSequence, count: int, *, given: bool) -> None:
+        start, end = sequence.scheduled, sequence.scheduled + count
+        samples = end == len(sequence.tokens)
+        token = Token() if samples else None
+        self.runs.append((sequence.seq_id, start, count, samples, given))
+        self.planned.append(
+            PlannedRun(sequence.seq_id, sequence.tag, start, sequence.tokens[:end], sequence.table[:], token)
+        )
+        self.step.runs.append(BookRun(sequence, end, end, token))
+        for index in range(start // self.size, min(end, sequence.known) // self.size):
+            key = sequence.key((index + 1) * self.size)
+            if key not in self.lease.pending:
+                self.lease.pending[key] = sequence.table[index]
+                self.step.pending.append(key)
+        sequence.scheduled = end
+        if token is not None:
+            sequence.tokens = [*sequence.tokens, token]
+            sequence.sampled_at = end
+
+    def admit(self, admission: Admission, reserve: int) -> Reason | int:
+        data = admission.tokens
+        tokens = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
+        if (reason := self.refuse_new(admission.seq_id)) is not None:
+            return reason
+        if not tokens:
+            return Reason.EMPTY_PROMPT
+        if len(tokens) > self.max_tokens():
+            return Reason.SEQUENCE_TOO_LONG
+        if any(not 0 <= token < VOCAB for token in tokens):
+            return Reason.TOKEN_OUT_OF_RANGE
+        if self.budget <= 0:
+            return Reason.TOKEN_BUDGET_SPENT
+        tag = self.lease.tag_base + SALTS.index(admission.salt)
+        found, published = self.find(tag, tokens)
+        need, states = -(-len(tokens) // self.size) - len(found), self.states()
+        if need + reserve > self.num_room() - sum(states[block] is BlockState.CACHED for block in found):
+            return Reason.OUT_OF_BLOCKS
+        ids = self.writes.take(admission.seq_id, 0, need + len(found))
+        assert ids[: len(found)] == found, "other blocks than the ones that hold the prefix"
+        self.taken = set(found)
+        self.lru = [block for block in self.lru if block not in found]
+        self.hand_out(ids[len(found) :])
+        self.taken = set()
+        cached = len(found) * self.size
+        sequence = BookSequence(
+            admission.seq_id,
+            tag,
+            [Token(value) for value in tokens],
+            ids,
+            computed=published * self.size,
+            scheduled=cached,
+            published=published,
+        )
+        self.lease.sequences[admission.seq_id] = sequence
+        count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
+        self.budget -= count
+        self.run(sequence, count, given=True)
+        return cached
+
+    def find(self, tag: int, tokens: list[int]) -> tuple[list[int], int]:
+        found: list[int] = []
+        published, is_published = 0, True
+        for index in range((len(tokens) - 1) // self.size):
+            key = (tag, *tokens[: (index + 1) * self.size])
+            holders = self.holders()
+            if key in self.index:
+                found.append(self.index[key])
+                published += is_published
+            elif key in self.lease.pending and holders[self.lease.pending[key]]:
+                found.append(self.lease.pending[key])
+                is_published = False
+            else:
+                break
+        return found, published
+
+    # reports
+
+    def settle(self, lease: BookLease, report: Report) -> None:
+        step = lease.steps.pop(0)
+        assert step.number == report.step_number
+        lease.settled = step.number
+        for key in step.pending:
+            lease.pending.pop(key, None)
+        step_touched = step.touched
+        if report.outcome is StepOutcome.COMPUTED:
+            for run in step.runs:
+                run.sequence.computed = max(run.sequence.computed, run.covers)
+                if run.sampled is not None:
+                    run.sampled.known = True
+            # What was touched by this step stays out of reach until all of it is published.
+            lease.steps.insert(0, BookStep(step.number, [], step_touched, [], 0))
+            for run in step.runs:
+                self.publish(lease, run.sequence)
+            lease.steps.pop(0)
+        elif step.runs:
+            lease.pending.clear()
+            for sequence in lease.sequences.values():
+                sequence.tokens = [token for token in sequence.tokens if token.known]
+                sequence.scheduled = sequence.computed
+                if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
+                    sequence.sampled_at = None
+        self.rest()
+
+    def publish(self, lease: BookLease, sequence: BookSequence) -> None:
+        while (end := (sequence.published + 1) * self.size) <= min(sequence.computed, sequence.known):
+            key, block = sequence.key(end), sequence.table[sequence.published]
+            standing = self.index.setdefault(key, block)
+            if standing == block:
+                self.sealed.add(block)
+            elif not sequence.released:
+                sequence.table[sequence.published] = standing
+                lease.changes.append((sequence, sequence.published))
+                lease.steps[-1].touched.add(standing)  # more than it does: no step in flight knows of this yet
+                self.drop([block])
+            sequence.published += 1
+
+    def fence(self, lease_id: str) -> None:
+        """All tables of the lease, one sequence after the other; what is retired comes after, in any order."""
+        lease = self.leases.pop(lease_id)
+        for sequence in lease.sequences.values():
+            sequence.released = True
+        holders = self.holders()
+        tables = [block for s in lease.sequences.values() for block in reversed(s.table)]
+        for block in reversed(dict.fromkeys(reversed(tables))):
+            if not holders[block]:
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+
+def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool = False) -> object:
+    """Everything in a ledger that a refusal must leave as it was; what a refused plan may change is left out."""
+    pool, index = ledger._blocks, ledger._index
+    leases = []
+    for lease in ledger.leases():
+        steps = list(lease.in_flight)
+        if but_last_step and lease.lease_id == lease_id:
+            last = steps.pop()
+            assert not any((last.runs, last.pinned, last.pending, last.num_released_rows))
+        sequences = {
+            seq_id: (
+                bytes(s.tokens),
+                tuple(s.block_table),
+                tuple(s.hashes),
+                s.num_cached,
+                s.num_computed,
+                s.num_scheduled,
+                s.num_promised,
+                s.num_published,
+                s.sampled_position,
+                s.released,
+            )
+            for seq_id, s in lease.sequences.items()
+        }
+        in_flight = [
+            (
+                step.step_number,
+                [(id(r.sequence), r.sampled_position, r.end, list(map(id, r.receivers))) for r in step.runs],
+                tuple(step.pinned),
+                tuple(step.pending),
+                step.num_released_rows,
+            )
+            for step in steps
+        ]
+        leases.append((lease.lease_id, lease.state, sequences, in_flight, dict(lease.pending), lease.settled_step))
+    return (
+        list(pool._ref_count),
+        list(pool._pin_count),
+        bytes(pool._sealed),
+        list(pool._free),
+        list(pool._lru_blocks()),
+        dict(index._block_of),
+        list(index._hash_of),
+        ledger._num_rows,
+        leases,
+    )
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+SEED = st.integers(0, 2**32 - 1)
+"""Choices inside of a plan are made by a generator of this seed: evener than Hypothesis would, and known from it."""
+
+PLANS = ["items"] * 5 + ["decode"] * 3 + ["again"]
+WORK = ["run"] * 5 + ["report"] * 4 + ["catch up"] * 3 + ["fail", "skip", "report wrongly"]
+EVENTS = ["open lease"] * 3 + ["look up"] * 3 + ["end lease", "fence", "fence", "expire", "reset prefix cache"]
+
+
+class Client:
+    """One lease as its holder sees it: what was planned and not run, what was run and not reported."""
+
+    def __init__(self, lease_id: str) -> None:
+        self.lease_id = lease_id
+        self.to_run: list[PlannedStep] = []
+        self.to_report: list[Report] = []
+        self.reported: list[Report] = []
+        self.last_call: tuple[str, StepRequest, StepPlan] | None = None
+        self.is_open = True
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_usable=st.sampled_from([6, 8, 7, 5, 4, 3, 2, 1]),
+        block_size=st.sampled_from([2, 2, 1, 4]),
+        max_sequences=st.sampled_from([8, 8, 8, 5, 3, 1]),
+        max_tokens=st.sampled_from([24, 24, 24, 5]),
+        tenants=st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
+        delay=st.sampled_from([2, 1, 3, 0, 6]),
+    )
+    def start(self, num_usable, block_size, max_sequences, max_tokens, tenants, delay):
+        self.geometry = Geometry(
+            block_size=block_size,
+            num_blocks=num_usable + 1,
+            block_bytes=1,
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_tokens,
+            vocab_size=VOCAB,
+            model="m",
+            model_fingerprint=FINGERPRINT,
+        )
+        self.ledger = Ledger("pool", EPOCH, self.geometry, verify=True)
+        self.books = Books(self.geometry)
+        self.worker = Worker(num_usable + 1, block_size)
+        self.tenants = tenants
+        self.delay = delay
+        self.clients: dict[int, Client] = {}
+        self.names = itertools.count()
+        self.now = 0.0
+        self.open(0)
+
+    def open(self, slot):
+        client = self.clients[slot] = Client(f"lease-{next(self.names)}")
+        tenant = self.tenants[slot]
+        self.ledger.open_lease(client.lease_id, ttl_s=TTL_S, now=self.now, tenant=TENANTS[tenant])
+        self.books.leases[client.lease_id] = BookLease(tag_base=tenant * len(SALTS))
+        self.worker.leases[client.lease_id] = WorkerLease()
+
+    def pick(self, rng, wanted=lambda client: client.is_open):
+        """One of the clients that are as wanted, or None."""
+        clients = [client for _, client in sorted(self.clients.items()) if wanted(client)]
+        return rng.choice(clients) if clients else None
+
+    # what a client may ask for
+
+    def request(self, client, rng, num_items):
+        book = self.books.leases[client.lease_id]
+        ids = sorted(book.sequences)
+        releases, trims, forks, counts, appends, admissions = [], [], [], {}, {}, []
+        for _ in range(num_items):
+            weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1] if ids else [0, 0, 0, 0, 1]
+            kind = rng.choices(["extend", "release", "trim", "fork", "admit"], weights)[0]
+            seq_id = rng.choice(ids) if ids and rng.random() < 0.97 else rng.randrange(10)
+            sequence = book.sequences.get(seq_id)
+            length = len(sequence.tokens) if sequence else 3
+            new_id = rng.choice([i for i in range(12) if i not in ids] if rng.random() < 0.95 else [-1, *range(10)])
+            position = rng.choice([length, length - 1, rng.randint(1, length), rng.randint(0, length + 1)])
+            if kind == "release":
+                releases.append(seq_id)
+            elif kind == "trim":
+                trims.append(Trim(seq_id, position))
+            elif kind == "fork":
+                forks.append(Fork(seq_id, new_id, position))
+            elif kind == "admit":
+                salt = SALTS[rng.random() < 0.2]
+                admissions.append(
+                    Admission(new_id, pack(self.prompt(book, rng)), max_compute=rng.choice([0, 0, 0, 1, 3]), salt=salt)
+                )
+            elif seq_id not in counts:
+                self.add_extend(sequence, seq_id, rng, counts, appends)
+        return StepRequest(
+            releases=releases,
+            trims=trims,
+            forks=forks,
+            extend_ids=list(counts),
+            extend_token_counts=list(counts.values()),
+            appends=appends,
+            admissions=admissions,
+            admission_token_budget=rng.choice([0, 0, 0, 1, 3]),
+            admission_reserve=rng.choice([0, 0, 0, 1]),
+        )
+
+    def add_extend(self, sequence, seq_id, rng, counts, appends):
+        waiting = sequence.known - sequence.scheduled if sequence else 1
+        can_go_on = waiting > 0 or (sequence is not None and sequence.sampled_at == sequence.scheduled)
+        if rng.random() < (0.15 if can_go_on else 0.9):
+            values = [rng.randrange(VOCAB + (rng.random() < 0.03)) for _ in range(rng.randint(1, 3))]
+            appends[seq_id] = pack(values)
+            waiting += len(values)
+        counts[seq_id] = rng.choice([1, max(1, waiting), rng.randint(0, max(1, waiting)), rng.choice([1, 2, 40])])
+
+    def prompt(self, book, rng):
+        """Some prompts begin like a sequence that is there, or as one that was here before may have begun."""
+        longest = self.books.max_tokens()
+        length = rng.choices(
+            [rng.randint(1, min(longest, 3 * self.books.size + 1)), longest, longest + 1, 0], [40, 2, 2, 1]
+        )
+        fixed = rng.choice([[0] * length[0], [i % 2 for i in range(length[0])]])
+        if book.sequences and rng.random() < 0.6:
+            sequence = book.sequences[rng.choice(sorted(book.sequences))]
+            known = [token.value for token in sequence.tokens[: sequence.known]]
+            fixed = (known + fixed)[: length[0]]
+        return [*fixed[:-1], VOCAB] if rng.random() < 0.02 else fixed
+
+    @rule(kind=st.sampled_from(PLANS), num_items=st.integers(1, 5), seed=SEED)
+    def plan(self, kind, num_items, seed):
+        rng = Random(seed)
+        client = self.pick(rng)
+        if client is None:
+            return
+        if kind == "items":
+            self.do_plan(client, self.request(client, rng, num_items), named=rng.random() < 0.3)
+        elif kind == "again":
+            self.plan_again(client)
+        for _ in range(min(num_items, 3) if kind == "decode" else 0):
+            ids = [i for i in sorted(self.books.leases[client.lease_id].sequences) if rng.random() < 0.8]
+            self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=[1] * len(ids)))
+        self.follow(client, rng)
+
+    def follow(self, client, rng):
+        """The worker is a few steps behind, and its reports a few more."""
+        while len(client.to_run) > rng.randint(0, self.delay):
+            how = rng.random()
+            self.do_run(client, skip=how < 0.005, fail=0.005 <= how < 0.02)
+        while len(client.to_report) > rng.randint(0, self.delay):
+            self.do_report(client)
+
+    def do_plan(self, client, request, *, named=False):
+        lease_id = client.lease_id
+        request_id = f"plan-{next(self.names)}" if named else ""
+        before = state_of(self.ledger)
+        self.now += 0.01
+        if len(self.books.leases[lease_id].steps) >= 64:
+            self.refused_call(Reason.TOO_MANY_STEPS, lambda: self.call(client, request))
+            return
+        plan = self.call(client, request, request_id=request_id)
+        items = (request.trims, request.forks, request.extend_ids, request.admissions)
+        if not plan.released_ids and len(plan.refusals) == sum(map(len, items)):
+            assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
+        lease = self.books.leases[lease_id]
+        runs = self.books.plan(lease, request, plan)
+        touched = {block for run in runs for block in run.table} | {*plan.copy_sources, *plan.copy_targets}
+        client.to_run.append(PlannedStep(plan, runs, {block: self.books.generations[block] for block in touched}))
+        if named:
+            client.last_call = (request_id, request, plan)
+
+    def call(self, client, request, *, request_id="", epoch=EPOCH):
+        digest = repr(request).encode()
+        return self.ledger.plan(client.lease_id, epoch, request, now=self.now, request_id=request_id, digest=digest)
+
+    def refused_call(self, reason, call):
+        before = state_of(self.ledger)
+        with pytest.raises(CallRefused) as refused:
+            call()
+        assert refused.value.refusal.reason is reason
+        assert state_of(self.ledger) == before
+
+    def plan_again(self, client):
+        self.refused_call(Reason.EPOCH_CHANGED, lambda: self.call(client, StepRequest(), epoch=EPOCH + 1))
+        if client.last_call is None:
+            return
+        request_id, request, plan = client.last_call
+        before = state_of(self.ledger)
+        assert self.call(client, request, request_id=request_id) == plan
+        assert state_of(self.ledger) == before
+        other = StepRequest(releases=[*request.releases, 99])
+        self.refused_call(Reason.REQUEST_ID_REUSED, lambda: self.call(client, other, request_id=request_id))
+
+    # what a worker does
+
+    @rule(kind=st.sampled_from(WORK), count=st.integers(1, 3), seed=SEED)
+    def work(self, kind, count, seed):
+        rng = Random(seed)
+        if kind == "report":
+            client = self.pick(rng, lambda client: client.to_report)
+            for _ in range(min(count, len(client.to_report)) if client else 0):
+                self.do_report(client)
+        elif kind == "catch up":
+            client = self.pick(rng, lambda client: client.to_run or client.to_report)
+            self.do_catch_up(client)
+        elif kind == "report wrongly":
+            self.report_wrongly(rng)
+        else:
+            client = self.pick(rng, lambda client: client.to_run)
+            count = 1 if kind != "run" else count
+            for _ in range(min(count, len(client.to_run)) if client else 0):
+                self.do_run(client, skip=kind == "skip", fail=kind == "fail")
+
+    def do_run(self, client, *, skip=False, fail=False):
+        step = client.to_run.pop(0)
+        for block, generation in step.generations.items():
+            assert self.books.generations[block] == generation, f"block {block} was handed out again"
+        findable = {block for block in range(1, self.geometry.num_blocks) if self.ledger.block(block)[3]}
+        for run in step.runs:
+            size = self.geometry.block_size
+            for position in range(run.start, len(run.tokens)):
+                assert run.table[position // size] not in findable, "a findable block is written"
+        report = self.worker.run(client.lease_id, step, skip=skip, fail=fail)
+        for run in step.runs:
+            row = self.worker.leases[client.lease_id].rows[run.seq_id]
+            assert [row.table[i] for i in range(len(run.table))] == run.table, "the worker was told another table"
+        client.to_report.append(report)
+
+    def do_report(self, client):
+        report = client.to_report.pop(0)
+        self.settle(client, report)
+        client.reported.append(report)
+        if client.lease_id in self.books.leases:
+            self.books.settle(self.books.leases[client.lease_id], report)
+
+    def settle(self, client, report):
+        self.ledger.settle(
+            client.lease_id, report.step_number, report.outcome, computed=report.computed, sampled=report.sampled
+        )
+
+    def report_wrongly(self, rng):
+        """Again what was reported, and what comes later."""
+        client = self.pick(rng, lambda client: client.reported)
+        before = state_of(self.ledger)
+        for report in client.reported[-2:] if client else ():
+            self.settle(client, report)
+        assert state_of(self.ledger) == before
+        client = self.pick(rng, lambda client: len(client.to_report) > 1)
+        if client:
+            self.refused_call(Reason.INVALID_ARGUMENT, lambda: self.settle(client, client.to_report[1]))
+
+    def do_catch_up(self, client):
+        while client and client.to_run:
+            self.do_run(client)
+        while client and client.to_report:
+            self.do_report(client)
+
+    # what happens to leases
+
+    @rule(kind=st.sampled_from(EVENTS), seed=SEED)
+    def happen(self, kind, seed):
+        getattr(self, kind.replace(" ", "_"))(Random(seed))
+
+    def open_lease(self, rng):
+        slot = rng.randrange(3)
+        if slot not in self.clients:
+            self.open(slot)
+
+    def end_lease(self, rng):
+        client = self.pick(rng, lambda _: True)
+        if client:
+            assert self.ledger.end_lease(client.lease_id) == client.is_open
+            client.is_open = False
+            self.refused_call(Reason.LEASE_NOT_FOUND, lambda: self.call(client, StepRequest()))
+
+    def expire(self, rng):
+        self.now += rng.choice([1.0, 3.0, 6.0, 11.0])
+        expired = {lease.lease_id for lease in self.ledger.expire_leases(self.now)}
+        for client in self.clients.values():
+            if client.lease_id in expired:
+                assert client.is_open
+                client.is_open = False
+            elif client.is_open:
+                assert self.ledger.lease(client.lease_id).expires_at > self.now
+
+    def fence(self, rng):
+        client = self.pick(rng, lambda client: not client.is_open)
+        if client:
+            self.do_fence(client)
+            self.clients = {slot: other for slot, other in self.clients.items() if other is not client}
+
+    def do_fence(self, client):
+        self.worker.fence(client.lease_id)
+        self.ledger.lease_fenced(client.lease_id)
+        has_steps = bool(self.books.leases[client.lease_id].steps)
+        self.books.fence(client.lease_id)
+        lru = list(self.ledger._blocks._lru_blocks())
+        assert sorted(lru) == sorted(self.books.lru)
+        if has_steps:
+            self.books.lru = lru
+        before = state_of(self.ledger)
+        for report in client.to_report:
+            self.settle(client, report)
+        self.ledger.lease_fenced(client.lease_id)
+        assert state_of(self.ledger) == before
+
+    def reset_prefix_cache(self, _):
+        assert self.ledger.reset_prefix_cache() == len(self.books.index)
+        self.books.index.clear()
+        self.books.rest()
+
+    def look_up(self, rng):
+        client = self.pick(rng)
+        if client is None:
+            return
+        book, salt = self.books.leases[client.lease_id], rng.randrange(2)
+        tokens = self.prompt(book, rng)
+        expected, tag = 0, book.tag_base + salt
+        size = self.geometry.block_size
+        while expected + size < len(tokens) and (tag, *tokens[: expected + size]) in self.books.index:
+            expected += size
+        before = state_of(self.ledger)
+        tenant = TENANTS[book.tag_base // len(SALTS)]
+        found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=tenant)
+        assert (found, state_of(self.ledger)) == (expected, before)
+
+    # what holds after every rule
+
+    @invariant()
+    def all_is_well(self):
+        if hasattr(self, "ledger"):
+            self.ledger.check_invariants()
+            self.findable_blocks_hold_what_their_hash_says()
+            self.computed_tokens_are_there()
+            self.books_agree()
+
+    def books_agree(self):
+        books, ledger = self.books, self.ledger
+        states, holders = books.states(), books.holders()
+        hash_by_block = {block: hash_of(key, self.geometry.block_size) for key, block in books.index.items()}
+        for block in range(1, self.geometry.num_blocks):
+            state, references, _, prefix_hash = ledger.block(block)
+            assert state is states[block], f"block {block} is {state}, should be {states[block]}"
+            assert references == holders[block]
+            assert prefix_hash == hash_by_block.get(block)
+        counts = ledger.counts()
+        assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
+            sum(state is s for s in states.values()) for state in BlockState
+        )
+        assert list(ledger._blocks._lru_blocks()) == books.lru
+        for lease_id, book in books.leases.items():
+            self.sequences_agree(ledger._leases[lease_id].sequences, book.sequences)
+
+    def sequences_agree(self, sequences, book_sequences):
+        assert list(sequences) == list(book_sequences)
+        for seq_id, book in book_sequences.items():
+            sequence = sequences[seq_id]
+            assert sequence.block_table == book.table
+            assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
+            assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
+            assert bytes(sequence.tokens) == pack(token.value for token in book.tokens if token.known)
+
+    def findable_blocks_hold_what_their_hash_says(self):
+        size = self.geometry.block_size
+        for block in range(1, self.geometry.num_blocks):
+            prefix_hash = self.ledger.block(block)[3]
+            if prefix_hash is None:
+                continue
+            slots = self.worker.slots[block]
+            assert POISON not in slots, f"block {block} can be found and was not computed"
+            assert hash_of(slots[-1], size) == prefix_hash, f"block {block} holds something else"
+            assert all(slot == slots[-1][: len(slot)] for slot in slots)
+            assert len(slots[0]) == len(slots[-1]) - size + 1
+
+    def computed_tokens_are_there(self):
+        """Whatever a sequence counts as computed can be read through its table, but for what is still to be copied."""
+        size = self.geometry.block_size
+        for client in self.clients.values():
+            targets = {block for step in client.to_run for block in step.plan.copy_targets}
+            for sequence in self.ledger._leases[client.lease_id].sequences.values():
+                book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
+                for position in range(sequence.num_computed):
+                    block = sequence.block_table[position // size]
+                    if block not in targets:
+                        assert self.worker.slots[block][position % size] == book.key(position + 1)
+
+    def teardown(self):
+        if not hasattr(self, "ledger"):
+            return
+        for client in self.clients.values():
+            while client.to_run and len(client.to_run) % 2:
+                self.do_run(client)
+            self.ledger.end_lease(client.lease_id)
+            self.do_fence(client)
+        counts = self.ledger.counts()
+        assert counts.free + counts.cached == self.geometry.num_blocks - 1
+        assert self.ledger._num_rows == 0
+        statistics = self.ledger.statistics()
+        assert (statistics.num_evicted, statistics.num_allocated) == (self.books.evicted, self.books.allocated)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(
+    max_examples=NUM_EXAMPLES,
+    phases=PHASES,
+    report_multiple_bugs=False,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,257 @@
+"""What is drawn of a pool: it fits, it counts right, and nothing a model says reaches the terminal as a command."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console, RenderableType
+
+from quire.cache.v1 import attach_pb2
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.demo import DemoRun, SampleGrid, report
+from quire.client.outputs import Chunk
+from quire.client.render import (
+    LOOKS,
+    BlockKind,
+    BlockMap,
+    format_bytes,
+    format_ratio,
+    kind_of,
+    kinds_of,
+    memory_table,
+    pool_view,
+    printable,
+    text_tail,
+)
+from quire.client.sequence import FinishReason
+from quire.client.snapshot import Snapshot, as_dict
+
+FREE, CACHED, RETIRED, ACTIVE, SHARED = BlockKind
+WIDTHS = [20, 40, 80, 200]
+
+
+def draw(renderable: RenderableType, *, width: int = 80, encoding: str = "utf-8", height: int = 25) -> str:
+    """The text a terminal of this width gets, without colours."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    console = Console(file=file, width=width, height=height, color_system=None, highlight=False, legacy_windows=False)
+    console.print(renderable)
+    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+
+def block(block_id: int, state: pb.BlockState.ValueType, reference_count: int = 0) -> pb.Block:
+    return pb.Block(block_id=block_id, state=state, reference_count=reference_count)
+
+
+def snapshot(blocks: list[pb.Block] | None = None, *, num_blocks: int = 8) -> Snapshot:
+    """Two sequences of 20 tokens that share a full block of 16, of a model with room for 100."""
+    counts = pb.BlockCounts(free_count=num_blocks - 4, cached_count=1, active_count=3)
+    geometry = attach_pb2.PoolGeometry(
+        block_size_tokens=16, block_count=num_blocks + 1, block_bytes=1024, max_sequence_tokens=100, model="tiny"
+    )
+    statistics = pb.PoolStatistics(
+        pool="default",
+        block_counts=counts,
+        sequence_count=2,
+        held_token_count=24,
+        table_entry_count=4,
+        shared_block_count=1,
+        admitted_token_count=40,
+        cached_token_count=10,
+        fork_count=3,
+        copied_block_count=1,
+        refusal_counts={"OUT_OF_BLOCKS": 7},
+    )
+    pool = pb.Pool(name="default", attached=True, geometry=geometry, worker_address="unix:/run/quire/worker.sock")
+    sequences = [pb.Sequence(sequence_id=i, token_count=20, block_count=2) for i in range(2)]
+    return Snapshot(pool, statistics, sequences, blocks or [], True)
+
+
+# The map.
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("count", [0, 1, 7, 128, 5000])
+def test_a_map_fits_and_counts_every_block(width: int, count: int) -> None:
+    kinds = [BlockKind(i % len(BlockKind)) for i in range(count)]
+    drawn = draw(BlockMap(kinds), width=width)
+    assert all(len(line) <= width for line in drawn.splitlines())
+    for kind, look in LOOKS.items():
+        assert f"{kinds.count(kind):,} {look.label}" in drawn
+
+
+def test_a_map_shows_blocks_in_order() -> None:
+    drawn = draw(BlockMap([SHARED, ACTIVE, RETIRED, CACHED, FREE]), width=40)
+    assert drawn.splitlines()[0] == "1 █ █ ▓ ▒ ·"
+
+
+def test_rows_begin_with_their_first_block() -> None:
+    lines = draw(BlockMap([FREE] * 40), width=40).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["1", "17", "33"]
+
+
+def test_a_big_pool_has_several_blocks_in_a_cell() -> None:
+    kinds = [ACTIVE] * 4096 + [FREE] * 4096
+    drawn = draw(BlockMap(kinds), width=40)
+    assert "A cell is 32 blocks" in drawn
+    cells = "".join(re.sub(r"^ *\d+|\s", "", line) for line in drawn.splitlines()[:16])
+    assert cells == "█" * 128 + "·" * 128
+
+
+def test_of_two_kinds_as_common_the_one_in_use_is_shown() -> None:
+    kinds = [kind for _ in range(256) for kind in (FREE, SHARED)]
+    assert "█ █ █" in draw(BlockMap(kinds), width=20)
+
+
+def test_a_terminal_with_ascii_only_gets_ascii() -> None:
+    drawn = draw(BlockMap([SHARED, ACTIVE, RETIRED, CACHED, FREE]), width=40, encoding="ascii")
+    assert drawn.splitlines()[0] == "1 # @ x o ."
+
+
+def test_kinds_look_different_without_colour_but_for_held_and_shared() -> None:
+    assert len({look.glyph for look in LOOKS.values()}) == len(LOOKS) - 1
+    assert len({look.ascii_glyph for look in LOOKS.values()}) == len(LOOKS)
+    assert len({look.style for look in LOOKS.values()}) == len(LOOKS)
+
+
+@pytest.mark.parametrize(
+    ("state", "reference_count", "kind"),
+    [
+        (pb.BLOCK_STATE_FREE, 0, FREE),
+        (pb.BLOCK_STATE_CACHED, 0, CACHED),
+        (pb.BLOCK_STATE_RETIRED, 0, RETIRED),
+        (pb.BLOCK_STATE_ACTIVE, 1, ACTIVE),
+        (pb.BLOCK_STATE_ACTIVE, 2, SHARED),
+    ],
+)
+def test_kind_of_a_block(state: pb.BlockState.ValueType, reference_count: int, kind: BlockKind) -> None:
+    assert kind_of(block(1, state, reference_count)) is kind
+
+
+def test_blocks_that_were_not_listed_are_drawn_from_their_counts() -> None:
+    assert kinds_of(snapshot()) == [SHARED, ACTIVE, ACTIVE, CACHED, FREE, FREE, FREE, FREE]
+    assert kinds_of(snapshot([block(1, pb.BLOCK_STATE_FREE)])) == [FREE]
+
+
+# Numbers.
+
+
+def test_memory_beside_contiguous_buffers() -> None:
+    drawn = draw(memory_table(snapshot()), width=120)
+    (quire,) = [line for line in drawn.splitlines() if "Quire" in line]
+    (contiguous,) = [line for line in drawn.splitlines() if "contiguous" in line]
+    assert re.search(r"3 blocks of 16 tokens +24 +48 +50.0 % +3.0 KiB", quire)
+    assert re.search(r"2 buffers of the longest length, 100 +40 +200 +20.0 % +12.5 KiB", contiguous)
+
+
+def test_ratios_of_a_pool() -> None:
+    seen = snapshot()
+    assert seen.used_slots_ratio == 24 / 48
+    assert seen.hit_ratio == 10 / 40
+    empty = Snapshot(seen.pool, pb.PoolStatistics(), [], [], True)
+    assert empty.used_slots_ratio is None
+    assert empty.hit_ratio is None
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_statistics_fit(width: int) -> None:
+    drawn = draw(pool_view(snapshot()), width=width)
+    assert all(len(line) <= width for line in drawn.splitlines())
+
+
+def test_statistics_say_what_there_is() -> None:
+    drawn = draw(pool_view(snapshot()), width=120)
+    for text in ("8 blocks of 16 tokens", "attached", "hit ratio", "25.0 %", "OUT_OF_BLOCKS", "unix:/run/quire/worker"):
+        assert text in drawn
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**40 * 5000, "5,000.0 TiB")],
+)
+def test_bytes(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_ratio_text() -> None:
+    assert format_ratio(0.7654) == "76.5 %"
+    assert format_ratio(None) == "–"
+
+
+def test_a_message_for_json() -> None:
+    found = as_dict(pb.ListBlocksResponse(blocks=[pb.Block(block_id=1, prefix_hash=b"\x01\xff")]))
+    assert found["blocks"] == [{"block_id": 1, "state": 0, "reference_count": 0, "pin_count": 0, "prefix_hash": "01ff"}]
+    assert as_dict(pb.PoolStatistics(refusal_counts={"B": 2, "A": 1}))["refusal_counts"] == {"A": 1, "B": 2}
+    assert as_dict(pb.PoolStatistics(epoch=2**62))["epoch"] == 2**62
+
+
+# Text.
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "a\rb", "\x00"])
+def test_a_model_cannot_command_the_terminal(text: str) -> None:
+    shown = printable(text)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    assert len(shown) == len(text)
+
+
+def test_text_is_left_as_it_is() -> None:
+    assert printable("Grüße,\n\tдрузья 你好") == "Grüße,\n\tдрузья 你好"
+
+
+def test_the_tail_of_a_text() -> None:
+    assert text_tail("one two three four", width=9, num_lines=2) == "three\nfour"
+    assert text_tail("one two", width=20, num_lines=2) == "one two"
+    assert text_tail("one", width=20, num_lines=0) == ""
+    assert text_tail("", width=20, num_lines=3) == ""
+    assert text_tail("a" * 25, width=10, num_lines=5) == "a" * 10 + "\n" + "a" * 10 + "\n" + "a" * 5
+
+
+def test_brackets_are_no_markup() -> None:
+    grid = SampleGrid(["[bold]prompt[/bold]"], 1, 10)
+    grid.add(0, Chunk(0, "[red]text[/nothing]", (1,)))
+    drawn = draw(grid)
+    assert "[bold]prompt[/bold]" in drawn
+    assert "[red]text[/nothing]" in drawn
+
+
+# The demo.
+
+
+def grown_grid(num_prompts: int = 8, num_samples: int = 2) -> SampleGrid:
+    grid = SampleGrid([f"prompt {i}" for i in range(num_prompts)], num_samples, 4)
+    for prompt in range(num_prompts):
+        for sample in range(num_samples):
+            reason = FinishReason.STOP if prompt == 0 else None
+            grid.add(prompt, Chunk(sample, f"some words {sample} " * (5 * prompt + 1), (1, 2), None, reason))
+    return grid
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (120, 30), (40, 70)])
+def test_what_grows_fits_the_terminal(width: int, height: int) -> None:
+    lines = draw(grown_grid(), width=width, height=height).splitlines()
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+    assert "2 of 16 samples done, 32 tokens" in lines[0]
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3, 8])
+def test_every_text_is_shown_whole_at_the_end(num_prompts: int) -> None:
+    grid = grown_grid(num_prompts, 3)
+    words = re.sub(r"[^a-z0-9 ]", " ", draw(grid.whole(80))).split()
+    assert words.count("some") == sum(len(sample.text.split()) // 3 for sample in grid.all)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_report_fits_and_says_what_the_services_said(width: int) -> None:
+    seen = snapshot()
+    audit = pb.AuditPoolResponse(block_count=8)
+    drawn = draw(report(DemoRun(seen, seen, audit, 2.0), grown_grid()), width=width)
+    assert all(len(line) <= width for line in drawn.splitlines())
+    for text in ("10 (25.0 %)", "1 (4 table entries in 3 blocks)", "32 in 2.0 s, 16 per second", "no violation"):
+        assert text in drawn
+
+
+def test_the_report_shows_a_violation() -> None:
+    seen = snapshot()
+    audit = pb.AuditPoolResponse(violations=["block 3 has two owners"], block_count=8)
+    assert "1 violation: block 3 has two owners" in draw(report(DemoRun(seen, seen, audit, 1.0), grown_grid()))
