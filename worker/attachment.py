@@ -52,13 +52,15 @@ class Attachment:
 
     async def run(self) -> None:
         """Attaches, and attaches again after each break, until cancelled."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff_s, known_reason = FIRST_BACKOFF_S, ""
         while True:
             reason = await self._attach_once()
             if self._is_attached:
+                self._is_attached = False
                 backoff_s = FIRST_BACKOFF_S
-            self._is_attached = False
-            log.info("not attached address=%s reason=%s", self._address, reason)
+            if reason != known_reason:
+                log.info("not attached address=%s reason=%s", self._address, reason)
+                known_reason = reason
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
@@ -73,7 +75,9 @@ class Attachment:
                 async for response in self._call:
                     self._obey(response, outbox)
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            if self._is_attached or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return f"{error.code().name}: {error.details()}"
+            return "nobody answers"
         except ValueError as error:
             return str(error)
         except asyncio.CancelledError:

@@ -108,6 +108,7 @@ class Executor:
         except Exception as error:
             self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
+        self._set_sampling(lease, step)
         outcome = self._refused_outcome(lease, step)
         if outcome is not None:
             result = StepResult(grant.step_number, outcome, failed_step=lease.last_failed_step)
@@ -179,8 +180,8 @@ class Executor:
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
         self._num_copied_blocks += len(grant.copy_source_block_ids)
 
-    def _compute(self, lease: LeaseRows, step: Step, started: float) -> StepResult:
-        grant = step.grant
+    def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
+        """From this step on, also if it fails: the client may not send it again."""
         for seq_id, sampling in step.sampling.items():
             self._sampler.set_params(
                 lease.rows[seq_id],
@@ -188,6 +189,9 @@ class Executor:
                 prompt_token_ids=sampling.prompt_token_ids,
                 output_token_ids=sampling.output_token_ids,
             )
+
+    def _compute(self, lease: LeaseRows, step: Step, started: float) -> StepResult:
+        grant = step.grant
         rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
         batch = build_step_batch(
             self._table,

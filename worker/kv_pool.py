@@ -16,7 +16,8 @@ from quire.worker.probe import LayerSpec
 
 NULL_BLOCK = 0
 
-_GIB = 1 << 30
+_MIB = 2**20
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +178,15 @@ def size_pool(
         _check_fits("kv_cache_memory_bytes", kv_cache_memory_bytes, free_memory_bytes)
     else:
         budget_bytes = int(free_memory_bytes * memory_share)
-        origin = f"memory_share {memory_share:g} of {_gib(free_memory_bytes)} free"
+        origin = f"memory_share {memory_share:g} of {_readable(free_memory_bytes)} free"
     fitting = budget_bytes // bytes_per_block
     if fitting < 2:
         raise ValueError(
             f"{origin}: {budget_bytes} bytes hold {fitting} blocks of {bytes_per_block} bytes; at least 2 are needed"
         )
-    return PoolSize(fitting, f"{origin}: {_gib(budget_bytes)} // {bytes_per_block} bytes per block = {fitting} blocks")
+    return PoolSize(
+        fitting, f"{origin}: {_readable(budget_bytes)} // {bytes_per_block} bytes per block = {fitting} blocks"
+    )
 
 
 def _size_by_count(num_blocks: int, bytes_per_block: int, free_memory_bytes: int) -> PoolSize:
@@ -192,8 +195,8 @@ def _size_by_count(num_blocks: int, bytes_per_block: int, free_memory_bytes: int
     _check_fits(f"num_blocks={num_blocks} * {bytes_per_block} bytes per block", needed_bytes, free_memory_bytes)
     return PoolSize(
         num_blocks,
-        f"num_blocks: {num_blocks} * {bytes_per_block} bytes per block = {_gib(needed_bytes)} "
-        f"of {_gib(free_memory_bytes)} free",
+        f"num_blocks: {num_blocks} * {bytes_per_block} bytes per block = {_readable(needed_bytes)} "
+        f"of {_readable(free_memory_bytes)} free",
     )
 
 
@@ -207,8 +210,8 @@ def _check_fits(what: str, needed_bytes: int, free_memory_bytes: int) -> None:
         raise ValueError(f"{what}: {needed_bytes} bytes asked for, {free_memory_bytes} bytes free")
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
 
 
 def _byte_sum(blocks: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 
 import psutil
 import torch
+import transformers
 
 from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2_grpc
@@ -74,6 +76,7 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
 
 def load(config: WorkerConfig) -> tuple[PagedModel, KVPool]:
     """The model, checked, and its pool. Raises what load_model and size_pool raise."""
+    quiet_transformers()
     device = torch.device(pick_device(config.device))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
@@ -99,6 +102,13 @@ def load(config: WorkerConfig) -> tuple[PagedModel, KVPool]:
         model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=model.dtype, device=device
     )
     return model, pool
+
+
+def quiet_transformers() -> None:
+    """Its warnings are about uses that this is not; its progress bars are for terminals."""
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 def pick_device(name: str) -> str:

@@ -111,6 +111,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         requests: AsyncIterator[worker_service_pb2.RunStepsRequest],
         accepted: asyncio.Queue[asyncio.Future[EndedStep] | None],
     ) -> None:
+        """Ends the queue with None, but not when it is cancelled: nobody takes from a full queue then."""
         try:
             async for request in requests:
                 try:
@@ -118,9 +119,12 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 except Refused as refused:
                     ended = asyncio.get_running_loop().create_future()
                     ended.set_exception(refused)
+                    ended.exception()  # seen, whether or not the stream lives long enough to say it
                 await accepted.put(ended)
-        finally:
+        except Exception:
             await accepted.put(None)
+            raise
+        await accepted.put(None)
 
     @refusing
     async def GetStatistics(  # noqa: N802

@@ -157,7 +157,7 @@ class TestSize:
         size = size_pool(bytes_per_block=1000, free_memory_bytes=1 << 30, memory_share=0.5)
         assert size.num_blocks == (1 << 29) // 1000
         assert size.explanation == (
-            "memory_share 0.5 of 1.00 GiB free: 0.50 GiB // 1000 bytes per block = 536870 blocks"
+            "memory_share 0.5 of 1.00 GiB free: 512.00 MiB // 1000 bytes per block = 536870 blocks"
         )
 
     def test_bytes_given(self) -> None:
@@ -185,7 +185,7 @@ class TestSize:
             ({"num_blocks": 11}, r"num_blocks=11 \* 100 bytes per block: 1100 bytes asked for, 1000 bytes free"),
             ({"kv_cache_memory_bytes": 1001}, "kv_cache_memory_bytes: 1001 bytes asked for, 1000 bytes free"),
             ({"kv_cache_memory_bytes": 199}, "199 bytes hold 1 blocks of 100 bytes; at least 2"),
-            ({"memory_share": 0.1}, "memory_share 0.1 of 0.00 GiB free: 100 bytes hold 1 blocks"),
+            ({"memory_share": 0.1}, "memory_share 0.1 of 0.00 MiB free: 100 bytes hold 1 blocks"),
         ],
     )
     def test_what_cannot_be_is_refused(self, arguments: dict[str, float], message: str) -> None:

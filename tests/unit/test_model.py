@@ -18,7 +18,7 @@ from quire.worker.probe import Chunked, LayerSpec, Sliding, UnsupportedModel, pr
 from quire.worker.sampler import Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
-from tests import model_zoo as zoo
+import model_zoo as zoo
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

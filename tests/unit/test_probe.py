@@ -9,7 +9,7 @@ import torch
 from transformers import masking_utils
 
 from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel, classify_mask, probe
-from tests import model_zoo as zoo
+import model_zoo as zoo
 
 SLIDING, CHUNKED = Sliding(zoo.WINDOW), Chunked(zoo.WINDOW)
 MASKS: dict[str, list[Mask]] = {
