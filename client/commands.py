@@ -1,0 +1,286 @@
+"""The commands of `quire`: flags and help. What a command does is in the module that it imports when it runs.
+
+Nothing else is imported up here: `quire --help` answers at once. Exit statuses: 0; 1 for what went wrong; 2 for a wrong
+command line or value; 130 for Ctrl-C.
+"""
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from quire.client.cli import EXIT_INTERRUPTED, raise_on_interrupt
+from quire.client.errors import InvalidRequest, QuireError
+
+DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
+
+option = functools.partial(click.option, show_default=True, show_envvar=True)
+# Everything a service's own parser should see, help included.
+_PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+# Flags of the worker that `quire up` sets itself.
+_SET_BY_UP = {"--listen": "use --worker-listen", "--cachemgr": "it is the one that is started here"}
+
+
+class CommandLine(click.Group):
+    """The group of all commands, in the order they are declared; every error becomes one message and a status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of this file: the way a newcomer meets them."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command. What is no defect ends without a traceback."""
+        try:
+            raise_on_interrupt()
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit itself is not to be interrupted
+            click.echo(str(interrupt) or "Interrupted.", err=True)
+            sys.stderr.flush()
+            ctx.exit(EXIT_INTERRUPTED)
+        except QuireError as error:
+            raise explain(error) from error
+
+
+def explain(error: QuireError) -> click.ClickException:
+    """The error as the command line shows it: a wrong value names its flag."""
+    field, limit = error.metadata.get("field", ""), error.metadata.get("limit", "")
+    if isinstance(error, InvalidRequest) and field and limit:
+        what = "PROMPT" if field == "prompt" else f"--{field.replace('_', '-')}"
+        if error.reason == "INVALID_ARGUMENT":
+            return click.BadParameter(f"{error.metadata.get('value')} must be {limit}", param_hint=f"'{what}'")
+        return click.BadParameter(error.message, param_hint=f"'{what}'")
+    if error.reason == "UNREACHABLE":
+        return click.ClickException(error.message)
+    return click.ClickException(f"{error.message} ({error.reason})")
+
+
+def _cachemgr_option(command: Any) -> Any:
+    return option(
+        "--cachemgr",
+        envvar="QUIRE_CACHEMGR",
+        default=DEFAULT_CACHEMGR,
+        metavar="ADDRESS",
+        help="Where cachemgr is: unix:/path or host:port.",
+    )(command)
+
+
+@click.group(
+    cls=CommandLine,
+    context_settings={
+        "auto_envvar_prefix": "QUIRE",
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)
+@click.version_option(package_name="quire", prog_name="quire")
+def quire() -> None:
+    """Quire: a paged KV cache as a service.
+
+    Two processes: cachemgr decides who owns which KV block, a worker holds the blocks and the model. Clients speak gRPC
+    to both.
+
+    \b
+    See it work, in a checkout:
+      quire demo
+    Serve a model, and use it from another terminal:
+      quire up --model PATH_OR_HUB_ID
+      export QUIRE_CACHEMGR=...          # the line that `quire up` prints
+      quire generate "Once upon a time"
+      quire stats --watch
+
+    Every flag is an environment variable too; each command's --help names it.
+    """
+
+
+@quire.command(context_settings={"ignore_unknown_options": True})
+@option("--model", required=True, metavar="PATH_OR_HUB_ID", help="The model: a folder, or a hub id.")
+@option(
+    "--runtime-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Where the sockets and logs go; logs are kept. Default: a new folder, removed at the end.",
+)
+@option(
+    "--cachemgr-listen",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Where cachemgr serves beside its socket: host:port or unix:/path. May be given several times.",
+)
+@option(
+    "--worker-listen",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Where the worker serves beside its socket: host:port or unix:/path. May be given several times.",
+)
+@option(
+    "--logs",
+    type=click.Choice(("files", "terminal")),
+    default="files",
+    help="Where the services' logs go: to files in the runtime folder, or here.",
+)
+@click.argument("worker_flags", nargs=-1, type=click.UNPROCESSED, metavar="[WORKER_FLAGS]...")
+def up(
+    model: str,
+    runtime_dir: Path | None,
+    cachemgr_listen: tuple[str, ...],
+    worker_listen: tuple[str, ...],
+    logs: str,
+    worker_flags: tuple[str, ...],
+) -> None:
+    """Start both services on this machine, and keep them until Ctrl-C.
+
+    They serve on unix sockets in a runtime folder. Prints where they are once both are ready. Flags that are not listed
+    here go to the worker: see `quire worker --help`. If one of the two dies, the other is ended and the status is 1.
+
+    \b
+    Examples:
+      quire up --model deploy/demo/model --num-blocks 512
+      quire up --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --dtype bfloat16
+      quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071
+    """
+    for flag, instead in _SET_BY_UP.items():
+        if any(given == flag or given.startswith(f"{flag}=") for given in worker_flags):
+            raise click.UsageError(f"{flag} can't be passed to the worker: {instead}.")
+    from quire.client.up import run_up
+
+    run_up(
+        model=model,
+        runtime_dir=runtime_dir,
+        cachemgr_listen=cachemgr_listen,
+        worker_listen=worker_listen,
+        worker_flags=worker_flags,
+        logs_here=logs == "terminal",
+    )
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run cachemgr alone.")
+@click.pass_context
+def cachemgr(ctx: click.Context) -> None:
+    """Run cachemgr; its flags are those of `quire cachemgr --help`."""
+    _become("quire.cachemgr", ctx.args)
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run a worker alone.")
+@click.pass_context
+def worker(ctx: click.Context) -> None:
+    """Run a worker; its flags are those of `quire worker --help`."""
+    _become("quire.worker", ctx.args)
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    """This process becomes the service, so signals and exit status are the service's own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+@quire.command()
+@click.argument("prompt")
+@option("--n", default=1, metavar="COUNT", help="Samples of the prompt. They share its blocks.")
+@option("--max-tokens", default=128, metavar="COUNT", help="Most tokens per sample.")
+@option("--temperature", default=1.0, metavar="NUMBER", help="0: always the most probable token.")
+@option("--top-k", default=0, metavar="COUNT", help="Only the k most probable tokens; 0: all.")
+@option("--top-p", default=1.0, metavar="NUMBER", help="Only the most probable tokens that add up to this, in (0, 1].")
+@option("--min-p", default=0.0, metavar="NUMBER", help="Only tokens this times as probable as the best one, 0 to 1.")
+@option("--repetition-penalty", default=1.0, metavar="NUMBER", help="Above 1: tokens that occurred are less probable.")
+@option("--presence-penalty", default=0.0, metavar="NUMBER", help="Above 0: tokens generated before are less probable.")
+@option("--seed", type=int, metavar="NUMBER", help="The same seed gives the same text. Default: another each time.")
+@option("--stop", multiple=True, metavar="TEXT", help="End a sample before this text. May be given several times.")
+@option("--logprobs", type=int, metavar="COUNT", help="Log-probabilities: of each token and this many others.")
+@option("--json", "as_json", envvar="QUIRE_GENERATE_JSON", is_flag=True, help="Write one JSON object instead of text.")
+@_cachemgr_option
+@option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="Where the worker is. Default: as cachemgr says.")
+@option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several.")
+@option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says.")
+def generate(
+    prompt: str, as_json: bool, cachemgr: str, worker: str | None, pool: str, tokenizer: str | None, **sampling: Any
+) -> None:
+    """Generate text after PROMPT, as it comes. A PROMPT of - is read from standard input.
+
+    \b
+    Examples:
+      quire generate "The default value is"
+      quire generate "Once upon a time" --n 3 --temperature 0.8 --top-k 40 --seed 7
+      cat question.txt | quire generate - --temperature 0 --max-tokens 200
+      quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
+    """
+    from quire.client.generate import Target, run_generate
+    from quire.client.sampling import SamplingParams
+
+    params = SamplingParams(**sampling)
+    run_generate(_read_prompt(prompt), params, Target(cachemgr, worker, pool, tokenizer), as_json=as_json)
+
+
+def _read_prompt(argument: str) -> str:
+    given = sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)
+    try:
+        return given.decode()
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"it is no UTF-8 text: {error}", param_hint="'PROMPT'") from error
+
+
+@quire.command()
+@option("--pool", default="", metavar="NAME", show_default="all", help="Only this pool.")
+@option(
+    "--json",
+    "as_json",
+    envvar="QUIRE_STATS_JSON",
+    is_flag=True,
+    help="Write JSON instead of tables; with --watch, one object per line.",
+)
+@option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@option("--interval", type=click.FloatRange(min=0.05), default=1.0, metavar="SECONDS", help="Pause between two looks.")
+@_cachemgr_option
+def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str) -> None:
+    """Show what the pools hold: blocks by state, sequences, what the prefix cache found, copies.
+
+    \b
+    Examples:
+      quire stats
+      quire stats --watch --interval 0.2
+      quire stats --json | jq '.pools[].statistics.block_counts'
+    """
+    from quire.client.stats import run_stats
+
+    run_stats(cachemgr, pool, as_json=as_json, interval_s=interval if watch else None)
+
+
+@quire.command()
+@option("--model", metavar="PATH_OR_HUB_ID", show_default="deploy/demo/model of the checkout", help="The model.")
+@option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    show_default="deploy/demo/prompts.json of the checkout",
+    help='JSON: {"system": text, "join": text, "prompts": [text, ...]}.',
+)
+@option("--samples", type=click.IntRange(1, 8), default=2, metavar="COUNT", help="Samples of each prompt.")
+@option("--max-tokens", type=click.IntRange(min=1), default=48, metavar="COUNT", help="Most tokens per sample.")
+@option(
+    "--num-blocks",
+    type=click.IntRange(min=2),
+    default=129,
+    metavar="COUNT",
+    help="Blocks of the pool, the null block included.",
+)
+@option("--seed", type=click.IntRange(min=0), default=20, metavar="NUMBER", help="The same seed gives the same texts.")
+def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int, num_blocks: int, seed: int) -> None:
+    """Start both services, generate, and show what the cache did.
+
+    Prompts that share a system prompt, several samples each, all at once through two real processes. Then: the pool's
+    blocks by state, what was found in the cache, what was shared and what was copied, and the memory it took. Ctrl-C
+    at any time leaves nothing behind.
+
+    \b
+    Examples:
+      quire demo
+      quire demo --samples 4 --max-tokens 100
+      quire demo --model Qwen/Qwen3-0.6B --num-blocks 513
+    """
+    from quire.client.demo import DemoOptions, run_demo
+
+    run_demo(DemoOptions(model, prompts, samples, max_tokens, num_blocks, seed))

@@ -1,0 +1,233 @@
+"""`quire generate`: one prompt, its samples as they come."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from quire.client.channel import ONCE
+from quire.client.engine import Engine, EngineConfig
+from quire.client.errors import InvalidRequest, Unavailable
+from quire.client.outputs import Chunk, Completion, Sample, complete
+from quire.client.render import printable, text_tail
+from quire.client.sampling import SamplingParams
+from quire.client.snapshot import REACH_TIMEOUT_S, UnreachableError, cause_of, check_pool, check_reachable
+from quire.client.tokenizer import Tokenizer
+from quire.client.worker_client import WorkerClient
+
+_MAX_LIVE_LINES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to generate.
+
+    worker     overrides the address that cachemgr says; None: as it says
+    pool       "" is the only one there is
+    tokenizer  path or hub id; None: as the worker says
+    """
+
+    cachemgr: str
+    worker: str | None = None
+    pool: str = ""
+    tokenizer: str | None = None
+
+
+def run_generate(prompt: str, params: SamplingParams, target: Target, *, as_json: bool) -> None:
+    """Prints the samples. Raises QuireError, UnreachableError if a service is away, InvalidRequest for the prompt."""
+    asyncio.run(_generate(prompt, params, target, as_json=as_json))
+
+
+async def _generate(prompt: str, params: SamplingParams, target: Target, *, as_json: bool) -> None:
+    await _check_services(target)
+    async with _engine(target) as engine:
+        tokenizer = engine.tokenizer
+        if tokenizer is None:
+            raise UnreachableError(
+                f"the tokenizer at {engine.model.tokenizer} can't be read here: say where it is, with --tokenizer."
+            )
+        async with contextlib.aclosing(engine.generate(prompt, params)) as chunks:
+            if as_json:
+                completion = complete(tokenizer.encode(prompt), [chunk async for chunk in chunks])
+                print(json.dumps(_as_json(completion, engine.model.model, tokenizer), ensure_ascii=False))
+                return
+            shown = await _show(chunks, params)
+    if params.logprobs is not None:
+        console = Console(highlight=False)
+        for sample in complete((), shown).samples:
+            console.print(_logprob_table(sample, tokenizer, params.n))
+
+
+async def _check_services(target: Target) -> None:
+    pool = check_pool(await check_reachable(target.cachemgr), target.pool, cachemgr=target.cachemgr)
+    address = target.worker or pool.worker_address
+    worker = WorkerClient(address, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
+    try:
+        await worker.get_model()
+    except Unavailable as error:
+        raise UnreachableError(
+            f"no worker answers at {address}, where that of pool {pool.name!r} should be ({cause_of(error)}).\n"
+            "If it is reached by another address from here, give it with --worker."
+        ) from error
+    finally:
+        await worker.close()
+
+
+@contextlib.asynccontextmanager
+async def _engine(target: Target) -> AsyncIterator[Engine]:
+    config = EngineConfig(pool=target.pool)
+    engine = Engine.connect(target.cachemgr, worker=target.worker, config=config, tokenizer=target.tokenizer)
+    try:
+        await engine.__aenter__()
+    except (OSError, ValueError) as error:
+        value = target.tokenizer or ""
+        raise InvalidRequest.of_field("tokenizer", value, f"a tokenizer ({error})") from error
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(engine)
+        yield engine
+
+
+async def _show(chunks: AsyncIterator[Chunk], params: SamplingParams) -> list[Chunk]:
+    """Prints the samples as they come; returns the chunks."""
+    if params.n == 1:
+        return await _stream_one(chunks)
+    if sys.stdout.isatty():
+        return await _stream_live(chunks, params.n)
+    return await _stream_whole(chunks, params.n)
+
+
+async def _stream_one(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    seen = []
+    is_terminal = sys.stdout.isatty()
+    try:
+        async for chunk in chunks:
+            seen.append(chunk)
+            _write(printable(chunk.text) if is_terminal else chunk.text)
+    finally:
+        if seen:
+            _write("\n")
+    return seen
+
+
+class SampleTexts:
+    """Samples of one prompt while they grow; draws the end of each."""
+
+    def __init__(self, count: int) -> None:
+        self._texts = [""] * count
+        self._reasons: list[str] = [""] * count
+
+    def add(self, chunk: Chunk) -> None:
+        """Take what is new of a sample."""
+        self._texts[chunk.index] += chunk.text
+        if chunk.finish_reason is not None:
+            self._reasons[chunk.index] = chunk.finish_reason.value
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = console.size.height
+        num_lines = max(1, min(_MAX_LIVE_LINES, height // len(self._texts) - 2))
+        for index, text in enumerate(self._texts):
+            tail = text_tail(text, width=options.max_width - 4, num_lines=num_lines)
+            yield sample_panel(index, len(self._texts), tail, self._reasons[index])
+
+
+def sample_panel(index: int, count: int, text: str, reason: str) -> Panel:
+    """A sample in a box that says which it is and why it ended, if it has."""
+    title = f"{index + 1} of {count}" + (f" · {reason}" if reason else "")
+    style = "dim" if reason else "cyan"
+    return Panel(Text(text), title=title, title_align="left", border_style=style, box=box.ROUNDED)
+
+
+async def _stream_live(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
+    seen = []
+    console = Console(highlight=False)
+    texts = SampleTexts(count)
+    with Live(texts, console=console, refresh_per_second=10, transient=True, vertical_overflow="crop"):
+        async for chunk in chunks:
+            seen.append(chunk)
+            texts.add(chunk)
+    for sample in complete((), seen).samples:
+        console.print(sample_panel(sample.index, count, printable(sample.text), sample.finish_reason.value))
+    return seen
+
+
+async def _stream_whole(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
+    """Each sample as soon as it and all before it have ended."""
+    seen: list[Chunk] = []
+    ended: dict[int, Sample] = {}
+    num_printed = 0
+    async for chunk in chunks:
+        seen.append(chunk)
+        if chunk.finish_reason is not None:
+            ended |= _ended_sample(seen, chunk.index)
+        while num_printed in ended:
+            sample = ended[num_printed]
+            num_printed += 1
+            _write(f"--- {num_printed} of {count} ({sample.finish_reason.value}) ---\n{sample.text}\n")
+    return seen
+
+
+def _ended_sample(chunks: Sequence[Chunk], index: int) -> dict[int, Sample]:
+    (sample,) = complete((), [chunk for chunk in chunks if chunk.index == index]).samples
+    return {index: sample}
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _as_json(completion: Completion, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "samples": [_sample_as_json(sample, tokenizer) for sample in completion.samples],
+    }
+
+
+def _sample_as_json(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "finish_reason": sample.finish_reason.value,
+    }
+    if sample.logprobs is not None:
+        fields["logprobs"] = [
+            {
+                "token_id": entry.token_id,
+                "token": tokenizer.decode([entry.token_id]),
+                "logprob": entry.logprob,
+                "top": [
+                    {"token_id": token_id, "token": tokenizer.decode([token_id]), "logprob": logprob}
+                    for token_id, logprob in entry.top
+                ],
+            }
+            for entry in sample.logprobs
+        ]
+    return fields
+
+
+def _logprob_table(sample: Sample, tokenizer: Tokenizer, count: int) -> Table:
+    title = "log-probabilities" + (f", {sample.index + 1} of {count}" if count > 1 else "")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("token")
+    table.add_column("log p", justify="right")
+    table.add_column("most probable")
+    for entry in sample.logprobs or ():
+        others = Text("  ".join(f"{_quote(tokenizer, token_id)} {value:.2f}" for token_id, value in entry.top))
+        table.add_row(Text(_quote(tokenizer, entry.token_id)), f"{entry.logprob:.3f}", others)
+    return table
+
+
+def _quote(tokenizer: Tokenizer, token_id: int) -> str:
+    return json.dumps(tokenizer.decode([token_id]), ensure_ascii=False)

@@ -1,0 +1,176 @@
+"""One look at a pool through cachemgr's own calls: what `quire stats` and the demo show. No figure is made up here."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.cache_client import CacheClient
+from quire.client.channel import ONCE
+from quire.client.errors import NotFound, QuireError, Unavailable
+
+# A map of more blocks than this is drawn from their counts: it would take more calls than a look is worth.
+MAX_LISTED_BLOCKS = 65_536
+REACH_TIMEOUT_S = 5.0
+_MAX_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A pool at one moment.
+
+    pool           what it is made of
+    statistics     its counters
+    sequences      without their block tables
+    blocks         all of them by id; none if there are more than MAX_LISTED_BLOCKS
+    is_consistent  whether nothing changed between the first and the last of the calls this is made of
+    """
+
+    pool: pb.Pool
+    statistics: pb.PoolStatistics
+    sequences: Sequence[pb.Sequence]
+    blocks: Sequence[pb.Block]
+    is_consistent: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be owned: without the null block."""
+        return self.pool.geometry.block_count - 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.pool.geometry.block_size_tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of KV of one token, all layers together."""
+        return self.pool.geometry.block_bytes / self.block_size
+
+    @property
+    def num_sequence_tokens(self) -> int:
+        """Tokens of all sequences, those in shared blocks counted for each."""
+        return sum(sequence.token_count for sequence in self.sequences)
+
+    @property
+    def num_active_slots(self) -> int:
+        """Token slots of the blocks that are held."""
+        return self.statistics.block_counts.active_count * self.block_size
+
+    @property
+    def used_slots_ratio(self) -> float | None:
+        """Part of those slots that has a token; None if no block is held."""
+        return ratio(self.statistics.held_token_count, self.num_active_slots)
+
+    @property
+    def num_contiguous_slots(self) -> int:
+        """Slots that one buffer of the model's longest sequence would take for each of these sequences."""
+        return len(self.sequences) * self.pool.geometry.max_sequence_tokens
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Part of all prompt tokens admitted so far that was found in the cache; None if there were none."""
+        return ratio(self.statistics.cached_token_count, self.statistics.admitted_token_count)
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole; None if there is no whole."""
+    return part / whole if whole else None
+
+
+async def take_snapshot(cache: CacheClient, pool: str = "") -> Snapshot:
+    """A look at a pool; "" is the only one there is. Tried again, a few times, while steps come in between.
+
+    Raises NotFound, Unavailable.
+    """
+    for _ in range(_MAX_ATTEMPTS - 1):
+        snapshot = await _take_snapshot(cache, pool)
+        if snapshot.is_consistent:
+            return snapshot
+    return await _take_snapshot(cache, pool)
+
+
+async def _take_snapshot(cache: CacheClient, pool: str) -> Snapshot:
+    before = await _statistics_of(cache, pool)
+    sequences, found = await asyncio.gather(cache.list_sequences(before.pool), cache.get_pool(before.pool))
+    small = found.geometry.block_count <= MAX_LISTED_BLOCKS
+    blocks = await cache.list_blocks(before.pool) if small else []
+    after = await _statistics_of(cache, before.pool)
+    is_consistent = before.SerializeToString(deterministic=True) == after.SerializeToString(deterministic=True)
+    return Snapshot(found, after, sequences, blocks, is_consistent)
+
+
+async def _statistics_of(cache: CacheClient, pool: str) -> pb.PoolStatistics:
+    found = await cache.get_statistics(pool)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotFound(f"no pool {pool!r}" if pool else "no pool is attached", reason="POOL_NOT_FOUND")
+    names = ", ".join(statistics.pool for statistics in found)
+    raise NotFound(f"there are several pools ({names}): name one", reason="POOL_NOT_FOUND")
+
+
+class UnreachableError(QuireError):
+    """A service can't be reached, or has nothing to serve with; the message says which, where and what to do."""
+
+    default_reason = "UNREACHABLE"
+
+
+async def check_reachable(address: str) -> list[pb.Pool]:
+    """The pools of the cachemgr at this address. Raises UnreachableError, after 5 s at most, if there is none."""
+    cache = CacheClient(address, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
+    try:
+        return await cache.list_pools()
+    except Unavailable as error:
+        raise UnreachableError(
+            f"no cachemgr answers at {address} ({cause_of(error)}).\n"
+            "Start both services with `quire up --model PATH_OR_HUB_ID`, or say where cachemgr is: --cachemgr ADDRESS, "
+            "or QUIRE_CACHEMGR=ADDRESS in the environment."
+        ) from error
+    finally:
+        await cache.close()
+
+
+def check_pool(pools: Sequence[pb.Pool], name: str, *, cachemgr: str) -> pb.Pool:
+    """The pool meant by a name, "" being the only one. Raises UnreachableError if it can't be used, and says why."""
+    start = f"Start one with `quire worker --model PATH_OR_HUB_ID --cachemgr {cachemgr}`."
+    if not pools:
+        raise UnreachableError(f"the cachemgr at {cachemgr} has no pool: no worker is attached to it.\n{start}")
+    names = ", ".join(sorted(pool.name for pool in pools))
+    if not name and len(pools) > 1:
+        raise UnreachableError(f"the cachemgr at {cachemgr} has several pools ({names}): say which, with --pool NAME.")
+    found = next((pool for pool in pools if pool.name == (name or pools[0].name)), None)
+    if found is None:
+        raise UnreachableError(f"the cachemgr at {cachemgr} has no pool {name!r}; it has: {names}.")
+    if not found.attached:
+        raise UnreachableError(f"the worker of pool {found.name!r} is not attached to {cachemgr} right now.\n{start}")
+    return found
+
+
+def cause_of(error: QuireError) -> str:
+    """Why a service can't be reached: the last part of gRPC's chain of causes, "No such file or directory"."""
+    if error.reason == "DEADLINE_EXCEEDED":
+        return f"no answer within {REACH_TIMEOUT_S:g} s"
+    return error.message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message for JSON: every field by its name in the contract, 64-bit integers as numbers, bytes in hex."""
+    return {field.name: _field_value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _field_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(sorted(value.items()))
+    if isinstance(value, str | bytes | int | float):
+        return _plain(value)
+    if isinstance(value, Message):
+        return as_dict(value)
+    return [as_dict(item) if isinstance(item, Message) else _plain(item) for item in value]
+
+
+def _plain(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value
