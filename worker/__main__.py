@@ -34,6 +34,12 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
     metavar="ADDRESS",
     help="The cachemgr that rules the pool: host:port or unix:/path.",
 )
+@option(
+    "--advertise",
+    type=DIAL_ADDRESS,
+    metavar="ADDRESS",
+    help="Where clients reach this worker, if not at the first --listen address (0.0.0.0, say).",
+)
 @option("--pool", default="default", metavar="NAME", help="The pool's name at the cachemgr.")
 @option("--num-blocks", type=click.IntRange(min=2), help="Blocks in the pool, the null block included.")
 @option("--kv-cache-memory", type=ByteSize(), metavar="BYTES", help="Memory for the pool, like 512M or 1.5G.")

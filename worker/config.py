@@ -21,6 +21,7 @@ class WorkerConfig:
 
     server: ServerOptions
     cachemgr: Address
+    advertise: Address | None
     model: str
     pool: str
     dtype: str

@@ -47,7 +47,10 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         steps = Steps(gate, executor, thread, limits)
         geometry = describe_pool(config, model, pool)
         attachment = Attachment(
-            str(config.cachemgr), steps, geometry=geometry, worker_address=lambda: str(server.addresses[0])
+            str(config.cachemgr),
+            steps,
+            geometry=geometry,
+            worker_address=lambda: str(config.advertise or server.addresses[0]),
         )
         if config.server.metrics_listen is not None:
             stack.enter_context(MetricsPage(config.server.metrics_listen, lambda: metric_families(steps, attachment)))
@@ -106,9 +109,9 @@ def load(config: WorkerConfig) -> tuple[PagedModel, KVPool]:
 
 def quiet_transformers() -> None:
     """Its warnings are about uses that this is not; its progress bars are for terminals."""
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def pick_device(name: str) -> str:
