@@ -60,9 +60,10 @@ class Attachments:
             async for request in requests:
                 self._hear(pool, request, orders)
         finally:
-            if pool is not None:
+            # The same worker may have come back on another stream before this one was found dead.
+            if pool is not None and self._streams.get(pool.ledger.pool) is orders:
                 pool.is_attached = False
-                self._streams.pop(pool.ledger.pool, None)
+                del self._streams[pool.ledger.pool]
                 log.info("worker detached pool=%s epoch=%d", pool.ledger.pool, pool.ledger.epoch)
             orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
             await asyncio.gather(writer, return_exceptions=True)

@@ -73,7 +73,7 @@ class Catalog:
         """
         self._refuse_if_superseded(registration)
         known = self._pools.get(registration.pool)
-        if known is not None and known.is_attached:
+        if known is not None and known.is_attached and known.ledger.epoch != registration.epoch:
             message = f"a worker with epoch {known.ledger.epoch} is attached to pool {registration.pool!r}"
             refusal = refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=registration.pool, epoch=known.ledger.epoch)
             raise CallRefused(refusal)

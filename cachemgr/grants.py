@@ -17,7 +17,7 @@ def sign_grant(plan: StepPlan, pool: AttachedPool, *, lease_id: str, term: int) 
         term=term,
         lease_id=lease_id,
         step_number=plan.step_number,
-        settled_step_number=plan.settled_step,
+        known_step_number=plan.known_step,
         released_sequence_ids=plan.released_ids,
         fork_parent_ids=plan.fork_parent_ids,
         fork_child_ids=plan.fork_child_ids,

@@ -50,6 +50,8 @@ class StepInFlight:
     """Prefix hashes of the blocks this step fills."""
     num_released_rows: int = 0
     """Sequences that end with this step: the worker keeps their rows until then."""
+    is_doomed: bool = False
+    """It was planned before the outcome of one was known that computed nothing: it will compute nothing either."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,9 @@ class Lease:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     next_step: int = 1
     settled_step: int = 0
+    """The last step that was reported."""
+    known_step: int = 0
+    """Outcomes are known up to this step: reported, or doomed."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     pending: dict[bytes, int] = field(default_factory=dict)
     """Blocks that steps in flight are filling, by prefix hash: this lease's later steps may share them."""
@@ -83,7 +88,7 @@ class Lease:
         self.pending.clear()
         self.table_changes.clear()
         self.answers.clear()
-        self.next_step, self.settled_step = 1, 0
+        self.next_step, self.settled_step, self.known_step = 1, 0, 0
 
     def recall(self, request_id: str, digest: bytes) -> StepPlan | None:
         """The answer given to this request_id, or None. Raises CallRefused if the request was another one."""

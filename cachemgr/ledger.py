@@ -180,15 +180,17 @@ class Ledger:
             raise CallRefused(invalid("step_report.step_number", step_number, limit))
         if outcome is StepOutcome.COMPUTED:
             refuse_unplanned(step, computed, sampled, vocab_size=self.geometry.vocab_size)
+            refuse_doomed(step)
         lease.in_flight.popleft()
         lease.settled_step = step_number
+        lease.known_step = max(lease.known_step, step_number)
         for prefix_hash in step.pending:
             lease.pending.pop(prefix_hash, None)
         self._count(outcome)
         if outcome is StepOutcome.COMPUTED:
             self._enter_computed(lease, step, sampled)
-        elif step.runs:
-            self._forget_in_flight(lease)
+        elif step.runs and not step.is_doomed:
+            self._doom_in_flight(lease)
         self._finish(step)
         self._check()
 
@@ -233,10 +235,12 @@ class Ledger:
             lease.in_flight[-1].pinned.append(duplicate)
         self._blocks.release([duplicate])
 
-    def _forget_in_flight(self, lease: Lease) -> None:
-        """A step computed nothing: whatever builds on it will be reported failed too."""
+    def _doom_in_flight(self, lease: Lease) -> None:
+        """A step computed nothing: whatever was planned before that was known will compute nothing either."""
         lease.pending.clear()
         for step in lease.in_flight:
+            step.is_doomed = True
+            lease.known_step = step.step_number
             for run in step.runs:
                 run.receivers.clear()
         for sequence in lease.sequences.values():
@@ -400,6 +404,12 @@ def refuse_unplanned(
     foreign = [token for token in sampled.values() if not 0 <= token < vocab_size]
     if foreign:
         raise CallRefused(invalid("step_report.sampled_token_ids", foreign[0], f"0 to {vocab_size - 1}"))
+
+
+def refuse_doomed(step: StepInFlight) -> None:
+    """A step behind one that computed nothing can't have been computed. Raises CallRefused (INVALID_ARGUMENT)."""
+    if step.is_doomed and step.runs:
+        raise CallRefused(invalid("step_report.outcome", "COMPUTED", "FAILED or SKIPPED, as of a step before it"))
 
 
 def receiving_id(run: Run) -> int | None:

@@ -327,7 +327,7 @@ def require_parallel(name: str, values: Sequence[int], other_name: str, others: 
 
 
 def check_page_token(token: str, form: str) -> None:
-    """Raises CallRefused (INVALID_ARGUMENT) if a token can't be one of ours: empty, or of this form, a regular expression."""
+    """A page_token is empty or matches `form`, a regular expression. Raises CallRefused (INVALID_ARGUMENT)."""
     if token and not re.fullmatch(form, token):
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
 

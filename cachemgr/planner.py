@@ -83,7 +83,7 @@ class StepPlanner:
         self._counters = counters
         self._num_rows = num_rows
         self._step = StepInFlight(lease.next_step)
-        self._plan = StepPlan(step_number=lease.next_step, settled_step=lease.settled_step)
+        self._plan = StepPlan(step_number=lease.next_step, known_step=lease.known_step)
         self._budget: int | None = None
 
     @property

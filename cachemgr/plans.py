@@ -78,7 +78,7 @@ class StepPlan:
     """
 
     step_number: int
-    settled_step: int
+    known_step: int
     released_ids: list[int] = field(default_factory=list)
     fork_parent_ids: list[int] = field(default_factory=list)
     fork_child_ids: list[int] = field(default_factory=list)

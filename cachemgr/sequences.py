@@ -6,7 +6,7 @@
                                          in flight        not run yet      by steps in flight
 
 Each bound is at most the next, but for num_scheduled and num_known: a promised token may be scheduled too.
-The table has blocks for all tokens known or scheduled.
+The table has blocks for all of them, but perhaps for the token sampled last, which gets its slot when it is scheduled.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Executor:
         """Why nothing is to be computed, if so."""
         if step.skip:
             return Outcome.SKIPPED
-        if lease.last_failed_step > step.grant.settled_step_number and step.grant.run_sequence_ids:
+        if lease.last_failed_step > step.grant.known_step_number and step.grant.run_sequence_ids:
             return Outcome.PRIOR_FAILED
         return None
 

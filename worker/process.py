@@ -63,7 +63,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         gc.freeze()
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
-        await server.serve_until_signal(signals, drain=steps.drain, drain_timeout_s=config.server.drain_timeout_s)
+        await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
 
 
 class Ended(Exception):

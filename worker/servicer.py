@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from quire.worker.steps import EndedStep, Steps
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = TypeVar("Response")
+Accepted = asyncio.Queue[asyncio.Future[EndedStep] | None]
+"""Steps of one stream in the order of their answers; None ends it."""
 
 MAX_CHECKSUM_BLOCKS = 10_000
 MAX_STEPS_WAITING = 64
@@ -63,6 +66,14 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._attachment = attachment
         self._model = model
         self._geometry = geometry
+        self._owed: Counter[Accepted] = Counter()
+        self._nothing_owed = asyncio.Event()
+        self._nothing_owed.set()
+
+    async def drain(self) -> None:
+        """Refuses new steps; returns when those accepted have ended and streams have sent their answers."""
+        await self._steps.drain()
+        await self._nothing_owed.wait()
 
     @refusing
     async def GetModel(  # noqa: N802
@@ -93,7 +104,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_service_pb2.RunStepsRequest], context: Context
     ) -> AsyncIterator[worker_service_pb2.RunStepsResponse]:
         """Reads ahead: a step is accepted as soon as it is read, and answered when it has ended."""
-        accepted: asyncio.Queue[asyncio.Future[EndedStep] | None] = asyncio.Queue(MAX_STEPS_WAITING)
+        accepted: Accepted = asyncio.Queue(MAX_STEPS_WAITING)
         reader = asyncio.create_task(self._accept_all(request_iterator, accepted))
         try:
             while (ended := await accepted.get()) is not None:
@@ -102,14 +113,17 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 except Refused as refused:
                     answer = worker_service_pb2.RunStepsResponse(error=to_message(refused.status))
                 yield answer
+                self._owe(accepted, -1)
             await reader
         finally:
             reader.cancel()
+            self._owe(accepted, -self._owed[accepted])
+            del self._owed[accepted]
 
     async def _accept_all(
         self,
         requests: AsyncIterator[worker_service_pb2.RunStepsRequest],
-        accepted: asyncio.Queue[asyncio.Future[EndedStep] | None],
+        accepted: Accepted,
     ) -> None:
         """Ends the queue with None, but not when it is cancelled: nobody takes from a full queue then."""
         try:
@@ -120,11 +134,20 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                     ended = asyncio.get_running_loop().create_future()
                     ended.set_exception(refused)
                     ended.exception()  # seen, whether or not the stream lives long enough to say it
+                self._owe(accepted, 1)
                 await accepted.put(ended)
         except Exception:
             await accepted.put(None)
             raise
         await accepted.put(None)
+
+    def _owe(self, stream: Accepted, change: int) -> None:
+        """Counts the answers that a stream owes."""
+        self._owed[stream] += change
+        if self._owed.total():
+            self._nothing_owed.clear()
+        else:
+            self._nothing_owed.set()
 
     @refusing
     async def GetStatistics(  # noqa: N802

@@ -74,6 +74,12 @@ def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_attached
     assert first.ledger.epoch == 1
 
 
+def test_the_same_worker_may_come_back_before_its_old_stream_is_found_dead(catalog: Catalog) -> None:
+    pool = attach(catalog, key=b"first")
+    assert catalog.register(registration(attached_term=TERM, highest_term=TERM), signing_key=b"second") is pool
+    assert pool.signing_key == b"first"
+
+
 def test_a_worker_that_is_back_keeps_its_books_and_its_key(catalog: Catalog) -> None:
     pool = attach(catalog, key=b"first")
     catalog.open_lease(pool, "lease", ttl_s=10.0, now=0.0)

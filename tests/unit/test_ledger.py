@@ -125,7 +125,7 @@ def refusal_of(call) -> Reason:
 
 def test_an_admission_gets_blocks_for_all_its_tokens_and_samples_the_next(bench: Bench) -> None:
     plan = bench.admit(1, 5, 6, 7)
-    assert (plan.step_number, plan.settled_step, plan.refusals) == (1, 0, [])
+    assert (plan.step_number, plan.known_step, plan.refusals) == (1, 0, [])
     assert (plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts) == ([1], [0], [2])
     assert plan.write_block_ids == bench.table(1)
     assert (plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples) == ([1], [0], [3], [True])
@@ -498,6 +498,28 @@ def test_a_block_that_a_fork_writes_on_is_not_shared_as_what_the_released_parent
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
+def test_a_plan_made_after_a_failure_is_not_doomed_by_those_before_it(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.extend(1)
+    bench.report(1, StepOutcome.FAILED)
+    plan = bench.extend(1, count=3)
+    assert plan.known_step == 2
+    bench.report(2, StepOutcome.FAILED)
+    sequence = bench.sequence(1)
+    assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (0, 3, 4)
+    bench.settle()
+    assert bench.tokens(1) == [1, 2, 3, 9]
+
+
+def test_a_step_behind_a_failed_one_can_not_be_reported_computed(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.extend(1)
+    bench.report(1, StepOutcome.FAILED)
+    with pytest.raises(CallRefused) as refused:
+        bench.settle()
+    assert refused.value.refusal.reason is Reason.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize("outcome", [StepOutcome.FAILED, StepOutcome.SKIPPED])
 def test_nothing_of_a_step_that_computed_nothing_counts(bench: Bench, outcome: StepOutcome) -> None:
     bench.admit(1, 1, 2, 3)
@@ -512,7 +534,7 @@ def test_nothing_of_a_step_that_computed_nothing_counts(bench: Bench, outcome: S
     assert bench.ledger.num_cached_tokens(pack(1, 2, 3), salt=b"") == 0
     assert bench.admit(3, 1, 2, 3).admitted_cached_counts == [0]
     plan = bench.extend(1, count=3)
-    assert (plan.run_starts, plan.given_run_indexes, plan.settled_step) == ([0], [0], 3)
+    assert (plan.run_starts, plan.given_run_indexes, plan.known_step) == ([0], [0], 3)
     bench.settle()
     bench.settle()
     assert bench.tokens(1) == [1, 2, 3, 9]

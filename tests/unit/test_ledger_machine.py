@@ -138,7 +138,7 @@ class Worker:
         assert plan.step_number == lease.next_step
         lease.next_step += 1
         self.apply(lease, plan)
-        is_doomed = lease.last_failed > plan.settled_step
+        is_doomed = lease.last_failed > plan.known_step
         if is_doomed or fail or skip:
             if plan.run_seq_ids or not skip:
                 lease.last_failed = plan.step_number
@@ -249,6 +249,7 @@ class BookStep:
     touched: set[int]
     pending: list[tuple]
     num_released: int
+    is_doomed: bool = False
 
 
 @dataclass
@@ -260,6 +261,7 @@ class BookLease:
     changes: list[tuple[BookSequence, int]] = field(default_factory=list)
     next_step: int = 1
     settled: int = 0
+    known: int = 0
 
 
 class Writes:
@@ -409,7 +411,7 @@ class Books:
         assert not writes.entries, f"unexpected table writes {writes.entries}"
         assert writes.copies == self.expected_copies
         assert plan.step_number == self.step.number
-        assert plan.settled_step == lease.settled
+        assert plan.known_step == lease.known
         assert plan.released_ids == released
         assert list(zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True)) == forked
         assert [(r.item, r.seq_id, r.refusal.reason) for r in plan.refusals] == self.refused
@@ -633,10 +635,12 @@ class Books:
         step = lease.steps.pop(0)
         assert step.number == report.step_number
         lease.settled = step.number
+        lease.known = max(lease.known, step.number)
         for key in step.pending:
             lease.pending.pop(key, None)
         step_touched = step.touched
         if report.outcome is StepOutcome.COMPUTED:
+            assert not (step.runs and step.is_doomed)
             for run in step.runs:
                 run.sequence.computed = max(run.sequence.computed, run.covers)
                 if run.sampled is not None:
@@ -646,7 +650,9 @@ class Books:
             for run in step.runs:
                 self.publish(lease, run.sequence)
             lease.steps.pop(0)
-        elif step.runs:
+        elif step.runs and not step.is_doomed:
+            for doomed in lease.steps:
+                doomed.is_doomed, lease.known = True, doomed.number
             lease.pending.clear()
             for sequence in lease.sequences.values():
                 sequence.tokens = [token for token in sequence.tokens if token.known]

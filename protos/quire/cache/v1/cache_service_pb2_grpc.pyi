@@ -60,7 +60,7 @@ class CacheServiceStub:
     PlanStep: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]
     """Plans one step: releases, trims, forks, extends, admissions, in this order,
     each item accepted or refused by itself, and a grant for what was
-    accepted. Renews the lease. Every answer with a grant takes a step number;
+    accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
     send its grant to the worker, with `skip` if it is not to be run.
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
@@ -134,7 +134,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     PlanStep: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]  # type: ignore[assignment]
     """Plans one step: releases, trims, forks, extends, admissions, in this order,
     each item accepted or refused by itself, and a grant for what was
-    accepted. Renews the lease. Every answer with a grant takes a step number;
+    accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
     send its grant to the worker, with `skip` if it is not to be run.
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
@@ -229,7 +229,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_service_pb2.PlanStepResponse, _abc.Awaitable[_cache_service_pb2.PlanStepResponse]]:
         """Plans one step: releases, trims, forks, extends, admissions, in this order,
         each item accepted or refused by itself, and a grant for what was
-        accepted. Renews the lease. Every answer with a grant takes a step number;
+        accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
         send its grant to the worker, with `skip` if it is not to be run.
         Atomic per item: a refused item changes nothing. If the call fails, no item
         was applied. Idempotent per request_id for the lease's last 8 plans.

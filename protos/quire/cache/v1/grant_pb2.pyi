@@ -68,7 +68,7 @@ class StepGrant(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     STEP_NUMBER_FIELD_NUMBER: _builtins.int
-    SETTLED_STEP_NUMBER_FIELD_NUMBER: _builtins.int
+    KNOWN_STEP_NUMBER_FIELD_NUMBER: _builtins.int
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     FORK_PARENT_IDS_FIELD_NUMBER: _builtins.int
     FORK_CHILD_IDS_FIELD_NUMBER: _builtins.int
@@ -94,10 +94,10 @@ class StepGrant(_message.Message):
     """The lease whose step this is."""
     step_number: _builtins.int
     """1, 2, 3, ... per lease and epoch, without holes."""
-    settled_step_number: _builtins.int
+    known_step_number: _builtins.int
     """Outcomes up to this step of the lease were known when the grant was signed.
-    A step after it that failed makes this step fail too: it may build on what
-    was not computed.
+    A step after it that was to compute and did not, because it failed or was
+    skipped, makes this step fail too: it may build on what was not computed.
     """
     given_token_digests: _builtins.bytes
     """For each of given_run_indexes the first 16 bytes of the SHA-256 of its
@@ -184,7 +184,7 @@ class StepGrant(_message.Message):
         term: _builtins.int = ...,
         lease_id: _builtins.str = ...,
         step_number: _builtins.int = ...,
-        settled_step_number: _builtins.int = ...,
+        known_step_number: _builtins.int = ...,
         released_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         fork_parent_ids: _abc.Iterable[_builtins.int] | None = ...,
         fork_child_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -203,7 +203,7 @@ class StepGrant(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "lease_id", b"lease_id", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "settled_step_number", b"settled_step_number", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
