@@ -475,7 +475,11 @@ class StandInWorker:
         assert lease.lease_id == lease_id
         return LeaseHolder(pair, lease_id, lease.epoch, lease.term)
 
-    def close(self) -> None:
-        """Ends the stream."""
+    def end(self) -> None:
+        """Says nothing more."""
         self._sent.put(None)
+
+    def close(self) -> None:
+        """Breaks the stream off."""
+        self.end()
         self._call.cancel()

@@ -235,8 +235,9 @@ def test_a_stream_of_many_steps_is_read_as_far_as_it_can_be_answered(
     assert {refused(steps, lease).reason for _ in range(40)} == {"BAD_SIGNATURE"}
 
 
-def test_a_stream_that_breaks_while_many_wait_leaves_nothing(pair: Pair, lease: LeaseHolder, open_stream: Any) -> None:
-    """What is left is seen in the worker's log, when the processes end."""
+def test_a_stream_that_breaks_while_many_wait_does_not_stop_others(
+    pair: Pair, lease: LeaseHolder, open_stream: Any, generate: Generate
+) -> None:
     steps = open_stream(pair.worker.RunSteps)
     before = pair.worker_statistics().refusal_counts["BAD_SIGNATURE"]
     with pair.held() as hold:
@@ -246,6 +247,9 @@ def test_a_stream_that_breaks_while_many_wait_leaves_nothing(pair: Pair, lease: 
         hold.await_running()
         await_that("no more are read", lambda: pair.worker_statistics().refusal_counts["BAD_SIGNATURE"] >= before + 64)
         steps.call.cancel()
+    lease.tokens[1] += generate(PROMPT, 1)
+    lease.go_on(1, num_steps=2)
+    assert lease.tokens[1] == PROMPT + generate(PROMPT, 3)
 
 
 METHODS = (
@@ -328,15 +332,30 @@ def test_a_worker_that_has_obeyed_a_newer_cachemgr_is_not_ruled(pair: Pair, atta
     assert "elsewhere" not in ask_pools(pair)
 
 
-@pytest.mark.parametrize("same_epoch", [False, True], ids=["another epoch", "the same epoch"])
-def test_a_pool_is_attached_once(same_epoch: bool, pair: Pair, attach: Attach) -> None:
+def test_a_pool_is_attached_once(pair: Pair, attach: Attach) -> None:
     epoch = pair.pool().epoch
     with pytest.raises(RefusedError) as caught:
-        attach().register("default", epoch=epoch if same_epoch else epoch ^ 1)
+        attach().register("default", epoch=epoch ^ 1)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "POOL_ALREADY_ATTACHED")
     assert caught.value.metadata == {"pool": "default", "epoch": str(epoch)}
     assert pair.pool().attached
     assert pair.pool().epoch == epoch
+
+
+def test_a_worker_may_be_back_before_its_old_stream_has_ended(pair: Pair, attach: Attach) -> None:
+    old, new = attach(), attach()
+    first = old.register("quick").attached
+    lease = old.create_lease(pair, "quick")
+    again = new.register("quick", attached_term=first.term, highest_term=first.term).attached
+    assert (again.signing_key, list(again.open_lease_ids)) == (first.signing_key, [lease.lease_id])
+    old.end()
+    with pytest.raises(StopIteration):
+        old.hear()
+    assert pair.pool("quick").attached
+    lease.delete()
+    assert new.hear().fence_lease.lease_id == lease.lease_id
+    new.say(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease.lease_id))
+    await_that("the lease is gone", lambda: not pair.leases("quick"))
 
 
 def test_an_epoch_with_an_unknown_history_is_not_attached(pair: Pair, attach: Attach) -> None:
