@@ -58,7 +58,7 @@ class Attachments:
             self._streams[pool.ledger.pool] = orders
             self._attached(pool, orders)
             async for request in requests:
-                self._hear(pool, request, orders)
+                self._hear(pool, request)
         finally:
             # The same worker may have come back on another stream before this one was found dead.
             if pool is not None and self._streams.get(pool.ledger.pool) is orders:
@@ -101,15 +101,10 @@ class Attachments:
                 orders.put_nowait(attach_pb2.AttachPoolResponse(open_lease=order))
         log.info("worker attached pool=%s epoch=%d blocks=%d", ledger.pool, ledger.epoch, ledger.geometry.num_blocks)
 
-    def _hear(
-        self,
-        pool: AttachedPool,
-        request: attach_pb2.AttachPoolRequest,
-        orders: Orders,
-    ) -> None:
+    def _hear(self, pool: AttachedPool, request: attach_pb2.AttachPoolRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "step_report":
-            self._settle(pool, request.step_report, orders)
+            self._settle(pool, request.step_report)
         elif kind == "lease_opened":
             opening = self._opening.get(request.lease_opened.lease_id)
             if opening is not None and not opening.done():
@@ -119,12 +114,7 @@ class Attachments:
         else:
             raise CallRefused(invalid("message", kind or "empty", "step_report, lease_opened or lease_fenced"))
 
-    def _settle(
-        self,
-        pool: AttachedPool,
-        report: attach_pb2.StepReport,
-        orders: Orders,
-    ) -> None:
+    def _settle(self, pool: AttachedPool, report: attach_pb2.StepReport) -> None:
         if report.report_number <= pool.acknowledged_report:
             return
         if report.report_number != pool.acknowledged_report + 1:
@@ -139,19 +129,20 @@ class Attachments:
         pool.acknowledged_report = report.report_number
         if not pool.is_acknowledging:
             pool.is_acknowledging = True
-            asyncio.get_running_loop().call_later(ACKNOWLEDGE_AFTER_S, acknowledge, pool, orders)
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_AFTER_S, self._acknowledge, pool)
+
+    def _acknowledge(self, pool: AttachedPool) -> None:
+        """Tells the worker which reports it need not keep; without a stream it is told when it is attached again."""
+        pool.is_acknowledging = False
+        if self._catalog.pool(pool.ledger.pool) is not pool:
+            return  # a new epoch has begun, with numbers of its own
+        acknowledged = attach_pb2.ReportsAcknowledged(report_number=pool.acknowledged_report)
+        self._order(pool, attach_pb2.AttachPoolResponse(reports_acknowledged=acknowledged))
 
     def _order(self, pool: AttachedPool, order: attach_pb2.AttachPoolResponse) -> None:
         stream = self._streams.get(pool.ledger.pool)
         if stream is not None:
             stream.put_nowait(order)
-
-
-def acknowledge(pool: AttachedPool, orders: Orders) -> None:
-    """Tells the worker which reports it need not keep."""
-    pool.is_acknowledging = False
-    acknowledged = attach_pb2.ReportsAcknowledged(report_number=pool.acknowledged_report)
-    orders.put_nowait(attach_pb2.AttachPoolResponse(reports_acknowledged=acknowledged))
 
 
 async def write_all(orders: Orders, write: Write) -> None:

@@ -56,7 +56,7 @@ class Catalog:
             return self._pools[name]
         if not name and len(self._pools) == 1:
             return next(iter(self._pools.values()))
-        raise pool_not_found(name)
+        raise pool_not_found(name, num_pools=len(self._pools))
 
     def pool_of(self, lease_id: str) -> AttachedPool:
         """The pool a lease is for. Raises CallRefused (LEASE_NOT_FOUND)."""

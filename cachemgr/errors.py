@@ -67,9 +67,13 @@ def invalid(name: str, value: object, limit: str) -> Refusal:
     return refuse(Reason.INVALID_ARGUMENT, f"{name} is {value}; must be {limit}", field=name, value=value, limit=limit)
 
 
-def pool_not_found(name: str) -> CallRefused:
-    """No pool of this name."""
-    return CallRefused(refuse(Reason.POOL_NOT_FOUND, f"no pool {name!r} has been attached", pool=name))
+def pool_not_found(name: str, *, num_pools: int) -> CallRefused:
+    """No pool of this name; or no name, and not exactly one pool."""
+    if name or not num_pools:
+        message = f"no pool {name!r} has been attached" if name else "no pool has been attached"
+    else:
+        message = f"{num_pools} pools are attached; name one"
+    return CallRefused(refuse(Reason.POOL_NOT_FOUND, message, pool=name))
 
 
 def lease_not_found(lease_id: str) -> CallRefused:

@@ -148,11 +148,12 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self._catalog.open_lease(pool, lease_id, ttl_s=ttl_s, now=self._clock())
         self._leases_changed.set()
         try:
-            async with asyncio.timeout(OPEN_LEASE_TIMEOUT_S):
+            async with asyncio.timeout(min(OPEN_LEASE_TIMEOUT_S, ttl_s / 2)):
                 await self._attachments.open_lease(pool, lease_id)
         except TimeoutError:
             self._end_lease(lease_id)
             raise pool_detached(pool) from None
+        self._catalog.pool_of(lease_id).ledger.lease(lease_id).renew(self._clock())
         log.info("lease created lease=%s pool=%s ttl_s=%g", lease_id[:8], pool.ledger.pool, ttl_s)
         return self._encode_created(lease_id)
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from quire.cache.v1 import grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Reason, Refused, invalid
-from quire.worker.sampler import SamplingParams
+from quire.worker.sampler import SamplingOutOfRange, SamplingParams
 
 DIGEST_BYTES = 16
 TOKEN_DTYPE = "<i4"
@@ -118,8 +118,8 @@ def decode_sampling(
     )
     try:
         params.validate()
-    except ValueError as error:
-        raise Refused(Reason.INVALID_ARGUMENT, f"sampling: {error}", field="inputs.sampling") from None
+    except SamplingOutOfRange as error:
+        raise invalid(f"sampling.{error.field}", error.value, error.limit) from None
     if num_logprobs is not None and num_logprobs > max_logprobs:
         raise invalid("sampling.logprob_count", num_logprobs, f"0 to {max_logprobs}")
     history = {

@@ -31,6 +31,16 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
+class SamplingOutOfRange(ValueError):
+    """A parameter is out of its range."""
+
+    def __init__(self, field: str, value: float, limit: str) -> None:
+        super().__init__(f"{field}={value} is not {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence's tokens are chosen. The defaults are greedy, and change nothing else.
@@ -61,7 +71,7 @@ class SamplingParams:
             allowed, limit = _LIMITS[field.name]
             value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and allowed(value)):
-                raise ValueError(f"{field.name}={value} is not {limit}")
+                raise SamplingOutOfRange(field.name, value, limit)
 
     @property
     def is_greedy(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from model_zoo import VOCAB_SIZE, build, save
+
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
 from quire.client.launch import LocalServices
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import model_zoo as zoo
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from quire.worker.probe import Chunked, LayerSpec, Sliding, UnsupportedModel, pr
 from quire.worker.sampler import Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
-import model_zoo as zoo
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import model_zoo as zoo
 import pytest
 import torch
 from transformers import masking_utils
 
 from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel, classify_mask, probe
-import model_zoo as zoo
 
 SLIDING, CHUNKED = Sliding(zoo.WINDOW), Chunked(zoo.WINDOW)
 MASKS: dict[str, list[Mask]] = {

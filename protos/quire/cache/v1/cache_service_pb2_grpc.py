@@ -226,14 +226,15 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """The sequences of a pool, by lease and id. Reasons: POOL_NOT_FOUND.
+        """The sequences of a pool, by lease and id; none if the lease asked for is
+        gone. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND.
+        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

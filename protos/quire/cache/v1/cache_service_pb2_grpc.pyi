@@ -87,9 +87,11 @@ class CacheServiceStub:
     SEQUENCE_NOT_FOUND.
     """
     ListSequences: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]
-    """The sequences of a pool, by lease and id. Reasons: POOL_NOT_FOUND."""
+    """The sequences of a pool, by lease and id; none if the lease asked for is
+    gone. Reasons: POOL_NOT_FOUND.
+    """
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]
-    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND."""
+    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
     """How many of these tokens each pool holds already. Takes nothing and changes
     no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
@@ -161,9 +163,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     SEQUENCE_NOT_FOUND.
     """
     ListSequences: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]  # type: ignore[assignment]
-    """The sequences of a pool, by lease and id. Reasons: POOL_NOT_FOUND."""
+    """The sequences of a pool, by lease and id; none if the lease asked for is
+    gone. Reasons: POOL_NOT_FOUND.
+    """
     ListBlocks: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
-    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND."""
+    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
     """How many of these tokens each pool holds already. Takes nothing and changes
     no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
@@ -298,7 +302,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListSequencesResponse, _abc.Awaitable[_cache_service_pb2.ListSequencesResponse]]:
-        """The sequences of a pool, by lease and id. Reasons: POOL_NOT_FOUND."""
+        """The sequences of a pool, by lease and id; none if the lease asked for is
+        gone. Reasons: POOL_NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def ListBlocks(
@@ -306,7 +312,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListBlocksResponse, _abc.Awaitable[_cache_service_pb2.ListBlocksResponse]]:
-        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND."""
+        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def LookupPrefix(
