@@ -1,9 +1,11 @@
 """The entry point of `quire`. Small, so that Ctrl-C is answered in one line from the first moment on."""
 
+import contextlib
 import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 
@@ -16,13 +18,26 @@ def main() -> None:
         signal.signal(signal.SIGINT, _leave)
     from quire.client.commands import quire
 
-    quire()
+    try:
+        quire()
+    except SystemExit as leave:
+        _end(leave.code)
 
 
 def raise_on_interrupt() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt again: there may be something to undo."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(code: str | int | None) -> NoReturn:
+    """Ends the process: commands undo what they did, and gRPC, interrupted anywhere, can hold up an exit for ever."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it was closed
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _leave(number: int, _: FrameType | None) -> None:

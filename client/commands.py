@@ -40,7 +40,6 @@ class CommandLine(click.Group):
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit itself is not to be interrupted
             click.echo(str(interrupt) or "Interrupted.", err=True)
-            sys.stderr.flush()
             ctx.exit(EXIT_INTERRUPTED)
         except QuireError as error:
             raise explain(error) from error
