@@ -89,6 +89,10 @@ class StopSignals:
         (self._second if self._first.is_set() else self._first).set()
 
 
+class CannotStartError(Exception):
+    """What the process was told to do can't be done; the message is for who told it."""
+
+
 class StoppedAtOnceError(Exception):
     """A second signal came before the drain had ended; what was running was dropped."""
 
@@ -269,7 +273,7 @@ async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -
         return 0 if signals.last_signal else 1
     except StoppedAtOnceError:
         return 128 + signals.last_signal
-    except AddressError as error:
+    except (AddressError, CannotStartError) as error:
         log.error("can't start: %s", error)
         return 1
     except Exception as error:

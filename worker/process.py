@@ -15,7 +15,7 @@ import transformers
 from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2_grpc
 from quire.serving.metrics import MetricsPage
-from quire.serving.server import Server, StopSignals
+from quire.serving.server import CannotStartError, Server, StopSignals
 from quire.worker.attachment import Attachment
 from quire.worker.config import WorkerConfig
 from quire.worker.errors import DOMAIN
@@ -40,7 +40,10 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         server = await stack.enter_async_context(Server(service_names=[SERVICE_NAME], domain=DOMAIN))
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
-        model, pool = await thread.submit(lambda: load(config))
+        try:
+            model, pool = await thread.submit(lambda: load(config))
+        except ValueError as error:  # ModelNotFound and UnsupportedModel among them
+            raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
         executor = Executor(model, pool, max_num_seqs=config.max_num_seqs)
         limits = StepLimits(model.vocab_size, config.max_step_tokens, MAX_LOGPROBS)
