@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger
-from quire.cachemgr.planner import Geometry
 
 
 @dataclass(frozen=True, slots=True)

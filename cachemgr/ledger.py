@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, ExpiryQueue, Lease, LeaseState, Run, StepInFlight
-from quire.cachemgr.planner import Geometry, LedgerCounters, StepPlanner, extend_hashes
+from quire.cachemgr.planner import LedgerCounters, StepPlanner, extend_hashes
 from quire.cachemgr.plans import StepPlan, StepRequest
 from quire.cachemgr.pool import BlockCounts, BlockPool, BlockState
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash

@@ -12,9 +12,9 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import statuses
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Refusal, invalid
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, LeaseState
 from quire.cachemgr.ledger import LedgerStatistics, StepOutcome
-from quire.cachemgr.planner import Geometry
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockCounts, BlockState
 from quire.cachemgr.prefix import TOKEN_BYTES

@@ -18,6 +18,7 @@ from hashlib import sha256
 import numpy as np
 
 from quire.cachemgr.errors import Reason, Refusal, invalid, refuse, sequence_not_found
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, Run, StepInFlight
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockPool
@@ -26,25 +27,6 @@ from quire.cachemgr.sequences import Sequence
 
 DIGEST_BYTES = 16
 MAX_SEQUENCE_ID = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes of a pool and the model on it, as its worker registered them; constant for an epoch."""
-
-    block_size: int
-    """Tokens per block."""
-    num_blocks: int
-    """The null block included."""
-    block_bytes: int
-    max_sequences: int
-    max_sequence_tokens: int
-    vocab_size: int
-    model: str
-    model_fingerprint: str
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,18 @@ MUST_NOT_IMPORT = {
 # Modules that decide and touch nothing: no gRPC, tensors, clock, randomness, logging or metrics, and of quire only
 # each other.
 PURE = {
-    "cachemgr": ("catalog", "errors", "leases", "ledger", "planner", "plans", "pool", "prefix", "sequences"),
+    "cachemgr": (
+        "catalog",
+        "errors",
+        "geometry",
+        "leases",
+        "ledger",
+        "planner",
+        "plans",
+        "pool",
+        "prefix",
+        "sequences",
+    ),
     "client": ("errors", "sampling", "scheduler", "sequence"),
 }
 IMPURE = (

@@ -6,8 +6,8 @@ import pytest
 
 from quire.cachemgr.catalog import AttachedPool, Catalog, Registration
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import LeaseState
-from quire.cachemgr.planner import Geometry
 from quire.cachemgr.plans import Admission, StepRequest
 
 GEOMETRY = Geometry(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.planner import Geometry
 from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockCounts, BlockState
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.planner import Geometry
 from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockState
 

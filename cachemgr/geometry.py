@@ -1,0 +1,24 @@
+"""What a pool is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of a pool and the model on it, as its worker registered them; constant for an epoch."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    """The null block included."""
+    block_bytes: int
+    max_sequences: int
+    max_sequence_tokens: int
+    vocab_size: int
+    model: str
+    model_fingerprint: str
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
