@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse, sequence_not_found
 from quire.cachemgr.grants import sign_grant
 from quire.cachemgr.statuses import to_error_status
-from quire.serving.errors import abort
+from quire.serving.errors import abort, answering
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +37,7 @@ DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
 PAGE_KEY = "[0-9a-f]{24}"
 
 
-def refusing(
-    handler: Callable[[Any, Any, Context], Awaitable[Response]],
-) -> Callable[[Any, Any, Context], Awaitable[Response]]:
-    """A unary handler whose CallRefused becomes the call's status."""
-
-    async def handle(self: Any, request: Any, context: Context) -> Response:
-        try:
-            return await handler(self, request, context)
-        except CallRefused as refused:
-            await abort(context, to_error_status(refused.refusal))
-
-    return handle
+refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
 
 
 class LeaseAnswers:

@@ -58,6 +58,14 @@ def explain(error: QuireError) -> click.ClickException:
     return click.ClickException(f"{error.message} ({error.reason})")
 
 
+def _known_ports(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """`quire up` prints the addresses, so it has to know them."""
+    for address in addresses:
+        if not address.startswith("unix:") and address.endswith(":0"):
+            raise click.BadParameter(f"{address} leaves the port open; name one")
+    return addresses
+
+
 def _cachemgr_option(command: Any) -> Any:
     return option(
         "--cachemgr",
@@ -107,12 +115,14 @@ def quire() -> None:
 @option(
     "--cachemgr-listen",
     multiple=True,
+    callback=_known_ports,
     metavar="ADDRESS",
     help="Where cachemgr serves beside its socket: host:port or unix:/path. May be given several times.",
 )
 @option(
     "--worker-listen",
     multiple=True,
+    callback=_known_ports,
     metavar="ADDRESS",
     help="Where the worker serves beside its socket: host:port or unix:/path. May be given several times.",
 )

@@ -4,9 +4,9 @@ ErrorStatus  --- to_grpc_status --->  gRPC status with one google.rpc.ErrorInfo 
              --- to_message ------->  quire.cache.v1.Error inside an answer: one item or one request failed
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -14,6 +14,11 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from quire.cache.v1 import error_pb2
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Refused = TypeVar("Refused", bound=Exception)
+Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,23 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ErrorStatus)
     """Ends the call with the error. Never returns: gRPC unwinds the handler by an exception of its own."""
     await context.abort_with_status(to_grpc_status(error))
     raise AssertionError("abort_with_status returned")
+
+
+def answering(
+    refused: type[Refused], status_of: Callable[[Refused], ErrorStatus]
+) -> Callable[[Handler[Request, Response]], Handler[Request, Response]]:
+    """Decorates unary handlers (methods): an exception of type `refused` becomes the call's status."""
+
+    def decorate(handler: Handler[Request, Response]) -> Handler[Request, Response]:
+        async def handle(self: Any, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Response:
+            try:
+                return await handler(self, request, context)
+            except refused as error:
+                await abort(context, status_of(error))
+
+        return handle
+
+    return decorate
 
 
 def _number(code: grpc.StatusCode) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
-from quire.serving.errors import abort, to_message
+from quire.serving.errors import answering, to_message
 from quire.worker.attachment import Attachment
 from quire.worker.errors import Reason, Refused, invalid
 from quire.worker.executor import Outcome, StepResult
@@ -42,18 +42,7 @@ class ModelDescription:
     device: str
 
 
-def refusing(
-    handler: Callable[[Any, Any, Context], Awaitable[Response]],
-) -> Callable[[Any, Any, Context], Awaitable[Response]]:
-    """A unary handler whose Refused becomes the call's status."""
-
-    async def handle(self: Any, request: Any, context: Context) -> Response:
-        try:
-            return await handler(self, request, context)
-        except Refused as refused:
-            await abort(context, refused.status)
-
-    return handle
+refusing = answering(Refused, lambda refused: refused.status)
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):

@@ -422,3 +422,9 @@ def test_cachemgr_alone_is_the_process_itself(folder: Path) -> None:
 def test_worker_passes_its_flags_on(folder: Path) -> None:
     said = refused(run(folder, "worker", "--model", MODEL, "--num-blocks", "1"), 2)
     assert "'--num-blocks'" in said
+
+
+def test_up_needs_to_know_its_ports(folder: Path) -> None:
+    said = refused(run(folder, "up", "--model", MODEL, "--worker-listen", "127.0.0.1:0"), 2)
+    assert "'--worker-listen'" in said
+    assert "127.0.0.1:0" in said
