@@ -21,7 +21,7 @@ def main() -> None:
     try:
         quire()
     except SystemExit as leave:
-        _end(leave.code)
+        end_process(leave.code)
 
 
 def raise_on_interrupt() -> None:
@@ -30,8 +30,12 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(code: str | int | None) -> NoReturn:
-    """Ends the process: commands undo what they did, and gRPC, interrupted anywhere, can hold up an exit for ever."""
+def end_process(code: str | int | None) -> NoReturn:
+    """Ends the process without an orderly exit, which gRPC, once interrupted, can hold up for ever.
+
+    Whatever had to be undone has been: call it while the exception that ends the command still keeps gRPC's objects
+    from being destroyed.
+    """
     if isinstance(code, str):
         print(code, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):

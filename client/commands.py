@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from quire.client.cli import EXIT_INTERRUPTED, raise_on_interrupt
+from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
 from quire.client.errors import InvalidRequest, QuireError
 
 DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
@@ -40,7 +40,7 @@ class CommandLine(click.Group):
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit itself is not to be interrupted
             click.echo(str(interrupt) or "Interrupted.", err=True)
-            ctx.exit(EXIT_INTERRUPTED)
+            end_process(EXIT_INTERRUPTED)
         except QuireError as error:
             raise explain(error) from error
 

@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,24 @@ class ServiceProcess:
 
     def wait_serving(self, timeout_s: float) -> None:
         """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
+        # On a thread of its own: a KeyboardInterrupt out of the midst of a call leaves gRPC's locks taken for ever.
+        # It ends by itself when the process does.
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def watch() -> None:
+            try:
+                self._watch_health(timeout_s)
+            except BaseException as error:
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        threading.Thread(target=watch, name=f"health-{self.name}", daemon=True).start()
+        error = outcome.get()
+        if error is not None:
+            raise error
+
+    def _watch_health(self, timeout_s: float) -> None:
         with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
             call = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
