@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
@@ -41,17 +40,11 @@ async def serve(options: ServerOptions, signals: StopSignals, *, verify: bool) -
             stack.enter_context(MetricsPage(options.metrics_listen, lambda: metric_families(catalog)))
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
         await server.start(options.listen)
-        expiry = asyncio.create_task(servicer.expire_leases())
-        expiry.add_done_callback(lambda task: None if task.cancelled() else server.fail(task.exception() or Ended()))
-        stack.callback(expiry.cancel)
+        server.run_alongside(servicer.expire_leases())
         gc.freeze()
         await server.announce_serving()
         log.info("serving term=%d addresses=%s", catalog.term, ",".join(map(str, server.addresses)))
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=options.drain_timeout_s)
-
-
-class Ended(Exception):
-    """A task that has to run as long as the process has returned."""
 
 
 @click.command(name="cachemgr", context_settings=command_settings("QUIRE_CACHEMGR"))

@@ -319,15 +319,12 @@ class StepPlanner:
         num_full = min(end, sequence.num_known) // block_size
         if num_full <= start // block_size:
             return
-        self._extend_hashes(sequence, num_full)
+        extend_hashes(sequence, num_full, block_size=block_size)
         for index in range(start // block_size, num_full):
             prefix_hash, block_id = sequence.hashes[index], sequence.block_table[index]
             if prefix_hash not in self._lease.pending and self._pool.is_writable(block_id):
                 self._lease.pending[prefix_hash] = block_id
                 self._step.pending.append(prefix_hash)
-
-    def _extend_hashes(self, sequence: Sequence, num_full: int) -> None:
-        extend_hashes(sequence, num_full, block_size=self._geometry.block_size)
 
     # -- admissions -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ The table has blocks for all of them, but perhaps for the token sampled last, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from quire.cachemgr.prefix import TOKEN_BYTES
 
@@ -37,7 +37,7 @@ class Sequence:
     """Leading blocks whose hash the index has seen."""
     sampled_position: int | None = None
     """Where the token stands that the worker sampled last, or is sampling: it can be run without being named."""
-    released: bool = field(default=False)
+    released: bool = False
 
     @property
     def num_known(self) -> int:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import sha256
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import grpc
 
@@ -25,8 +25,6 @@ from quire.serving.errors import abort, answering
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-P = ParamSpec("P")
-Response = TypeVar("Response")
 
 DEFAULT_TTL_S = 30.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0

@@ -89,11 +89,6 @@ class Sequence:
         return len(self.token_ids) + self.num_sampling
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated and known."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the tokens generated and known."""
         return self.token_ids[self.num_prompt_tokens :]

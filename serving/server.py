@@ -93,6 +93,10 @@ class CannotStartError(Exception):
     """What the process was told to do can't be done; the message is for who told it."""
 
 
+class AlongsideEndedError(Exception):
+    """What has to run as long as the process does not any more."""
+
+
 class StoppedAtOnceError(Exception):
     """A second signal came before the drain had ended; what was running was dropped."""
 
@@ -116,6 +120,7 @@ class Server:
         self._sockets: dict[str, int] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
+        self._alongside: list[asyncio.Task[None]] = []
         self.addresses: tuple[Address, ...] = ()
         self.grpc = grpc.aio.server(interceptors=(self._guard,), options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -126,6 +131,8 @@ class Server:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._alongside:
+            task.cancel()
         await self._health.enter_graceful_shutdown()
         self._guard.end_streams()
         await self.grpc.stop(None)
@@ -149,9 +156,15 @@ class Server:
         """Health SERVING, for the whole server and each service. Without effect once the stop has begun."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    async def announce_not_serving(self) -> None:
-        """Health NOT_SERVING: alive, but do not send work."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+    def run_alongside(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it for as long as the server; one that ends by itself, however, is what `fail` is for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(self._alongside_ended)
+        self._alongside.append(task)
+
+    def _alongside_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.fail(task.exception() or AlongsideEndedError("a task that runs alongside the server has returned"))
 
     def fail(self, error: BaseException) -> None:
         """Ends `serve_until_signal` with this error, now and without a drain. For broken invariants."""

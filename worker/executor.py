@@ -74,7 +74,6 @@ class LeaseRows:
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
     num_sequences: int
-    num_copied_blocks: int
 
 
 class Executor:
@@ -90,7 +89,6 @@ class Executor:
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
         self._leases: dict[str, LeaseRows] = {}
-        self._num_copied_blocks = 0
         self._is_damaged = False
 
     def execute(self, step: Step) -> StepResult:
@@ -145,7 +143,7 @@ class Executor:
         return self._pool.checksum_blocks(block_ids)
 
     def statistics(self) -> ExecutorStatistics:
-        return ExecutorStatistics(self._table.statistics().num_seqs, self._num_copied_blocks)
+        return ExecutorStatistics(self._table.statistics().num_seqs)
 
     def _refused_outcome(self, lease: LeaseRows, step: Step) -> Outcome | None:
         """Why nothing is to be computed, if so."""
@@ -178,7 +176,6 @@ class Executor:
                 self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
             self._table.stage_blocks(row, first_index, block_ids[start:end])
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
-        self._num_copied_blocks += len(grant.copy_source_block_ids)
 
     def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
         """From this step on, also if it fails: the client may not send it again."""

@@ -60,17 +60,11 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         servicer = WorkerServicer(steps, attachment, describe_model(config, model), geometry)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
-        attaching = asyncio.create_task(attachment.run())
-        attaching.add_done_callback(lambda task: None if task.cancelled() else server.fail(task.exception() or Ended()))
-        stack.callback(attaching.cancel)
+        server.run_alongside(attachment.run())
         gc.freeze()
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
-
-
-class Ended(Exception):
-    """A task that has to run as long as the process has returned."""
 
 
 async def announce_when_attached(server: Server, attachment: Attachment) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -20,7 +20,6 @@ from quire.worker.executor import Outcome, StepResult
 from quire.worker.steps import EndedStep, Steps
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Response = TypeVar("Response")
 Accepted = asyncio.Queue[asyncio.Future[EndedStep] | None]
 """Steps of one stream in the order of their answers; None ends it."""
 
