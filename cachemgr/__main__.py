@@ -15,6 +15,7 @@ from quire.cache.v1 import cache_service_pb2_grpc
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.metrics import metric_families
+from quire.cachemgr.roles import ROLES
 from quire.cachemgr.servicer import CacheServicer
 from quire.cachemgr.statuses import DOMAIN
 from quire.serving.logs import configure_logging
@@ -30,14 +31,17 @@ DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
 
 async def serve(options: ServerOptions, signals: StopSignals, *, verify: bool) -> None:
     """Serves CacheService until a signal."""
+    security = options.secure(roles=ROLES, domain=DOMAIN)
     # A later start is a higher term; the wall clock needs no state to be kept between starts.
     catalog = Catalog(term=time.time_ns(), verify=verify)
     servicer = CacheServicer(catalog)
     async with contextlib.AsyncExitStack() as stack:
-        server = Server(service_names=[SERVICE_NAME], domain=DOMAIN, fatal=(BrokenInvariant,))
+        server = Server(service_names=[SERVICE_NAME], domain=DOMAIN, fatal=(BrokenInvariant,), security=security)
         await stack.enter_async_context(server)
         if options.metrics_listen is not None:
-            stack.enter_context(MetricsPage(options.metrics_listen, lambda: metric_families(catalog)))
+            stack.enter_context(
+                MetricsPage(options.metrics_listen, lambda: metric_families(catalog), security=security)
+            )
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
         await server.start(options.listen)
         server.run_alongside(servicer.expire_leases())

@@ -22,3 +22,8 @@ class Geometry:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence: what the model can take and the pool can hold."""
+        return min(self.max_sequence_tokens, (self.num_blocks - 1) * self.block_size)

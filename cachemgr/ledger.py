@@ -6,18 +6,28 @@ Single writer, no I/O, no clock: every method is atomic, and time comes in as `n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
+from quire.cachemgr.eviction import DEFAULT_POLICY, make_policy
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, ExpiryQueue, Lease, LeaseState, Run, StepInFlight
-from quire.cachemgr.planner import LedgerCounters, StepPlanner, extend_hashes
+from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, ExpiryQueue, Lease, LeaseState, Runs, StepInFlight
+from quire.cachemgr.planner import LedgerCounters, StepPlanner
 from quire.cachemgr.plans import StepPlan, StepRequest
 from quire.cachemgr.pool import BlockCounts, BlockPool, BlockState
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
-from quire.cachemgr.sequences import Sequence
+from quire.cachemgr.sequences import Ids, Sequence, SequenceTable
+
+IdsLike: TypeAlias = Collection[int] | npt.NDArray[np.int32]
+"""Sequence or token ids, or counts, that fit in 32 bits."""
+
+NO_IDS: Ids = np.zeros(0, np.int32)
 
 
 class StepOutcome(Enum):
@@ -47,13 +57,17 @@ class LedgerStatistics:
 class Ledger:
     """Books of one pool, from the attachment of an epoch to its end."""
 
-    def __init__(self, pool: str, epoch: int, geometry: Geometry, *, verify: bool = False) -> None:
+    def __init__(
+        self, pool: str, epoch: int, geometry: Geometry, *, policy: str = DEFAULT_POLICY, verify: bool = False
+    ) -> None:
         self.pool = pool
         self.epoch = epoch
         self.geometry = geometry
         self._verify = verify
         self._index = PrefixIndex(geometry.num_blocks)
-        self._blocks = BlockPool(geometry.num_blocks, self._index)
+        self._policy = make_policy(policy, geometry.num_blocks)
+        self._blocks = BlockPool(geometry.num_blocks, self._index, self._policy)
+        self._table = SequenceTable(geometry.block_size)
         self._leases: dict[str, Lease] = {}
         self._expiry = ExpiryQueue()
         self._num_rows = 0
@@ -116,6 +130,7 @@ class Ledger:
         for sequence in lease.sequences.values():
             sequence.released = True
             self._blocks.release(sequence.block_table[::-1])
+        self._table.leave(sequence.row for sequence in lease.sequences.values())
         self._num_rows -= len(lease.sequences)
         for step in lease.in_flight:
             self._finish(step)
@@ -145,6 +160,8 @@ class Ledger:
             lease,
             pool=self._blocks,
             index=self._index,
+            policy=self._policy,
+            table=self._table,
             geometry=self.geometry,
             counters=self._counters,
             num_rows=self._num_rows,
@@ -163,14 +180,16 @@ class Ledger:
         step_number: int,
         outcome: StepOutcome,
         *,
-        computed: list[tuple[int, int]],
-        sampled: dict[int, int],
+        seq_ids: IdsLike = (),
+        token_counts: IdsLike = (),
+        sampled_ids: IdsLike = (),
+        sampled_tokens: IdsLike = (),
     ) -> None:
         """Enters the worker's report of a step.
 
-        `computed` says (sequence, tokens whose KV is valid) in the order of the plan's runs; `sampled` the tokens by
-        sequence. A step that is settled already, or of a lease that is gone, has no effect. Raises CallRefused
-        (INVALID_ARGUMENT) if the report does not fit what was planned.
+        `token_counts` are the tokens whose KV is valid of `seq_ids`, the plan's runs in their order; `sampled_tokens`
+        those of `sampled_ids`. A step that is settled already, or of a lease that is gone, has no effect. Raises
+        CallRefused (INVALID_ARGUMENT) if the report does not fit what was planned.
         """
         lease = self._leases.get(lease_id)
         if lease is None or step_number <= lease.settled_step:
@@ -179,8 +198,10 @@ class Ledger:
         if step is None or step.step_number != step_number:
             limit = f"{lease.settled_step + 1}, planned and not reported"
             raise CallRefused(invalid("step_report.step_number", step_number, limit))
+        tokens = NO_IDS
         if outcome is StepOutcome.COMPUTED:
-            refuse_unplanned(step, computed, sampled, vocab_size=self.geometry.vocab_size)
+            refuse_unplanned(step, as_ids(seq_ids), as_ids(token_counts))
+            tokens = self._tokens_by_run(step.runs, as_ids(sampled_ids), as_ids(sampled_tokens))
             refuse_doomed(step)
         lease.in_flight.popleft()
         lease.settled_step = step_number
@@ -189,11 +210,26 @@ class Ledger:
             lease.pending.pop(prefix_hash, None)
         self._count(outcome)
         if outcome is StepOutcome.COMPUTED:
-            self._enter_computed(lease, step, sampled)
-        elif step.runs and not step.is_doomed:
+            self._enter_computed(lease, step.runs, tokens)
+        elif len(step.runs) and not step.is_doomed:
             self._doom_in_flight(lease)
         self._finish(step)
         self._check()
+
+    def _tokens_by_run(self, runs: Runs, sampled_ids: Ids, sampled_tokens: Ids) -> Ids:
+        """The token that each run sampled, 0 where nobody waits for one. Raises CallRefused (INVALID_ARGUMENT)."""
+        if len(sampled_tokens) and sampled_tokens.view(np.uint32).max() >= self.geometry.vocab_size:
+            foreign = [token for token in sampled_tokens.tolist() if not 0 <= token < self.geometry.vocab_size]
+            limit = f"0 to {self.geometry.vocab_size - 1}"
+            raise CallRefused(invalid("step_report.sampled_token_ids", foreign[0], limit))
+        if sampled_ids.tobytes() == runs.seq_ids.tobytes():
+            return sampled_tokens
+        token_of = dict(zip(sampled_ids.tolist(), sampled_tokens.tolist(), strict=True))
+        missing = runs.first_waiting(token_of)
+        if missing is not None:
+            limit = f"a token for sequence {missing}"
+            raise CallRefused(invalid("step_report.sampled_sequence_ids", "incomplete", limit))
+        return np.array([token_of.get(seq_id, 0) for seq_id in runs.seq_ids.tolist()], np.int32)
 
     def _count(self, outcome: StepOutcome) -> None:
         counters = self._counters
@@ -201,40 +237,46 @@ class Ledger:
         counters.failed_steps += outcome is StepOutcome.FAILED
         counters.skipped_steps += outcome is StepOutcome.SKIPPED
 
-    def _enter_computed(self, lease: Lease, step: StepInFlight, sampled: dict[int, int]) -> None:
-        for run in step.runs:
-            run.sequence.num_computed = max(run.sequence.num_computed, run.end)
-            if run.receivers:
-                token = sampled[run.sequence.seq_id].to_bytes(TOKEN_BYTES, "little")
-                for sequence in run.receivers:
-                    sequence.tokens += token
-                    sequence.num_promised -= 1
-        for run in step.runs:
-            self._publish(lease, run.sequence)
-
-    def _publish(self, lease: Lease, sequence: Sequence) -> None:
-        """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
-        num_full = min(sequence.num_computed, sequence.num_known) // self.geometry.block_size
-        if num_full <= sequence.num_published:
+    def _enter_computed(self, lease: Lease, runs: Runs, tokens: Ids) -> None:
+        table, rows = self._table, runs.rows
+        if not len(rows):
             return
-        extend_hashes(sequence, num_full, block_size=self.geometry.block_size)
-        for index in range(sequence.num_published, num_full):
-            block_id = sequence.block_table[index]
-            standing = self._blocks.publish(sequence.hashes[index], block_id)
-            if standing != block_id and not sequence.released:
-                self._swap(lease, sequence, index, standing)
-        sequence.num_published = num_full
+        table.computed[rows] = np.maximum(table.computed[rows], runs.ends)
+        is_received = runs.receives
+        if is_received.all():
+            table.append(rows, tokens)
+        else:
+            table.append(rows[is_received], tokens[is_received])
+        for index, forks in runs.also.items():
+            for sequence in forks:
+                sequence.append_promised(tokens.item(index))
+        num_full = np.minimum(table.computed[rows], table.known[rows]) // self.geometry.block_size
+        has_more = num_full > table.published[rows]
+        for row, count in zip(rows[has_more].tolist(), num_full[has_more].tolist(), strict=True):
+            self._publish(lease, table.at(row), count)
+
+    def _publish(self, lease: Lease, sequence: Sequence, num_full: int) -> None:
+        """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
+        published = sequence.num_published
+        block_ids = sequence.block_table[published:num_full]
+        standing = self._blocks.publish(sequence.hash_up_to(num_full), block_ids)
+        if standing != block_ids and not sequence.released:
+            for index, (block_id, stands) in enumerate(zip(block_ids, standing, strict=True), published):
+                if block_id != stands:
+                    self._swap(lease, sequence, index, stands)
+        sequence.pass_published(num_full)
 
     def _swap(self, lease: Lease, sequence: Sequence, index: int, standing: int) -> None:
         """Two blocks hold the same tokens: keep the one that is published."""
         duplicate = sequence.block_table[index]
-        self._blocks.acquire(standing)
+        self._blocks.acquire((standing,))
         sequence.block_table[index] = standing
         lease.table_changes.append((sequence, index))
         if lease.in_flight:
-            self._blocks.pin(duplicate)
             lease.in_flight[-1].pinned.append(duplicate)
-        self._blocks.release([duplicate])
+            self._blocks.retire((duplicate,))
+        else:
+            self._blocks.release((duplicate,))
 
     def _doom_in_flight(self, lease: Lease) -> None:
         """A step computed nothing: whatever was planned before that was known will compute nothing either."""
@@ -242,14 +284,14 @@ class Ledger:
         for step in lease.in_flight:
             step.is_doomed = True
             lease.known_step = step.step_number
-            for run in step.runs:
-                run.receivers.clear()
+            step.runs.disappoint()
         for sequence in lease.sequences.values():
             sequence.forget_uncomputed()
 
     def _finish(self, step: StepInFlight) -> None:
         self._blocks.unpin(step.pinned)
-        self._num_rows -= step.num_released_rows
+        self._table.leave(step.released_rows)
+        self._num_rows -= len(step.released_rows)
 
     def _require_epoch(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -266,12 +308,9 @@ class Ledger:
     def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
         """Tokens that an admission would find in the cache; takes nothing."""
         root = root_hash(tenant=tenant, salt=salt, model_fingerprint=self.geometry.model_fingerprint)
-        hashes = chain_hashes(root, tokens, block_bytes=self.geometry.block_size * TOKEN_BYTES)
-        most = (len(tokens) // TOKEN_BYTES - 1) // self.geometry.block_size
-        found = 0
-        while found < most and self._index.lookup(hashes[found]) is not None:
-            found += 1
-        return found * self.geometry.block_size
+        size = self.geometry.block_size
+        known = tokens[: (len(tokens) // TOKEN_BYTES - 1) // size * size * TOKEN_BYTES] if tokens else b""
+        return len(self._index.find(chain_hashes(root, known, block_bytes=size * TOKEN_BYTES))) * size
 
     def counts(self) -> BlockCounts:
         return self._blocks.counts()
@@ -283,12 +322,12 @@ class Ledger:
             pool.state(block_id),
             pool.ref_count(block_id),
             pool.pin_count(block_id),
-            self._index.hash_of(block_id),
+            self._index.hashes[block_id] or None,
         )
 
-    def reset_prefix_cache(self) -> int:
-        """Makes nothing findable any more; returns how many blocks were."""
-        dropped = self._blocks.drop_cached()
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None) -> int:
+        """Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were."""
+        dropped = self._blocks.drop_cached(first, self.geometry.num_blocks if end is None else end)
         self._check()
         return dropped
 
@@ -337,7 +376,7 @@ class Ledger:
         yield from self._wrong_pins()
         yield from self._wrong_sharing()
         rows = sum(len(lease.sequences) for lease in self._leases.values())
-        rows += sum(step.num_released_rows for lease in self._leases.values() for step in lease.in_flight)
+        rows += sum(len(step.released_rows) for lease in self._leases.values() for step in lease.in_flight)
         if rows != self._num_rows:
             yield f"{self._num_rows} rows counted in the worker, {rows} are taken"
 
@@ -383,36 +422,30 @@ class Ledger:
 
 def refuse_repeated(request: StepRequest) -> None:
     """A sequence can be computed only once in a step. Raises CallRefused (INVALID_ARGUMENT)."""
+    if not len(request.extend_ids) and not len(request.extend_token_counts):
+        return
     if len(request.extend_ids) != len(request.extend_token_counts):
         limit = f"{len(request.extend_ids)} entries, as extends.sequence_ids"
         raise CallRefused(invalid("extends.token_counts", f"{len(request.extend_token_counts)} entries", limit))
-    if len(set(request.extend_ids)) != len(request.extend_ids):
-        repeated = Counter(request.extend_ids).most_common(1)[0][0]
+    seq_ids = as_ids(request.extend_ids).tolist()
+    if len(set(seq_ids)) != len(seq_ids):
+        repeated = Counter(seq_ids).most_common(1)[0][0]
         raise CallRefused(invalid("extends.sequence_ids", f"{repeated} more than once", "distinct"))
 
 
-def refuse_unplanned(
-    step: StepInFlight, computed: list[tuple[int, int]], sampled: dict[int, int], *, vocab_size: int
-) -> None:
+def as_ids(values: IdsLike) -> Ids:
+    return np.asarray(values, np.int32)
+
+
+def refuse_unplanned(step: StepInFlight, seq_ids: Ids, token_counts: Ids) -> None:
     """A report has to be about what was planned. Raises CallRefused (INVALID_ARGUMENT)."""
-    planned = [(run.sequence.seq_id, run.sampled_position) for run in step.runs]
-    if planned != computed:
+    runs = step.runs
+    is_planned = len(runs) == len(seq_ids) and (runs.seq_ids == seq_ids).all()
+    if not is_planned or not (runs.sampled_positions == token_counts).all():
         raise CallRefused(invalid("step_report.sequence_ids", "other runs", f"the runs of step {step.step_number}"))
-    missing = [seq_id for seq_id in map(receiving_id, step.runs) if seq_id is not None and seq_id not in sampled]
-    if missing:
-        limit = f"a token for sequence {missing[0]}"
-        raise CallRefused(invalid("step_report.sampled_sequence_ids", "incomplete", limit))
-    foreign = [token for token in sampled.values() if not 0 <= token < vocab_size]
-    if foreign:
-        raise CallRefused(invalid("step_report.sampled_token_ids", foreign[0], f"0 to {vocab_size - 1}"))
 
 
 def refuse_doomed(step: StepInFlight) -> None:
     """A step behind one that computed nothing can't have been computed. Raises CallRefused (INVALID_ARGUMENT)."""
-    if step.is_doomed and step.runs:
+    if step.is_doomed and len(step.runs):
         raise CallRefused(invalid("step_report.outcome", "COMPUTED", "FAILED or SKIPPED, as of a step before it"))
-
-
-def receiving_id(run: Run) -> int | None:
-    """The sequence whose sampled token somebody waits for, or None."""
-    return run.sequence.seq_id if run.receivers else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -75,7 +75,7 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     return StepRequest(
         releases=request.release_sequence_ids,
         trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
-        forks=list(decode_forks(request.forks)),
+        forks=[decode_fork(fork) for fork in request.forks],
         extend_ids=request.extends.sequence_ids,
         extend_token_counts=request.extends.token_counts,
         appends=decode_appends(request.extends),
@@ -85,12 +85,10 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     )
 
 
-def decode_forks(forks: Iterable[cache_service_pb2.Fork]) -> Iterator[Fork]:
-    for fork in forks:
-        if not fork.child_sequence_ids:
-            raise CallRefused(invalid("forks.child_sequence_ids", "empty", "at least one sequence"))
-        for child_id in fork.child_sequence_ids:
-            yield Fork(fork.parent_sequence_id, child_id, fork.token_count)
+def decode_fork(fork: cache_service_pb2.Fork) -> Fork:
+    if not fork.child_sequence_ids:
+        raise CallRefused(invalid("forks.child_sequence_ids", "empty", "at least one sequence"))
+    return Fork(fork.parent_sequence_id, fork.child_sequence_ids, fork.token_count)
 
 
 def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:

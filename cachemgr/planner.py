@@ -18,12 +18,13 @@ from hashlib import sha256
 import numpy as np
 
 from quire.cachemgr.errors import Reason, Refusal, invalid, refuse, sequence_not_found
+from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import Lease, Run, StepInFlight
+from quire.cachemgr.leases import Flags, Lease, Runs, StepInFlight
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockPool
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
-from quire.cachemgr.sequences import Sequence
+from quire.cachemgr.sequences import NOWHERE, Ids, Rows, Sequence, SequenceTable
 
 DIGEST_BYTES = 16
 MAX_SEQUENCE_ID = 2**31 - 1
@@ -54,6 +55,8 @@ class StepPlanner:
         *,
         pool: BlockPool,
         index: PrefixIndex,
+        policy: EvictionPolicy,
+        table: SequenceTable,
         geometry: Geometry,
         counters: LedgerCounters,
         num_rows: int,
@@ -61,12 +64,15 @@ class StepPlanner:
         self._lease = lease
         self._pool = pool
         self._index = index
+        self._policy = policy
+        self._table = table
         self._geometry = geometry
         self._counters = counters
         self._num_rows = num_rows
         self._step = StepInFlight(lease.next_step)
-        self._plan = StepPlan(step_number=lease.next_step, known_step=lease.known_step)
+        self._plan = StepPlan(lease.next_step, lease.known_step)
         self._budget: int | None = None
+        self._admitted_rows: list[int] = []
 
     @property
     def num_rows(self) -> int:
@@ -81,13 +87,14 @@ class StepPlanner:
         for trim in request.trims:
             self._answer(PlanItem.TRIM, trim.seq_id, self._trim(trim))
         for fork in request.forks:
-            self._answer(PlanItem.FORK, fork.child_id, self._fork(fork))
-        for seq_id, num_tokens in zip(request.extend_ids, request.extend_token_counts, strict=True):
-            self._answer(PlanItem.EXTEND, seq_id, self._extend(seq_id, num_tokens, request.appends.get(seq_id, b"")))
+            self._fork(fork)
+        if len(request.extend_ids):
+            self._extend_all(request)
         self._budget = request.admission_token_budget or None
         for admission in request.admissions:
             refusal = self._admit(admission, request.admission_reserve)
             self._answer(PlanItem.ADMISSION, admission.seq_id, refusal)
+        self._add_admitted_runs()
         self._lease.next_step += 1
         self._lease.in_flight.append(self._step)
         self._plan.counts = self._pool.counts()
@@ -104,18 +111,19 @@ class StepPlanner:
         if sequence is None:
             return
         sequence.released = True
+        self._lease.rows.leave(sequence)
         self._let_go(sequence.block_table)
-        self._step.num_released_rows += 1
+        self._step.released_rows.append(sequence.row)
         self._plan.released_ids.append(seq_id)
 
     def _let_go(self, block_ids: list[int]) -> None:
         """Releases a table's tail; steps in flight before this one may still touch it."""
         tail_first = block_ids[::-1]
         if self._lease.in_flight:
-            for block_id in tail_first:
-                self._pool.pin(block_id)
-            self._lease.in_flight[-1].pinned.extend(tail_first)
-        self._pool.release(tail_first)
+            self._lease.in_flight[-1].pinned += tail_first
+            self._pool.retire(tail_first)
+        else:
+            self._pool.release(tail_first)
 
     def _write_changed_entries(self) -> None:
         for sequence, index in self._lease.table_changes:
@@ -133,74 +141,133 @@ class StepPlanner:
         return None
 
     def _cut(self, sequence: Sequence, num_tokens: int) -> None:
-        num_full = num_tokens // self._geometry.block_size
-        for prefix_hash, block_id in zip(sequence.hashes[num_full:], sequence.block_table[num_full:], strict=False):
-            if self._lease.pending.get(prefix_hash) == block_id:  # may be written again, with other tokens
-                del self._lease.pending[prefix_hash]
-        sequence.num_promised = max(0, num_tokens - sequence.num_known)
-        del sequence.tokens[num_tokens * TOKEN_BYTES :]
-        del sequence.hashes[num_full:]
-        sequence.num_published = min(sequence.num_published, num_full)
+        self._forget_pending(sequence, num_tokens // self._geometry.block_size)
+        sequence.truncate(num_tokens)
         sequence.num_cached = min(sequence.num_cached, num_tokens)
         sequence.num_computed = min(sequence.num_computed, num_tokens)
         sequence.num_scheduled = min(sequence.num_scheduled, num_tokens)
-        if sequence.sampled_position is not None and sequence.sampled_position >= num_tokens:
-            sequence.sampled_position = None
+        sequence.num_writable = 0
+        if sequence.sampled_position >= num_tokens:
+            sequence.sampled_position = NOWHERE
         for step in self._lease.in_flight:
-            for run in step.runs:
-                cut_run(run, sequence, num_tokens)
+            step.runs.cut(sequence, num_tokens)
         num_kept = self._geometry.num_blocks_for(num_tokens)
         tail = sequence.block_table[num_kept:]
         del sequence.block_table[num_kept:]
         self._let_go(tail)
 
+    def _forget_pending(self, sequence: Sequence, num_full: int) -> None:
+        """Blocks behind the first `num_full` may be written again with other tokens: nobody is to share them."""
+        first = max(num_full, sequence.num_published)
+        hashes = sequence.hashes[first - sequence.num_published :]
+        for prefix_hash, block_id in zip(hashes, sequence.block_table[first:], strict=False):
+            if self._lease.pending.get(prefix_hash) == block_id:
+                del self._lease.pending[prefix_hash]
+        sequence.unpublish(num_full, self._index)
+
     # -- forks ----------------------------------------------------------------------------------------------------
 
-    def _fork(self, fork: Fork) -> Refusal | None:
+    def _fork(self, fork: Fork) -> None:
         parent = self._lease.sequences.get(fork.parent_id)
+        refusal = self._refuse_fork(fork, parent)
+        children = []
+        for child_id in fork.child_ids:
+            refused = refusal or self._refuse_new(child_id)
+            self._answer(PlanItem.FORK, child_id, refused)
+            if refused is None and parent is not None:
+                children.append(self._continue(parent, child_id, fork.num_tokens))
+        if parent is not None and children:
+            self._pool.acquire(children[0].block_table, len(children))
+            parent.num_writable = 0
+            self._counters.forks += len(children)
+
+    def _refuse_fork(self, fork: Fork, parent: Sequence | None) -> Refusal | None:
         if parent is None:
             return sequence_not_found(fork.parent_id)
         if not 1 <= fork.num_tokens <= parent.num_tokens:
             return position_out_of_range(fork.parent_id, fork.num_tokens, parent.num_tokens)
-        refusal = self._refuse_new(fork.child_id)
-        if refusal is not None:
-            return refusal
-        child = self._continue(parent, fork.child_id, fork.num_tokens)
-        self._enter(child)
-        for step in self._lease.in_flight:
-            for run in step.runs:
-                if parent in run.receivers and run.sampled_position < fork.num_tokens:
-                    run.receivers.append(child)
-        self._plan.fork_parent_ids.append(fork.parent_id)
-        self._plan.fork_child_ids.append(fork.child_id)
-        self._counters.forks += 1
         return None
 
     def _continue(self, parent: Sequence, child_id: int, num_tokens: int) -> Sequence:
-        """A sequence that shares the parent's blocks and computes its last token again, into a copy."""
-        num_full = num_tokens // self._geometry.block_size
-        table = parent.block_table[: self._geometry.num_blocks_for(num_tokens)]
-        for block_id in table:
-            self._pool.acquire(block_id)
-        num_scheduled = min(parent.num_scheduled, num_tokens - 1)
-        position = parent.sampled_position
-        return Sequence(
-            seq_id=child_id,
-            root=parent.root,
-            tokens=parent.tokens[: num_tokens * TOKEN_BYTES],
-            block_table=table,
-            hashes=parent.hashes[:num_full],
-            num_cached=min(parent.num_cached, num_scheduled),
-            num_computed=min(parent.num_computed, num_scheduled),
-            num_scheduled=num_scheduled,
-            num_promised=max(0, num_tokens - parent.num_known),
-            num_published=min(parent.num_published, num_scheduled // self._geometry.block_size),
-            sampled_position=position if position is not None and position < num_tokens else None,
-        )
+        """A sequence that has the parent's blocks in its table and computes its last token again, into a copy."""
+        block_table = parent.block_table[: self._geometry.num_blocks_for(num_tokens)]
+        child = Sequence(self._table, child_id, parent.root, block_table)
+        child.copy_beginning(parent, num_tokens, self._index)
+        self._enter(child)
+        for step in self._lease.in_flight:
+            step.runs.join(parent, child, num_tokens)
+        self._plan.fork_parent_ids.append(parent.seq_id)
+        self._plan.fork_child_ids.append(child_id)
+        return child
 
     # -- computing ------------------------------------------------------------------------------------------------
 
+    def _extend_all(self, request: StepRequest) -> None:
+        """All extends: what each one needs, in the order of the request; then the bounds of all at once."""
+        table, appends = self._table, request.appends
+        seq_ids = np.asarray(request.extend_ids, np.int32)
+        rows = self._lease.find_rows(seq_ids, table)
+        starts = table.scheduled[rows]
+        ends = starts + request.extend_token_counts
+        is_given = (table.sampled[rows] != starts) | (ends != starts + 1)
+        is_decode = ~is_given & (table.tokens[rows] == ends)
+        if appends:
+            is_decode &= [seq_id not in appends for seq_id in seq_ids.tolist()]
+        is_ready = is_decode & (starts < table.writable[rows])
+        for index in (~is_ready).nonzero()[0].tolist():
+            if is_decode[index] and self._add_block(table.at(rows.item(index)), starts.item(index)):
+                is_ready[index] = True
+                continue
+            seq_id = seq_ids.item(index)
+            refusal = self._extend(seq_id, ends.item(index) - starts.item(index), appends.get(seq_id, b""))
+            self._answer(PlanItem.EXTEND, seq_id, refusal)
+            is_ready[index] = refusal is None
+        if not is_ready.all():
+            seq_ids, rows, starts, ends = seq_ids[is_ready], rows[is_ready], starts[is_ready], ends[is_ready]
+            is_given = is_given[is_ready]
+        if len(rows):
+            self._schedule_all(seq_ids, rows, starts, ends, is_given)
+
+    def _schedule_all(self, seq_ids: Ids, rows: Rows, starts: Rows, ends: Rows, is_given: Flags) -> None:
+        """Puts runs into the plan. One that reaches its sequence's last token samples the next one."""
+        table, plan = self._table, self._plan
+        for index in is_given.nonzero()[0].tolist():
+            self._give(index, table.at(rows.item(index)).token_bytes(starts.item(index), ends.item(index)))
+        samples = table.tokens[rows] == ends
+        table.scheduled[rows] = ends
+        sampling, positions = (rows, ends) if samples.all() else (rows[samples], ends[samples])
+        table.tokens[sampling] = positions + 1
+        table.sampled[sampling] = positions
+        plan.run_seq_ids = seq_ids.tolist()
+        plan.run_starts = starts.tolist()
+        plan.run_token_counts = (ends - starts).tolist()
+        plan.run_samples = samples.tolist()
+        self._step.runs = Runs(rows, seq_ids, ends, samples)
+        block_size = self._geometry.block_size
+        fills_known = np.minimum(ends, table.known[rows]) // block_size > starts // block_size
+        for index in fills_known.nonzero()[0].tolist():
+            self._expect_hashes(table.at(rows.item(index)), starts.item(index), ends.item(index))
+
+    def _give(self, run_index: int, tokens: bytes) -> None:
+        """The client sends the worker these tokens for the run."""
+        self._plan.given_run_indexes.append(run_index)
+        self._plan.given_digests += sha256(tokens).digest()[:DIGEST_BYTES]
+
+    def _add_block(self, sequence: Sequence, start: int) -> bool:
+        """Whether a sequence whose table is full has got the block that it needs to go on."""
+        block_table, block_size = sequence.block_table, self._geometry.block_size
+        if start != len(block_table) * block_size or start >= self._geometry.max_tokens:
+            return False
+        if not self._pool.num_allocatable:
+            return False
+        fresh = self._pool.allocate(1)
+        self._plan.write(sequence.seq_id, len(block_table), fresh)
+        block_table += fresh
+        sequence.num_writable = min(start + block_size, self._geometry.max_tokens)
+        return True
+
     def _extend(self, seq_id: int, num_tokens: int, append: bytes) -> Refusal | None:
+        """Makes room for the next tokens of a sequence and appends those that are given."""
         sequence = self._lease.sequences.get(seq_id)
         if sequence is None:
             return sequence_not_found(seq_id)
@@ -212,15 +279,11 @@ class StepPlanner:
             self._refuse_append(sequence, append)
             or refuse_too_long(seq_id, max(end, sequence.num_known + num_appended), self._geometry)
             or self._refuse_uncomputable(sequence, num_tokens, num_appended)
+            or self._make_writable(sequence, end, num_tokens=sequence.num_tokens + num_appended)
         )
-        if refusal is not None:
-            return refusal
-        refusal = self._make_writable(sequence, end, num_tokens=sequence.num_tokens + num_appended)
-        if refusal is not None:
-            return refusal
-        sequence.tokens += append
-        self._run(sequence, num_tokens)
-        return None
+        if refusal is None and append:
+            sequence.append(append)
+        return refusal
 
     def _refuse_append(self, sequence: Sequence, append: bytes) -> Refusal | None:
         if not append:
@@ -248,30 +311,35 @@ class StepPlanner:
         with nothing changed, if there are too few blocks.
         """
         table, block_size, start = sequence.block_table, self._geometry.block_size, sequence.num_scheduled
-        num_written = min(self._geometry.num_blocks_for(end), len(table))
-        foreign = [i for i in range(start // block_size, num_written) if not self._pool.is_writable(table[i])]
+        num_blocks = self._geometry.num_blocks_for(end)
+        written = range(start // block_size, min(num_blocks, len(table)))
+        foreign = [index for index in written if not self._pool.is_writable(table[index])]
         num_fresh = len(foreign) + max(0, self._geometry.num_blocks_for(num_tokens) - len(table))
         if num_fresh > self._pool.num_allocatable:
             return self._out_of_blocks(sequence.seq_id, num_fresh, self._pool.num_allocatable)
-        for index in range(start // block_size, num_written):
+        for index in written:
             if self._pool.pin_count(table[index]) and index not in foreign:
                 self._forget_claims(table[index])
         fresh = self._pool.allocate(num_fresh)
-        for index in foreign:
-            self._replace(sequence, index, fresh.pop(0), is_copied=index * block_size < start)
-        if fresh:
-            self._plan.write(sequence.seq_id, len(table), fresh)
-            table += fresh
+        for index, target in zip(foreign, fresh, strict=False):
+            self._replace(sequence, index, target, is_copied=index * block_size < start)
+        if len(fresh) > len(foreign):
+            self._plan.write(sequence.seq_id, len(table), fresh[len(foreign) :])
+            table += fresh[len(foreign) :]
+        sequence.num_writable = min(num_blocks * block_size, self._geometry.max_tokens)
         return None
 
     def _forget_claims(self, block_id: int) -> None:
         """A released sequence shared this block, which is to be written again: its runs in flight do not publish it."""
-        for run in (run for step in self._lease.in_flight for run in step.runs if run.sequence.released):
-            if block_id not in run.sequence.block_table:
+        steps = (*self._lease.in_flight, self._step)
+        for sequence in [self._table.at(row) for step in steps for row in step.released_rows]:
+            if block_id not in sequence.block_table:
                 continue
-            index = run.sequence.block_table.index(block_id)
-            run.end = min(run.end, index * self._geometry.block_size)
-            for prefix_hash in run.sequence.hashes[index : index + 1]:
+            index = sequence.block_table.index(block_id)
+            for step in steps:
+                step.runs.limit(sequence, index * self._geometry.block_size)
+            first = index - sequence.num_published
+            for prefix_hash in sequence.hashes[max(0, first) : first + 1]:
                 if self._lease.pending.get(prefix_hash) == block_id:
                     del self._lease.pending[prefix_hash]
 
@@ -279,51 +347,31 @@ class StepPlanner:
         """Copy-on-write of one block of the table; the old one stays pinned as long as a step may read it."""
         source = sequence.block_table[index]
         sequence.block_table[index] = target
-        self._plan.write(sequence.seq_id, index, [target])
+        self._plan.write(sequence.seq_id, index, (target,))
         if not is_copied:
             self._let_go([source])
             return
         self._plan.copy_sources.append(source)
         self._plan.copy_targets.append(target)
         self._counters.copied_blocks += 1
-        self._pool.pin(source)
         self._step.pinned.append(source)
-        self._pool.release([source])
+        self._pool.retire((source,))
 
     def _out_of_blocks(self, seq_id: int, needed: int, available: int) -> Refusal:
         retired = self._pool.num_retired
         message = f"sequence {seq_id} needs {needed} blocks; {available} are free or evictable, {retired} retired"
         return refuse(Reason.OUT_OF_BLOCKS, message, sequence_id=seq_id, needed=needed, free=available, retired=retired)
 
-    def _run(self, sequence: Sequence, num_tokens: int) -> None:
-        """Schedules the next tokens. A run that reaches the last token samples the next one."""
-        start, end = sequence.num_scheduled, sequence.num_scheduled + num_tokens
-        if not (num_tokens == 1 and start == sequence.sampled_position):
-            self._plan.given_run_indexes.append(len(self._plan.run_seq_ids))
-            self._plan.given_digests += sha256(sequence.token_bytes(start, end)).digest()[:DIGEST_BYTES]
-        samples = end == sequence.num_tokens
-        self._plan.run_seq_ids.append(sequence.seq_id)
-        self._plan.run_starts.append(start)
-        self._plan.run_token_counts.append(num_tokens)
-        self._plan.run_samples.append(samples)
-        self._step.runs.append(Run(sequence, end, end, receivers=[sequence] if samples else []))
-        self._expect_hashes(sequence, start, end)
-        sequence.num_scheduled = end
-        if samples:
-            sequence.num_promised += 1
-            sequence.sampled_position = end
-
     def _expect_hashes(self, sequence: Sequence, start: int, end: int) -> None:
         """Lets later plans of the lease share the blocks that this step fills, as far as their tokens are known."""
-        block_size = self._geometry.block_size
+        block_size, published = self._geometry.block_size, sequence.num_published
         num_full = min(end, sequence.num_known) // block_size
-        if num_full <= start // block_size:
-            return
-        extend_hashes(sequence, num_full, block_size=block_size)
-        for index in range(start // block_size, num_full):
-            prefix_hash, block_id = sequence.hashes[index], sequence.block_table[index]
-            if prefix_hash not in self._lease.pending and self._pool.is_writable(block_id):
-                self._lease.pending[prefix_hash] = block_id
+        first = start // block_size
+        hashes = sequence.hash_up_to(num_full)[first - published :]
+        pending = self._lease.pending
+        for prefix_hash, block_id in zip(hashes, sequence.block_table[first:num_full], strict=True):
+            if prefix_hash not in pending and self._pool.is_writable(block_id):
+                pending[prefix_hash] = block_id
                 self._step.pending.append(prefix_hash)
 
     # -- admissions -----------------------------------------------------------------------------------------------
@@ -346,23 +394,15 @@ class StepPlanner:
         hashes = chain_hashes(root, admission.tokens, block_bytes=self._geometry.block_size * TOKEN_BYTES)
         found, num_published = self._find(hashes, num_tokens)
         num_fresh = self._geometry.num_blocks_for(num_tokens) - len(found)
-        available = self._pool.num_allocatable - sum(map(self._pool.is_cached, found))
+        available = self._pool.num_allocatable - self._pool.num_parked(found)
         if num_fresh + reserve > available:
             return self._out_of_blocks(seq_id, num_fresh + reserve, available)
-        for block_id in found:
-            self._pool.acquire(block_id)
-        num_cached = len(found) * self._geometry.block_size
-        sequence = Sequence(
-            seq_id=seq_id,
-            root=root,
-            tokens=bytearray(admission.tokens),
-            block_table=found + self._pool.allocate(num_fresh),
-            hashes=hashes,
-            num_cached=num_cached,
-            num_computed=num_published * self._geometry.block_size,
-            num_scheduled=num_cached,
-            num_published=num_published,
-        )
+        self._pool.acquire(found)
+        fresh = self._pool.allocate(num_fresh)
+        self._policy.admit(found, fresh)
+        sequence = Sequence(self._table, seq_id, root, found + fresh)
+        sequence.begin(admission.tokens, hashes, num_cached_blocks=len(found), num_published=num_published)
+        sequence.num_writable = min(len(sequence.block_table) * self._geometry.block_size, self._geometry.max_tokens)
         self._enter(sequence)
         self._run_admitted(sequence, admission.max_compute)
         return None
@@ -372,33 +412,59 @@ class StepPlanner:
 
         At least one token is left to compute.
         """
-        found: list[int] = []
-        num_published = 0
-        for prefix_hash in hashes[: (num_tokens - 1) // self._geometry.block_size]:
-            block_id = self._index.lookup(prefix_hash)
-            if block_id is not None:
-                num_published += num_published == len(found)
-            else:
-                block_id = self._lease.pending.get(prefix_hash)
-                if block_id is None or not self._pool.ref_count(block_id):
+        most = (num_tokens - 1) // self._geometry.block_size
+        found = self._index.find(hashes[:most])
+        num_published, pending = len(found), self._lease.pending
+        if pending:
+            for prefix_hash in hashes[num_published:most]:
+                block_id = self._index.lookup(prefix_hash) or pending.get(prefix_hash)
+                if block_id is None or not (self._pool.ref_count(block_id) or self._index.hashes[block_id]):
                     break
-            found.append(block_id)
+                found.append(block_id)
         return found, num_published
 
     def _run_admitted(self, sequence: Sequence, max_compute: int) -> None:
-        num_left = sequence.num_known - sequence.num_scheduled
+        plan, start, num_known = self._plan, sequence.num_scheduled, sequence.num_known
+        num_left = num_known - start
         count = min(num_left, max_compute or num_left, num_left if self._budget is None else self._budget)
         if self._budget is not None:
             self._budget -= count
         self._counters.admissions += 1
-        self._counters.admitted_tokens += sequence.num_known
-        self._counters.cached_tokens += sequence.num_cached
-        self._plan.admitted_ids.append(sequence.seq_id)
-        self._plan.admitted_cached_counts.append(sequence.num_cached)
-        self._run(sequence, count)
+        self._counters.admitted_tokens += num_known
+        self._counters.cached_tokens += start
+        plan.admitted_ids.append(sequence.seq_id)
+        plan.admitted_cached_counts.append(start)
+        end = start + count
+        samples = end == num_known
+        self._give(len(plan.run_seq_ids), sequence.token_bytes(start, end))
+        plan.run_seq_ids.append(sequence.seq_id)
+        plan.run_starts.append(start)
+        plan.run_token_counts.append(count)
+        plan.run_samples.append(samples)
+        self._admitted_rows.append(sequence.row)
+        sequence.num_scheduled = end
+        if samples:
+            sequence.num_tokens = end + 1
+            sequence.sampled_position = end
+        self._expect_hashes(sequence, start, end)
+
+    def _add_admitted_runs(self) -> None:
+        """The runs of the admissions come after those of the extends."""
+        num_admitted, plan, runs = len(self._admitted_rows), self._plan, self._step.runs
+        if not num_admitted:
+            return
+        starts, counts = np.array(plan.run_starts[-num_admitted:]), np.array(plan.run_token_counts[-num_admitted:])
+        added = Runs(
+            np.array(self._admitted_rows),
+            np.array(plan.run_seq_ids[-num_admitted:], np.int32),
+            starts + counts,
+            np.array(plan.run_samples[-num_admitted:]),
+        )
+        self._step.runs = runs.followed_by(added) if len(runs) else added
 
     def _enter(self, sequence: Sequence) -> None:
         self._lease.sequences[sequence.seq_id] = sequence
+        self._lease.rows.enter(sequence, self._lease.sequences)
         self._num_rows += 1
         self._plan.write(sequence.seq_id, 0, sequence.block_table)
 
@@ -421,23 +487,6 @@ class StepPlanner:
         return refuse(Reason.TOKEN_BUDGET_SPENT, message, sequence_id=seq_id)
 
 
-def extend_hashes(sequence: Sequence, num_full: int, *, block_size: int) -> None:
-    """Makes sequence.hashes cover its first num_full blocks, whose tokens are known."""
-    done = len(sequence.hashes)
-    if num_full > done:
-        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
-        tokens = sequence.token_bytes(done * block_size, num_full * block_size)
-        sequence.hashes += chain_hashes(parent, tokens, block_bytes=block_size * TOKEN_BYTES)
-
-
-def cut_run(run: Run, sequence: Sequence, num_tokens: int) -> None:
-    """What a run in flight computes for a sequence that is trimmed counts only up to what is kept."""
-    if sequence in run.receivers and run.sampled_position >= num_tokens:
-        run.receivers.remove(sequence)
-    if run.sequence is sequence:
-        run.end = min(run.end, num_tokens)
-
-
 def position_out_of_range(seq_id: int, value: int, limit: int) -> Refusal:
     message = f"position {value} of sequence {seq_id} must be 1 to {limit}"
     return refuse(Reason.POSITION_OUT_OF_RANGE, message, sequence_id=seq_id, value=value, limit=limit)
@@ -450,10 +499,10 @@ def refuse_empty(seq_id: int, num_tokens: int) -> Refusal | None:
 
 
 def refuse_too_long(seq_id: int, num_tokens: int, geometry: Geometry) -> Refusal | None:
-    pool_tokens = (geometry.num_blocks - 1) * geometry.block_size
-    limit, limited_by = min((geometry.max_sequence_tokens, "model"), (pool_tokens, "pool"))
+    limit = geometry.max_tokens
     if num_tokens <= limit:
         return None
+    limited_by = "model" if limit == geometry.max_sequence_tokens else "pool"
     message = f"sequence {seq_id} would have {num_tokens} tokens; the {limited_by}'s limit is {limit}"
     return refuse(
         Reason.SEQUENCE_TOO_LONG, message, sequence_id=seq_id, value=num_tokens, limit=limit, limited_by=limited_by
@@ -461,11 +510,11 @@ def refuse_too_long(seq_id: int, num_tokens: int, geometry: Geometry) -> Refusal
 
 
 def refuse_foreign_tokens(seq_id: int, tokens: bytes, geometry: Geometry) -> Refusal | None:
-    ids = np.frombuffer(tokens, dtype="<i4")
-    foreign = (ids < 0) | (ids >= geometry.vocab_size)
-    if not foreign.any():
+    ids = np.frombuffer(tokens, dtype="<u4")  # negative ones are large
+    if not len(ids) or ids.max() < geometry.vocab_size:
         return None
+    foreign = ids >= geometry.vocab_size
     index = int(foreign.argmax())
-    value, limit = int(ids[index]), geometry.vocab_size - 1
+    value, limit = int(ids.view(np.int32)[index]), geometry.vocab_size - 1
     message = f"token {value} at index {index} of sequence {seq_id} is not in the vocabulary, 0 to {limit}"
     return refuse(Reason.TOKEN_OUT_OF_RANGE, message, sequence_id=seq_id, index=index, value=value, limit=limit)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.cachemgr.errors import Refusal
 from quire.cachemgr.pool import BlockCounts
 
@@ -29,9 +32,9 @@ class Trim:
 @dataclass(frozen=True, slots=True)
 class Fork:
     parent_id: int
-    child_id: int
+    child_ids: Sequence[int]
     num_tokens: int
-    """Tokens the child begins with."""
+    """Tokens each child begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class StepRequest:
     releases: Sequence[int] = ()
     trims: Sequence[Trim] = ()
     forks: Sequence[Fork] = ()
-    extend_ids: Sequence[int] = ()
-    extend_token_counts: Sequence[int] = ()
+    extend_ids: Sequence[int] | npt.NDArray[np.int32] = ()
+    extend_token_counts: Sequence[int] | npt.NDArray[np.int32] = ()
     """Tokens to compute, parallel to extend_ids."""
     appends: Mapping[int, bytes] = field(default_factory=dict)
     """Tokens to append before computing, by sequence, TOKEN_BYTES each."""

@@ -42,6 +42,19 @@ def geometry(
     )
 
 
+def report_to(ledger: Ledger, lease_id: str, number: int, outcome: StepOutcome, *, computed, sampled) -> None:
+    """Reports (sequence, tokens computed) and the token sampled by sequence."""
+    ledger.settle(
+        lease_id,
+        number,
+        outcome,
+        seq_ids=[seq_id for seq_id, _ in computed],
+        token_counts=[count for _, count in computed],
+        sampled_ids=list(sampled),
+        sampled_tokens=list(sampled.values()),
+    )
+
+
 class Bench:
     """A ledger with leases "a" and "b", and a worker that samples what it is told to, 9 if nothing."""
 
@@ -75,7 +88,7 @@ class Bench:
         self.report(number, StepOutcome.COMPUTED, lease_id, computed=computed, sampled=sampled | (samples or {}))
 
     def report(self, number: int, outcome: StepOutcome, lease_id: str = "a", *, computed=(), sampled=None) -> None:
-        self.ledger.settle(lease_id, number, outcome, computed=list(computed), sampled=sampled or {})
+        report_to(self.ledger, lease_id, number, outcome, computed=computed, sampled=sampled or {})
 
     def table(self, seq_id: int, lease_id: str = "a") -> list[int]:
         return list(self.sequence(seq_id, lease_id).block_table)
@@ -374,7 +387,7 @@ def test_a_fork_shares_all_blocks_and_copies_the_one_it_writes(bench: Bench) -> 
     bench.admit(1, 1, 2, 3)
     bench.settle()
     parent = bench.table(1)
-    plan = bench.plan(forks=[Fork(1, 2, 4)], extend_ids=[2, 1], extend_token_counts=[1, 1])
+    plan = bench.plan(forks=[Fork(1, [2], 4)], extend_ids=[2, 1], extend_token_counts=[1, 1])
     assert (plan.fork_parent_ids, plan.fork_child_ids) == ([1], [2])
     assert plan.given_run_indexes == []
     assert (plan.run_starts, plan.copy_sources) == ([3, 3], [parent[1]])
@@ -387,7 +400,7 @@ def test_the_source_of_a_copy_stays_retired_until_the_copying_step_has_passed(be
     bench.admit(1, 1, 2, 3)
     bench.settle()
     source = bench.table(1)[1]
-    bench.plan(forks=[Fork(1, 2, 4)])
+    bench.plan(forks=[Fork(1, [2], 4)])
     bench.plan(extend_ids=[2, 1], extend_token_counts=[1, 1])
     bench.plan(releases=[1])
     assert bench.state(source) is BlockState.RETIRED
@@ -412,7 +425,7 @@ def test_both_of_two_sharers_of_a_published_block_copy_it(bench: Bench) -> None:
 
 def test_a_fork_takes_a_token_that_is_being_sampled(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
-    bench.plan(forks=[Fork(1, 2, 4), Fork(1, 3, 3)])
+    bench.plan(forks=[Fork(1, [2], 4), Fork(1, [3], 3)])
     plan = bench.plan(extend_ids=[2, 3], extend_token_counts=[1, 1])
     assert (plan.run_starts, plan.given_run_indexes) == ([3, 2], [1])
     bench.settle(samples={1: 8})
@@ -424,7 +437,7 @@ def test_a_fork_takes_a_token_that_is_being_sampled(bench: Bench) -> None:
 
 def test_a_fork_of_a_fork_in_the_same_plan(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
-    plan = bench.plan(forks=[Fork(1, 2, 4), Fork(2, 3, 4)])
+    plan = bench.plan(forks=[Fork(1, [2], 4), Fork(2, [3], 4)])
     assert (plan.fork_parent_ids, plan.fork_child_ids) == ([1, 2], [2, 3])
     bench.settle(samples={1: 8})
     assert bench.tokens(3) == [1, 2, 3, 8]
@@ -434,7 +447,7 @@ def test_a_fork_at_the_end_of_a_published_block_gives_its_copy_back(bench: Bench
     bench.admit(1, 1, 2, 3, 4)
     bench.settle()
     parent = bench.table(1)
-    bench.plan(forks=[Fork(1, 2, 4)], extend_ids=[2], extend_token_counts=[1])
+    bench.plan(forks=[Fork(1, [2], 4)], extend_ids=[2], extend_token_counts=[1])
     copy = bench.table(2)[1]
     assert copy != parent[1]
     bench.settle()
@@ -475,7 +488,7 @@ def test_a_changed_entry_of_a_sequence_that_is_released_is_not_written(bench: Be
 
 def test_a_block_that_a_fork_writes_on_is_not_published_for_the_released_parent(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3, 4, 5)
-    bench.plan(forks=[Fork(1, 2, 3)])
+    bench.plan(forks=[Fork(1, [2], 3)])
     shared = bench.table(2)[1]
     plan = bench.plan(releases=[1], extend_ids=[2], extend_token_counts=[2], appends={2: pack(8)})
     assert (bench.table(2)[1], plan.copy_sources) == (shared, [])
@@ -490,7 +503,7 @@ def test_a_block_that_a_fork_writes_on_is_not_published_for_the_released_parent(
 
 def test_a_block_that_a_fork_writes_on_is_not_shared_as_what_the_released_parent_put_there(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3, 4, 5)
-    bench.plan(forks=[Fork(1, 2, 3)])
+    bench.plan(forks=[Fork(1, [2], 3)])
     bench.plan(releases=[1], extend_ids=[2], extend_token_counts=[2], appends={2: pack(8)})
     assert bench.admit(3, 1, 2, 3, 4, 5).admitted_cached_counts == [2]
 
@@ -524,7 +537,7 @@ def test_a_step_behind_a_failed_one_can_not_be_reported_computed(bench: Bench) -
 def test_nothing_of_a_step_that_computed_nothing_counts(bench: Bench, outcome: StepOutcome) -> None:
     bench.admit(1, 1, 2, 3)
     bench.extend(1)
-    bench.plan(forks=[Fork(1, 2, 5)])
+    bench.plan(forks=[Fork(1, [2], 5)])
     bench.report(1, outcome)
     for seq_id in (1, 2):
         sequence = bench.sequence(seq_id)
@@ -756,12 +769,12 @@ def item_reasons() -> Iterator[tuple[dict[str, object], PlanItem, int, Reason]]:
     yield {"trims": [Trim(7, 1)]}, trim, 7, Reason.SEQUENCE_NOT_FOUND
     yield {"trims": [Trim(1, 0)]}, trim, 1, Reason.POSITION_OUT_OF_RANGE
     yield {"trims": [Trim(1, 5)]}, trim, 1, Reason.POSITION_OUT_OF_RANGE
-    yield {"forks": [Fork(7, 8, 1)]}, fork, 8, Reason.SEQUENCE_NOT_FOUND
-    yield {"forks": [Fork(1, 8, 0)]}, fork, 8, Reason.POSITION_OUT_OF_RANGE
-    yield {"forks": [Fork(1, 8, 5)]}, fork, 8, Reason.POSITION_OUT_OF_RANGE
-    yield {"forks": [Fork(1, 2, 1)]}, fork, 2, Reason.SEQUENCE_EXISTS
-    yield {"forks": [Fork(1, -1, 1)]}, fork, -1, Reason.INVALID_ARGUMENT
-    yield {"forks": [Fork(1, 2**31, 1)]}, fork, 2**31, Reason.INVALID_ARGUMENT
+    yield {"forks": [Fork(7, [8], 1)]}, fork, 8, Reason.SEQUENCE_NOT_FOUND
+    yield {"forks": [Fork(1, [8], 0)]}, fork, 8, Reason.POSITION_OUT_OF_RANGE
+    yield {"forks": [Fork(1, [8], 5)]}, fork, 8, Reason.POSITION_OUT_OF_RANGE
+    yield {"forks": [Fork(1, [2], 1)]}, fork, 2, Reason.SEQUENCE_EXISTS
+    yield {"forks": [Fork(1, [-1], 1)]}, fork, -1, Reason.INVALID_ARGUMENT
+    yield {"forks": [Fork(1, [2**31], 1)]}, fork, 2**31, Reason.INVALID_ARGUMENT
     yield {"extend_ids": [7], "extend_token_counts": [1]}, extend, 7, Reason.SEQUENCE_NOT_FOUND
     yield {"extend_ids": [1], "extend_token_counts": [0]}, extend, 1, Reason.INVALID_ARGUMENT
     yield {"extend_ids": [1], "extend_token_counts": [2]}, extend, 1, Reason.NOTHING_TO_COMPUTE
@@ -808,7 +821,7 @@ def test_rows_are_limited_and_free_again_when_the_releasing_step_has_passed() ->
     bench = bench_of(max_sequences=2)
     plan = bench.plan(admissions=[Admission(i, pack(i)) for i in range(3)])
     assert reasons(plan) == [(PlanItem.ADMISSION, 2, Reason.TOO_MANY_SEQUENCES)]
-    assert reasons(bench.plan(forks=[Fork(0, 5, 1)])) == [(PlanItem.FORK, 5, Reason.TOO_MANY_SEQUENCES)]
+    assert reasons(bench.plan(forks=[Fork(0, [5], 1)])) == [(PlanItem.FORK, 5, Reason.TOO_MANY_SEQUENCES)]
     bench.plan(releases=[0])
     assert reasons(bench.admit(2, 2)) == [(PlanItem.ADMISSION, 2, Reason.TOO_MANY_SEQUENCES)]
     for _ in range(3):
@@ -852,7 +865,7 @@ def test_statistics_count_what_happened(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.settle()
     before = bench.ledger.statistics()
-    bench.plan(forks=[Fork(1, 2, 4)], extend_ids=[1, 2, 7], extend_token_counts=[1, 1, 1])
+    bench.plan(forks=[Fork(1, [2], 4)], extend_ids=[1, 2, 7], extend_token_counts=[1, 1, 1])
     bench.settle()
     bench.admit(3, 1, 2, 4)
     bench.report(3, StepOutcome.FAILED)

@@ -390,9 +390,10 @@ class Books:
             self.note(PlanItem.TRIM, trim.seq_id, self.trim(trim))
         forked = []
         for fork in request.forks:
-            reason = self.fork(fork)
-            self.note(PlanItem.FORK, fork.child_id, reason)
-            forked += [] if reason else [(fork.parent_id, fork.child_id)]
+            for child_id in fork.child_ids:
+                reason = self.fork(fork, child_id)
+                self.note(PlanItem.FORK, child_id, reason)
+                forked += [] if reason else [(fork.parent_id, child_id)]
         for seq_id, count in zip(request.extend_ids, request.extend_token_counts, strict=True):
             append = request.appends.get(seq_id, b"")
             tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
@@ -458,18 +459,18 @@ class Books:
         self.drop(tail)
         return None
 
-    def fork(self, fork: Fork) -> Reason | None:
+    def fork(self, fork: Fork, child_id: int) -> Reason | None:
         parent, count = self.lease.sequences.get(fork.parent_id), fork.num_tokens
         if parent is None:
             return Reason.SEQUENCE_NOT_FOUND
         if not 1 <= count <= len(parent.tokens):
             return Reason.POSITION_OUT_OF_RANGE
-        if (reason := self.refuse_new(fork.child_id)) is not None:
+        if (reason := self.refuse_new(child_id)) is not None:
             return reason
         scheduled = min(parent.scheduled, count - 1)
         at = parent.sampled_at
         child = BookSequence(
-            fork.child_id,
+            child_id,
             parent.tag,
             parent.tokens[:count],
             parent.table[: -(-count // self.size)],
@@ -478,8 +479,8 @@ class Books:
             published=min(parent.published, scheduled // self.size),
             sampled_at=at if at is not None and at < count else None,
         )
-        assert self.writes.take(fork.child_id, 0, len(child.table)) == child.table
-        self.lease.sequences[fork.child_id] = child
+        assert self.writes.take(child_id, 0, len(child.table)) == child.table
+        self.lease.sequences[child_id] = child
         return None
 
     def refuse_new(self, seq_id: int) -> Reason | None:
@@ -695,11 +696,12 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
         steps = list(lease.in_flight)
         if but_last_step and lease.lease_id == lease_id:
             last = steps.pop()
-            assert not any((last.runs, last.pinned, last.pending, last.num_released_rows))
+            assert not len(last.runs) and not any((last.pinned, last.pending, last.released_rows))
         sequences = {
             seq_id: (
-                bytes(s.tokens),
+                s.tokens,
                 tuple(s.block_table),
+                s.last_hash,
                 tuple(s.hashes),
                 s.num_cached,
                 s.num_computed,
@@ -708,16 +710,19 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
                 s.num_published,
                 s.sampled_position,
                 s.released,
+                s.row,
             )
             for seq_id, s in lease.sequences.items()
         }
         in_flight = [
             (
                 step.step_number,
-                [(id(r.sequence), r.sampled_position, r.end, list(map(id, r.receivers))) for r in step.runs],
+                *(array.tobytes() for array in (step.runs.rows, step.runs.sampled_positions, step.runs.ends)),
+                *(array.tobytes() for array in (step.runs.seq_ids, step.runs.samples, step.runs.receives)),
+                {index: list(map(id, forks)) for index, forks in step.runs.also.items()},
                 tuple(step.pinned),
                 tuple(step.pending),
-                step.num_released_rows,
+                tuple(step.released_rows),
             )
             for step in steps
         ]
@@ -725,11 +730,10 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
     return (
         list(pool._ref_count),
         list(pool._pin_count),
-        bytes(pool._sealed),
         list(pool._free),
-        list(pool._lru_blocks()),
-        dict(index._block_of),
-        list(index._hash_of),
+        list(ledger._policy),
+        dict(index.entries()),
+        list(index.hashes),
         ledger._num_rows,
         leases,
     )
@@ -818,7 +822,7 @@ class LedgerMachine(RuleBasedStateMachine):
             elif kind == "trim":
                 trims.append(Trim(seq_id, position))
             elif kind == "fork":
-                forks.append(Fork(seq_id, new_id, position))
+                forks.append(Fork(seq_id, [new_id], position))
             elif kind == "admit":
                 salt = SALTS[rng.random() < 0.2]
                 admissions.append(
@@ -968,7 +972,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def settle(self, client, report):
         self.ledger.settle(
-            client.lease_id, report.step_number, report.outcome, computed=report.computed, sampled=report.sampled
+            client.lease_id,
+            report.step_number,
+            report.outcome,
+            seq_ids=[seq_id for seq_id, _ in report.computed],
+            token_counts=[count for _, count in report.computed],
+            sampled_ids=list(report.sampled),
+            sampled_tokens=list(report.sampled.values()),
         )
 
     def report_wrongly(self, rng):
@@ -1027,7 +1037,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.lease_fenced(client.lease_id)
         has_steps = bool(self.books.leases[client.lease_id].steps)
         self.books.fence(client.lease_id)
-        lru = list(self.ledger._blocks._lru_blocks())
+        lru = list(self.ledger._policy)
         assert sorted(lru) == sorted(self.books.lru)
         if has_steps:
             self.books.lru = lru
@@ -1080,7 +1090,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
             sum(state is s for s in states.values()) for state in BlockState
         )
-        assert list(ledger._blocks._lru_blocks()) == books.lru
+        assert list(ledger._policy) == books.lru
         for lease_id, book in books.leases.items():
             self.sequences_agree(ledger._leases[lease_id].sequences, book.sequences)
 

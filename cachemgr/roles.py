@@ -1,0 +1,23 @@
+"""Which roles may call which method of cachemgr. Asked only where callers have to say who they are."""
+
+from __future__ import annotations
+
+from quire.serving.access import Role, Roles
+
+SERVICE = "/quire.cache.v1.CacheService/"
+
+CLIENT: Roles = frozenset({Role.CLIENT})
+WORKER: Roles = frozenset({Role.WORKER})
+OPERATOR: Roles = frozenset({Role.OPERATOR})
+
+# AttachPool hands out the key that signs a pool's grants: it is the worker's alone.
+ROLES: dict[str, Roles] = {
+    f"{SERVICE}{method}": roles
+    for methods, roles in (
+        (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
+        (("LookupPrefix", "GetPool", "ListPools", "GetSequence"), CLIENT | OPERATOR),
+        (("AttachPool",), WORKER),
+        (("ListLeases", "ListSequences", "ListBlocks", "GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
+    )
+    for method in methods
+}
