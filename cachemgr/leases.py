@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from quire.cachemgr.errors import CallRefused, Reason, refuse
 from quire.cachemgr.plans import StepPlan
+from quire.cachemgr.pool import Blocks
 from quire.cachemgr.sequences import NOBODY, Ids, Rows, Sequence, SequenceTable
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -114,10 +115,10 @@ class StepInFlight:
 
     step_number: int
     runs: Runs = NO_RUNS
-    pinned: list[int] = field(default_factory=list)
+    pinned: list[Blocks] = field(default_factory=list)
     """Blocks to unpin when the step has ended, in the order in which they were let go."""
-    pending: list[bytes] = field(default_factory=list)
-    """Prefix hashes of the blocks this step fills."""
+    pending: dict[bytes, int] = field(default_factory=dict)
+    """Blocks that this step fills, by prefix hash: later plans of the lease may share them. No hash is in two steps."""
     released_rows: list[int] = field(default_factory=list)
     """Rows of sequences that end with this step: the worker keeps its own until then."""
     is_doomed: bool = False
@@ -168,8 +169,6 @@ class Lease:
     known_step: int = 0
     """Outcomes are known up to this step: reported, or doomed."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
-    pending: dict[bytes, int] = field(default_factory=dict)
-    """Blocks that steps in flight are filling, by prefix hash: this lease's later steps may share them."""
     table_changes: list[tuple[Sequence, int]] = field(default_factory=list)
     """Table entries changed since the last plan, which the next grant has to tell the worker."""
     answers: OrderedDict[str, tuple[bytes, StepPlan]] = field(default_factory=OrderedDict)
@@ -192,7 +191,6 @@ class Lease:
         self.sequences.clear()
         self.rows = RowMap()
         self.in_flight.clear()
-        self.pending.clear()
         self.table_changes.clear()
         self.answers.clear()
         self.next_step, self.settled_step, self.known_step = 1, 0, 0

@@ -129,7 +129,7 @@ class Ledger:
             return
         for sequence in lease.sequences.values():
             sequence.released = True
-            self._blocks.release(sequence.block_table[::-1])
+            self._blocks.release(sequence.blocks_tail_first())
         self._table.leave(sequence.row for sequence in lease.sequences.values())
         self._num_rows -= len(lease.sequences)
         for step in lease.in_flight:
@@ -206,8 +206,6 @@ class Ledger:
         lease.in_flight.popleft()
         lease.settled_step = step_number
         lease.known_step = max(lease.known_step, step_number)
-        for prefix_hash in step.pending:
-            lease.pending.pop(prefix_hash, None)
         self._count(outcome)
         if outcome is StepOutcome.COMPUTED:
             self._enter_computed(lease, step.runs, tokens)
@@ -258,7 +256,7 @@ class Ledger:
     def _publish(self, lease: Lease, sequence: Sequence, num_full: int) -> None:
         """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
         published = sequence.num_published
-        block_ids = sequence.block_table[published:num_full]
+        block_ids = sequence.block_table[published:num_full].tolist()
         standing = self._blocks.publish(sequence.hash_up_to(num_full), block_ids)
         if standing != block_ids and not sequence.released:
             for index, (block_id, stands) in enumerate(zip(block_ids, standing, strict=True), published):
@@ -269,19 +267,19 @@ class Ledger:
     def _swap(self, lease: Lease, sequence: Sequence, index: int, standing: int) -> None:
         """Two blocks hold the same tokens: keep the one that is published."""
         duplicate = sequence.block_table[index]
-        self._blocks.acquire((standing,))
+        self._blocks.acquire(np.array([standing]))
         sequence.block_table[index] = standing
         lease.table_changes.append((sequence, index))
         if lease.in_flight:
-            lease.in_flight[-1].pinned.append(duplicate)
-            self._blocks.retire((duplicate,))
+            lease.in_flight[-1].pinned.append(np.array([duplicate]))
+            self._blocks.retire_one(duplicate)
         else:
-            self._blocks.release((duplicate,))
+            self._blocks.release(np.array([duplicate]))
 
     def _doom_in_flight(self, lease: Lease) -> None:
         """A step computed nothing: whatever was planned before that was known will compute nothing either."""
-        lease.pending.clear()
         for step in lease.in_flight:
+            step.pending.clear()
             step.is_doomed = True
             lease.known_step = step.step_number
             step.runs.disappoint()
@@ -289,7 +287,8 @@ class Ledger:
             sequence.forget_uncomputed()
 
     def _finish(self, step: StepInFlight) -> None:
-        self._blocks.unpin(step.pinned)
+        for block_ids in step.pinned:
+            self._blocks.unpin(block_ids)
         self._table.leave(step.released_rows)
         self._num_rows -= len(step.released_rows)
 
@@ -389,7 +388,7 @@ class Ledger:
 
     def _wrong_pins(self) -> Iterator[str]:
         steps = (step for lease in self._leases.values() for step in lease.in_flight)
-        pins = Counter(block_id for step in steps for block_id in step.pinned)
+        pins = Counter(block_id for step in steps for block_ids in step.pinned for block_id in block_ids.tolist())
         for block_id in range(1, self.geometry.num_blocks):
             if pins[block_id] != self._blocks.pin_count(block_id):
                 count = self._blocks.pin_count(block_id)
@@ -427,9 +426,10 @@ def refuse_repeated(request: StepRequest) -> None:
     if len(request.extend_ids) != len(request.extend_token_counts):
         limit = f"{len(request.extend_ids)} entries, as extends.sequence_ids"
         raise CallRefused(invalid("extends.token_counts", f"{len(request.extend_token_counts)} entries", limit))
-    seq_ids = as_ids(request.extend_ids).tolist()
-    if len(set(seq_ids)) != len(seq_ids):
-        repeated = Counter(seq_ids).most_common(1)[0][0]
+    seq_ids = np.sort(request.extend_ids)
+    is_repeated = seq_ids[1:] == seq_ids[:-1]
+    if np.count_nonzero(is_repeated):
+        repeated = seq_ids[is_repeated.argmax()]
         raise CallRefused(invalid("extends.sequence_ids", f"{repeated} more than once", "distinct"))
 
 

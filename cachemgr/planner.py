@@ -12,8 +12,11 @@ What lets go of a block, and until when it stays retired (n is the step being pl
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Flags, Lease, Runs, StepInFlight
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
-from quire.cachemgr.pool import BlockPool
+from quire.cachemgr.pool import BlockPool, Blocks
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
 from quire.cachemgr.sequences import NOWHERE, Ids, Rows, Sequence, SequenceTable
 
@@ -44,6 +47,18 @@ class LedgerCounters:
     forks: int = 0
     copied_blocks: int = 0
     expired_leases: int = 0
+
+
+class Extends(NamedTuple):
+    """Extends of a request, parallel arrays."""
+
+    seq_ids: Ids
+    rows: Rows
+    starts: Rows
+    is_decode: Flags
+    """It computes just the token that the worker sampled last, the sequence's last one."""
+    is_ready: Flags
+    """Its slots are the sequence's own to write."""
 
 
 class StepPlanner:
@@ -73,6 +88,7 @@ class StepPlanner:
         self._plan = StepPlan(lease.next_step, lease.known_step)
         self._budget: int | None = None
         self._admitted_rows: list[int] = []
+        self._sharing = [step for step in lease.in_flight if step.pending] + [self._step]
 
     @property
     def num_rows(self) -> int:
@@ -112,15 +128,14 @@ class StepPlanner:
             return
         sequence.released = True
         self._lease.rows.leave(sequence)
-        self._let_go(sequence.block_table)
+        self._let_go(sequence.blocks_tail_first())
         self._step.released_rows.append(sequence.row)
         self._plan.released_ids.append(seq_id)
 
-    def _let_go(self, block_ids: list[int]) -> None:
+    def _let_go(self, tail_first: Blocks) -> None:
         """Releases a table's tail; steps in flight before this one may still touch it."""
-        tail_first = block_ids[::-1]
         if self._lease.in_flight:
-            self._lease.in_flight[-1].pinned += tail_first
+            self._lease.in_flight[-1].pinned.append(tail_first)
             self._pool.retire(tail_first)
         else:
             self._pool.release(tail_first)
@@ -152,18 +167,24 @@ class StepPlanner:
         for step in self._lease.in_flight:
             step.runs.cut(sequence, num_tokens)
         num_kept = self._geometry.num_blocks_for(num_tokens)
-        tail = sequence.block_table[num_kept:]
+        tail_first = sequence.blocks_tail_first(num_kept)
         del sequence.block_table[num_kept:]
-        self._let_go(tail)
+        if len(tail_first):
+            self._let_go(tail_first)
 
     def _forget_pending(self, sequence: Sequence, num_full: int) -> None:
         """Blocks behind the first `num_full` may be written again with other tokens: nobody is to share them."""
         first = max(num_full, sequence.num_published)
         hashes = sequence.hashes[first - sequence.num_published :]
         for prefix_hash, block_id in zip(hashes, sequence.block_table[first:], strict=False):
-            if self._lease.pending.get(prefix_hash) == block_id:
-                del self._lease.pending[prefix_hash]
+            self._unshare(prefix_hash, block_id)
         sequence.unpublish(num_full, self._index)
+
+    def _unshare(self, prefix_hash: bytes, block_id: int) -> None:
+        """The block may come to hold something else than what the step in flight fills it with."""
+        for step in self._sharing:
+            if step.pending.get(prefix_hash) == block_id:
+                del step.pending[prefix_hash]
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +198,7 @@ class StepPlanner:
             if refused is None and parent is not None:
                 children.append(self._continue(parent, child_id, fork.num_tokens))
         if parent is not None and children:
-            self._pool.acquire(children[0].block_table, len(children))
+            self._pool.acquire(np.array(children[0].block_table, np.int64), len(children))
             parent.num_writable = 0
             self._counters.forks += len(children)
 
@@ -214,14 +235,8 @@ class StepPlanner:
         if appends:
             is_decode &= [seq_id not in appends for seq_id in seq_ids.tolist()]
         is_ready = is_decode & (starts < table.writable[rows])
-        for index in (~is_ready).nonzero()[0].tolist():
-            if is_decode[index] and self._add_block(table.at(rows.item(index)), starts.item(index)):
-                is_ready[index] = True
-                continue
-            seq_id = seq_ids.item(index)
-            refusal = self._extend(seq_id, ends.item(index) - starts.item(index), appends.get(seq_id, b""))
-            self._answer(PlanItem.EXTEND, seq_id, refusal)
-            is_ready[index] = refusal is None
+        if np.count_nonzero(is_ready) < len(rows):
+            self._extend_others(request, Extends(seq_ids, rows, starts, is_decode, is_ready))
         if not is_ready.all():
             seq_ids, rows, starts, ends = seq_ids[is_ready], rows[is_ready], starts[is_ready], ends[is_ready]
             is_given = is_given[is_ready]
@@ -253,17 +268,33 @@ class StepPlanner:
         self._plan.given_run_indexes.append(run_index)
         self._plan.given_digests += sha256(tokens).digest()[:DIGEST_BYTES]
 
-    def _add_block(self, sequence: Sequence, start: int) -> bool:
-        """Whether a sequence whose table is full has got the block that it needs to go on."""
-        block_table, block_size = sequence.block_table, self._geometry.block_size
-        if start != len(block_table) * block_size or start >= self._geometry.max_tokens:
+    def _extend_others(self, request: StepRequest, extends: Extends) -> None:
+        """What is not ready, in the order of the request; decodes that come one after the other are one allocation."""
+        others = (~extends.is_ready).nonzero()[0]
+        for is_decode, group in groupby(others.tolist(), key=extends.is_decode.item):
+            indexes = list(group)
+            if is_decode and self._add_blocks(extends, np.array(indexes)):
+                extends.is_ready[indexes] = True
+                continue
+            for index in indexes:
+                seq_id, num_tokens = extends.seq_ids.item(index), int(request.extend_token_counts[index])
+                refusal = self._extend(seq_id, num_tokens, request.appends.get(seq_id, b""))
+                self._answer(PlanItem.EXTEND, seq_id, refusal)
+                extends.is_ready[index] = refusal is None
+
+    def _add_blocks(self, extends: Extends, indexes: Rows) -> bool:
+        """Gives each of these decodes one more block, if that is all that each needs; else changes nothing."""
+        rows, starts = extends.rows[indexes], extends.starts[indexes]
+        firsts = (starts // self._geometry.block_size).tolist()
+        block_tables = [self._table.at(row).block_table for row in rows.tolist()]
+        is_possible = len(rows) <= self._pool.num_allocatable and starts.max() < self._geometry.max_tokens
+        if not is_possible or firsts != [len(block_table) for block_table in block_tables]:
             return False
-        if not self._pool.num_allocatable:
-            return False
-        fresh = self._pool.allocate(1)
-        self._plan.write(sequence.seq_id, len(block_table), fresh)
-        block_table += fresh
-        sequence.num_writable = min(start + block_size, self._geometry.max_tokens)
+        fresh = self._pool.allocate(len(rows)).tolist()
+        for block_table, block_id in zip(block_tables, fresh, strict=True):
+            block_table.append(block_id)
+        self._plan.write_each(extends.seq_ids[indexes].tolist(), firsts, fresh)
+        self._table.writable[rows] = np.minimum(starts + self._geometry.block_size, self._geometry.max_tokens)
         return True
 
     def _extend(self, seq_id: int, num_tokens: int, append: bytes) -> Refusal | None:
@@ -321,11 +352,12 @@ class StepPlanner:
             if self._pool.pin_count(table[index]) and index not in foreign:
                 self._forget_claims(table[index])
         fresh = self._pool.allocate(num_fresh)
-        for index, target in zip(foreign, fresh, strict=False):
+        for index, target in zip(foreign, fresh.tolist(), strict=False):
             self._replace(sequence, index, target, is_copied=index * block_size < start)
-        if len(fresh) > len(foreign):
-            self._plan.write(sequence.seq_id, len(table), fresh[len(foreign) :])
-            table += fresh[len(foreign) :]
+        added = fresh[len(foreign) :].tolist()
+        if added:
+            self._plan.write(sequence.seq_id, len(table), added)
+            table.extend(added)
         sequence.num_writable = min(num_blocks * block_size, self._geometry.max_tokens)
         return None
 
@@ -340,8 +372,7 @@ class StepPlanner:
                 step.runs.limit(sequence, index * self._geometry.block_size)
             first = index - sequence.num_published
             for prefix_hash in sequence.hashes[max(0, first) : first + 1]:
-                if self._lease.pending.get(prefix_hash) == block_id:
-                    del self._lease.pending[prefix_hash]
+                self._unshare(prefix_hash, block_id)
 
     def _replace(self, sequence: Sequence, index: int, target: int, *, is_copied: bool) -> None:
         """Copy-on-write of one block of the table; the old one stays pinned as long as a step may read it."""
@@ -349,13 +380,13 @@ class StepPlanner:
         sequence.block_table[index] = target
         self._plan.write(sequence.seq_id, index, (target,))
         if not is_copied:
-            self._let_go([source])
+            self._let_go(np.array([source]))
             return
         self._plan.copy_sources.append(source)
         self._plan.copy_targets.append(target)
         self._counters.copied_blocks += 1
-        self._step.pinned.append(source)
-        self._pool.retire((source,))
+        self._step.pinned.append(np.array([source]))
+        self._pool.retire_one(source)
 
     def _out_of_blocks(self, seq_id: int, needed: int, available: int) -> Refusal:
         retired = self._pool.num_retired
@@ -368,11 +399,11 @@ class StepPlanner:
         num_full = min(end, sequence.num_known) // block_size
         first = start // block_size
         hashes = sequence.hash_up_to(num_full)[first - published :]
-        pending = self._lease.pending
-        for prefix_hash, block_id in zip(hashes, sequence.block_table[first:num_full], strict=True):
-            if prefix_hash not in pending and self._pool.is_writable(block_id):
-                pending[prefix_hash] = block_id
-                self._step.pending.append(prefix_hash)
+        fills = dict(zip(hashes, sequence.block_table[first:num_full], strict=True))
+        for step in self._sharing:
+            for prefix_hash in step.pending.keys() & fills.keys() if step.pending else ():
+                del fills[prefix_hash]
+        self._step.pending.update(fills)
 
     # -- admissions -----------------------------------------------------------------------------------------------
 
@@ -394,13 +425,14 @@ class StepPlanner:
         hashes = chain_hashes(root, admission.tokens, block_bytes=self._geometry.block_size * TOKEN_BYTES)
         found, num_published = self._find(hashes, num_tokens)
         num_fresh = self._geometry.num_blocks_for(num_tokens) - len(found)
-        available = self._pool.num_allocatable - self._pool.num_parked(found)
+        shared = np.array(found, np.int64)
+        available = self._pool.num_allocatable - self._pool.num_parked(shared)
         if num_fresh + reserve > available:
             return self._out_of_blocks(seq_id, num_fresh + reserve, available)
-        self._pool.acquire(found)
-        fresh = self._pool.allocate(num_fresh)
+        self._pool.acquire(shared)
+        fresh = self._pool.allocate(num_fresh).tolist()
         self._policy.admit(found, fresh)
-        sequence = Sequence(self._table, seq_id, root, found + fresh)
+        sequence = Sequence(self._table, seq_id, root, array("q", found + fresh))
         sequence.begin(admission.tokens, hashes, num_cached_blocks=len(found), num_published=num_published)
         sequence.num_writable = min(len(sequence.block_table) * self._geometry.block_size, self._geometry.max_tokens)
         self._enter(sequence)
@@ -414,14 +446,18 @@ class StepPlanner:
         """
         most = (num_tokens - 1) // self._geometry.block_size
         found = self._index.find(hashes[:most])
-        num_published, pending = len(found), self._lease.pending
-        if pending:
+        num_published = len(found)
+        if any(step.pending for step in self._sharing):
             for prefix_hash in hashes[num_published:most]:
-                block_id = self._index.lookup(prefix_hash) or pending.get(prefix_hash)
+                block_id = self._index.lookup(prefix_hash) or self._pending_block(prefix_hash)
                 if block_id is None or not (self._pool.ref_count(block_id) or self._index.hashes[block_id]):
                     break
                 found.append(block_id)
         return found, num_published
+
+    def _pending_block(self, prefix_hash: bytes) -> int | None:
+        """The block that a step in flight, or this one, fills with this prefix's last tokens."""
+        return next((step.pending[prefix_hash] for step in self._sharing if prefix_hash in step.pending), None)
 
     def _run_admitted(self, sequence: Sequence, max_compute: int) -> None:
         plan, start, num_known = self._plan, sequence.num_scheduled, sequence.num_known

@@ -102,6 +102,13 @@ class StepPlan:
     admitted_cached_counts: list[int] = field(default_factory=list)
     counts: BlockCounts = field(default_factory=lambda: BlockCounts(0, 0, 0, 0))
 
+    def write_each(self, seq_ids: list[int], indexes: list[int], block_ids: list[int]) -> None:
+        """Adds block table writes of one entry each."""
+        self.write_seq_ids += seq_ids
+        self.write_first_indexes += indexes
+        self.write_block_counts += [1] * len(seq_ids)
+        self.write_block_ids += block_ids
+
     def write(self, seq_id: int, first_index: int, block_ids: Sequence[int]) -> None:
         """Adds a block table write."""
         self.write_seq_ids.append(seq_id)

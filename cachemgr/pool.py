@@ -8,20 +8,26 @@ A block is in exactly one state, told by three facts about it:
     0           0     yes      cached    evictable; parked with the eviction policy
     0           0     no       free      on the free stack
 
-Flat lists indexed by block id. Every operation takes the blocks of a whole table in one loop and is O(1) per block,
-whatever the pool's size.
+Flat arrays indexed by block id. Every operation takes the blocks of a whole table at once, as an int64 array of distinct
+ids (NumPy indexes by it without converting), and costs some array operations whatever the pool's size.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.prefix import PrefixIndex
+
+Blocks: TypeAlias = npt.NDArray[np.int64]
+"""Block ids, none of them twice."""
 
 NULL_BLOCK = 0
 
@@ -57,9 +63,12 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._index = index
         self._policy = policy
-        self._ref_count = [0] * num_blocks
+        self._ref_count = array("i", bytes(4 * num_blocks))
         self._pin_count = array("i", bytes(4 * num_blocks))
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: the lowest id on top
+        self._refs = np.frombuffer(self._ref_count, np.int32)  # the same memory, for many blocks at once
+        self._pins = np.frombuffer(self._pin_count, np.int32)
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: the lowest id on top
+        self._num_free = num_blocks - 1
         self._num_active = 0
         self._num_allocated = 0
         self._num_evicted = 0
@@ -72,14 +81,14 @@ class BlockPool:
     @property
     def num_allocatable(self) -> int:
         """Blocks that `allocate` could hand out now: free or evictable."""
-        return len(self._free) + len(self._policy)
+        return self._num_free + len(self._policy)
 
     @property
     def num_retired(self) -> int:
         return self.num_usable - self.num_allocatable - self._num_active
 
     def counts(self) -> BlockCounts:
-        num_free, num_cached = len(self._free), len(self._policy)
+        num_free, num_cached = self._num_free, len(self._policy)
         num_retired = self._num_blocks - 1 - num_free - num_cached - self._num_active
         return BlockCounts(num_free, num_cached, self._num_active, num_retired)
 
@@ -100,89 +109,58 @@ class BlockPool:
             return BlockState.RETIRED
         return BlockState.CACHED if self._index.hashes[block_id] else BlockState.FREE
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> Blocks:
         """Hands out `count` blocks with one reference each: without content first, then what the policy gives up.
 
         The caller has compared `count` with `num_allocatable`; raises BrokenInvariant if it is more.
         """
-        free, refs = self._free, self._ref_count
-        num_missing = count - len(free)
-        if num_missing <= 0:
-            block_ids = free[: -count - 1 : -1]
-            del free[len(free) - count :]
-        else:
-            block_ids = free[::-1]
-            block_ids += self._evict(num_missing)
-            free.clear()
-        for block_id in block_ids:
-            refs[block_id] = 1
+        num_popped = min(count, self._num_free)
+        top = self._num_free - num_popped
+        block_ids = self._free[top : self._num_free][::-1].astype(np.int64)
+        self._num_free = top
+        if num_popped < count:
+            block_ids = np.concatenate([block_ids, self._evict(count - num_popped)])
+        self._refs[block_ids] = 1
         self._num_active += count
         self._num_allocated += count
         return block_ids
 
-    def num_parked(self, block_ids: Iterable[int]) -> int:
+    def num_parked(self, block_ids: Blocks) -> int:
         """How many of these are cached: what acquiring them takes from the allocatable ones."""
-        refs, pins = self._ref_count, self._pin_count
-        return sum([not (refs[block_id] or pins[block_id]) for block_id in block_ids])
+        return len(block_ids) - int(np.count_nonzero(self._refs[block_ids] + self._pins[block_ids]))
 
-    def acquire(self, block_ids: Sequence[int], count: int = 1) -> None:
+    def acquire(self, block_ids: Blocks, count: int = 1) -> None:
         """`count` more references to each of these blocks, which are held, or whose content is findable."""
-        refs = self._ref_count
-        resting = [block_id for block_id in block_ids if not refs[block_id]]
-        if resting:
-            self._wake(resting)
-        for block_id in block_ids:
-            refs[block_id] += count
+        refs = self._refs[block_ids]
+        if np.count_nonzero(refs) < len(refs):
+            self._wake(block_ids[refs == 0])
+        self._refs[block_ids] = refs + count
 
-    def release(self, block_ids: Iterable[int]) -> None:
+    def release(self, block_ids: Blocks) -> None:
         """One reference less to each. Give a table's tail first: what comes first is evicted first."""
-        refs, pins, hashes, free = self._ref_count, self._pin_count, self._index.hashes, self._free
-        parked, num_resting = [], 0
-        for block_id in block_ids:
-            count = refs[block_id] = refs[block_id] - 1
-            if count <= 0:
-                if count < 0:
-                    raise BrokenInvariant(f"block {block_id} is released, nobody holds it")
-                num_resting += 1
-                if pins[block_id]:
-                    continue
-                if hashes[block_id]:
-                    parked.append(block_id)
-                else:
-                    self._discard(block_id, free)
-        self._num_active -= num_resting
-        if parked:
-            self._policy.park(parked)
+        resting = self._let_go(block_ids)
+        pins = self._pins[resting]
+        self._rest(resting[pins == 0] if np.count_nonzero(pins) else resting)
 
-    def retire(self, block_ids: Iterable[int]) -> None:
+    def retire(self, block_ids: Blocks) -> None:
         """One reference less and one pin more to each: not handed out until `unpin`."""
-        refs, pins, num_resting = self._ref_count, self._pin_count, 0
-        for block_id in block_ids:
-            count = refs[block_id] = refs[block_id] - 1
-            pins[block_id] += 1
-            if count <= 0:
-                if count < 0:
-                    raise BrokenInvariant(f"block {block_id} is retired, nobody holds it")
-                num_resting += 1
-        self._num_active -= num_resting
+        self._let_go(block_ids)
+        self._pins[block_ids] += 1
 
-    def unpin(self, block_ids: Iterable[int]) -> None:
+    def retire_one(self, block_id: int) -> None:
+        """`retire` of one block."""
+        self._ref_count[block_id] -= 1
+        self._pin_count[block_id] += 1
+        self._num_active -= self._ref_count[block_id] == 0
+
+    def unpin(self, block_ids: Blocks) -> None:
         """Takes back one pin of each. Give a table's tail first, as for `release`."""
-        refs, pins, hashes, free = self._ref_count, self._pin_count, self._index.hashes, self._free
-        parked = []
-        for block_id in block_ids:
-            count = pins[block_id] - 1
-            if count < 0:
-                raise BrokenInvariant(f"block {block_id} is unpinned, it has no pin")
-            pins[block_id] = count
-            if count or refs[block_id]:
-                continue
-            if hashes[block_id]:
-                parked.append(block_id)
-            else:
-                self._discard(block_id, free)
-        if parked:
-            self._policy.park(parked)
+        pins = self._pins[block_ids] - 1
+        if len(pins) and pins.min() < 0:
+            raise BrokenInvariant(f"block {block_ids[pins.argmin()]} is unpinned, it has no pin")
+        self._pins[block_ids] = pins
+        held = pins + self._refs[block_ids]
+        self._rest(block_ids[held == 0] if np.count_nonzero(held) else block_ids)
 
     def publish(self, prefix_hashes: Sequence[bytes], block_ids: Sequence[int]) -> list[int]:
         """Makes blocks findable by content and unwritable; returns the blocks that stand for the hashes.
@@ -196,17 +174,17 @@ class BlockPool:
 
         Held blocks stay with their holders.
         """
-        hashes, dropped = self._index.hashes, 0
+        index, dropped = self._index, 0
         for block_id in range(max(first, 1), min(end, self._num_blocks)):
-            if not hashes[block_id]:
+            if not index.hashes[block_id]:
                 continue
             dropped += 1
             if self.state(block_id) is BlockState.CACHED:
                 self._policy.unpark([block_id])
-                self._index.forget([block_id])
-                self._free.append(block_id)
+                index.forget([block_id])
+                self._push_free(np.array([block_id]))
             else:
-                self._index.drop(block_id)
+                index.drop(block_id)
         return dropped
 
     def statistics(self) -> PoolStatistics:
@@ -217,8 +195,9 @@ class BlockPool:
         states = [self.state(block_id) for block_id in range(1, self._num_blocks)]
         free = {block_id for block_id, state in enumerate(states, 1) if state is BlockState.FREE}
         cached = {block_id for block_id, state in enumerate(states, 1) if state is BlockState.CACHED}
-        if len(self._free) != len(free) or set(self._free) != free:
-            yield f"{len(self._free)} blocks on the free stack, {len(free)} blocks are free"
+        stack = self._free[: self._num_free].tolist()
+        if len(stack) != len(free) or set(stack) != free:
+            yield f"{len(stack)} blocks on the free stack, {len(free)} blocks are free"
         parked = list(self._policy)
         if len(parked) != len(cached) or set(parked) != cached:
             yield f"{len(parked)} blocks parked with the eviction policy, {len(cached)} are cached"
@@ -237,25 +216,48 @@ class BlockPool:
         for violation in self.violations():
             raise BrokenInvariant(violation)
 
-    def _wake(self, block_ids: list[int]) -> None:
+    def _let_go(self, block_ids: Blocks) -> Blocks:
+        """One reference less to each; returns those that nobody holds any more."""
+        refs = self._refs[block_ids] - 1
+        self._refs[block_ids] = refs
+        if not np.count_nonzero(refs):
+            self._num_active -= len(block_ids)
+            return block_ids
+        if refs.min() < 0:
+            raise BrokenInvariant(f"block {block_ids[refs.argmin()]} is released, nobody holds it")
+        resting: Blocks = block_ids[refs == 0]
+        self._num_active -= len(resting)
+        return resting
+
+    def _rest(self, block_ids: Blocks) -> None:
+        """Nothing keeps these any more: those with content are parked, the others are free."""
+        is_findable = self._index.findable[block_ids] != 0
+        if np.count_nonzero(is_findable) < len(block_ids):
+            self._push_free(block_ids[~is_findable])
+            block_ids = block_ids[is_findable]
+        if len(block_ids):
+            self._policy.park(block_ids.tolist())
+
+    def _push_free(self, block_ids: Blocks) -> None:
+        """What was in these does not matter from here on."""
+        self._index.forget_dropped(block_ids)
+        end = self._num_free + len(block_ids)
+        self._free[self._num_free : end] = block_ids
+        self._num_free = end
+
+    def _wake(self, block_ids: Blocks) -> None:
         """Nobody holds these; somebody is about to."""
-        hashes, pins = self._index.hashes, self._pin_count
-        for block_id in block_ids:
-            if not hashes[block_id]:
-                raise BrokenInvariant(f"block {block_id} has no content to share")
-        self._policy.unpark([block_id for block_id in block_ids if not pins[block_id]])
+        is_findable = self._index.findable[block_ids]
+        if np.count_nonzero(is_findable) < len(block_ids):
+            raise BrokenInvariant(f"block {block_ids[is_findable.argmin()]} has no content to share")
+        pins = self._pins[block_ids]
         self._num_active += len(block_ids)
+        self._policy.unpark((block_ids[pins == 0] if np.count_nonzero(pins) else block_ids).tolist())
 
-    def _discard(self, block_id: int, free: list[int]) -> None:
-        """What was in a block that nobody can find any more does not matter from here on."""
-        if self._index.hashes[block_id] is not None:
-            self._index.forget((block_id,))
-        free.append(block_id)
-
-    def _evict(self, count: int) -> list[int]:
+    def _evict(self, count: int) -> Blocks:
         if count > len(self._policy):
             raise BrokenInvariant(f"{count} blocks to evict, {len(self._policy)} are cached")
         block_ids = self._policy.evict(count)
         self._index.forget(block_ids)
         self._num_evicted += count
-        return block_ids
+        return np.array(block_ids, np.int64)

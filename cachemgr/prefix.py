@@ -6,9 +6,12 @@ tokens from position 0 on, so a hit needs no verification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.cachemgr.errors import BrokenInvariant
 
@@ -54,14 +57,18 @@ class PrefixStatistics:
 class PrefixIndex:
     """From prefix hash to block and back. Holds only blocks whose content was computed.
 
-    `hashes` is by block: the hash it can be found by, None if it never had one since it was handed out, or DROPPED.
-    Read it freely; it is written here only.
+    By block, to be read freely and written here only:
+
+    hashes      the hash it can be found by, None if it never had one since it was handed out, or DROPPED
+    findable    1 if it has a hash, 0 if not
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.hashes: list[bytes | None] = [None] * num_blocks
+        self.findable: npt.NDArray[np.uint8] = np.zeros(num_blocks, np.uint8)
         self._shards: list[dict[bytes, int]] = [{} for _ in range(NUM_SHARDS)]
-        self._num_published = 0
+        self._num_forgotten = 0
+        self._has_dropped = False
 
     def lookup(self, prefix_hash: bytes) -> int | None:
         """The block that holds this prefix's last block, or None."""
@@ -77,35 +84,44 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
-    def publish(self, prefix_hashes: Iterable[bytes], block_ids: Iterable[int]) -> list[int]:
+    def publish(self, prefix_hashes: Sequence[bytes], block_ids: Sequence[int]) -> list[int]:
         """Makes computed blocks findable; returns the blocks that stand for the hashes: the first ones published."""
-        shards, hashes, standing = self._shards, self.hashes, []
-        for prefix_hash, block_id in zip(prefix_hashes, block_ids, strict=True):
-            first = shards[prefix_hash[0]].setdefault(prefix_hash, block_id)
-            if first == block_id and not hashes[block_id]:
-                hashes[block_id] = prefix_hash
-                self._num_published += 1
-            standing.append(first)
+        shards, hashes = self._shards, self.hashes
+        standing = [
+            shards[prefix_hash[0]].setdefault(prefix_hash, block_id)
+            for prefix_hash, block_id in zip(prefix_hashes, block_ids, strict=True)
+        ]
+        for prefix_hash, block_id in zip(prefix_hashes, standing, strict=True):
+            hashes[block_id] = prefix_hash
+        self.findable[standing] = 1
         return standing
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """The blocks are handed out anew: what they held can't be found any more."""
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """These findable blocks are handed out anew: what they held can't be found any more."""
         shards, hashes = self._shards, self.hashes
         for block_id in block_ids:
             prefix_hash = hashes[block_id]
-            if prefix_hash:
-                del shards[prefix_hash[0]][prefix_hash]
+            assert prefix_hash
+            del shards[prefix_hash[0]][prefix_hash]
             hashes[block_id] = None
+        self.findable[block_ids] = 0
+        self._num_forgotten += len(block_ids)
 
     def drop(self, block_id: int) -> None:
         """The block can't be found any more, but stays one whose content was published."""
-        prefix_hash = self.hashes[block_id]
-        if prefix_hash:
-            del self._shards[prefix_hash[0]][prefix_hash]
-            self.hashes[block_id] = DROPPED
+        self.forget([block_id])
+        self.hashes[block_id] = DROPPED
+        self._has_dropped = True
+
+    def forget_dropped(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Blocks that can't be found are free: it does not matter any more what they held."""
+        if self._has_dropped:
+            for block_id in block_ids.tolist():
+                self.hashes[block_id] = None
 
     def statistics(self) -> PrefixStatistics:
-        return PrefixStatistics(num_published=self._num_published, num_indexed=sum(map(len, self._shards)))
+        num_indexed = sum(map(len, self._shards))
+        return PrefixStatistics(num_published=num_indexed + self._num_forgotten, num_indexed=num_indexed)
 
     def entries(self) -> Iterator[tuple[bytes, int]]:
         """Every prefix hash and its block."""
@@ -120,6 +136,8 @@ class PrefixIndex:
             if self.hashes[block_id] != prefix_hash:
                 yield f"index finds block {block_id} by a hash that the block does not have"
         num_hashed = sum(map(bool, self.hashes))
+        if num_hashed != int(np.count_nonzero(self.findable)):
+            yield f"{num_hashed} blocks have a hash, {np.count_nonzero(self.findable)} are marked findable"
         if num_hashed != num_found:
             yield f"{num_hashed} blocks have a hash, the index finds {num_found}"
 

@@ -161,11 +161,12 @@ class Sequence:
     sampled_position = bound(SAMPLED)
     num_writable = bound(WRITABLE)
 
-    def __init__(self, table: SequenceTable, seq_id: int, root: bytes, block_table: list[int]) -> None:
+    def __init__(self, table: SequenceTable, seq_id: int, root: bytes, block_table: array[int]) -> None:
         self.seq_id = seq_id
         self.root = root
         """Root of its prefix hashes: tenant, salt and model."""
         self.block_table = block_table
+        """int64, so that NumPy can index by it."""
         self.full_tokens = bytearray()
         """Known tokens, TOKEN_BYTES each, as far as they fill blocks; the others are in the table's `tails`."""
         self.last_hash = root
@@ -177,6 +178,10 @@ class Sequence:
         self.table = table
         self.cells = table.cells
         self.row = table.enter(self)
+
+    def blocks_tail_first(self, first: int = 0) -> Rows:
+        """Its blocks from index `first` of the table on, the last one first."""
+        return np.array(self.block_table, np.int64)[first:][::-1]
 
     @property
     def num_promised(self) -> int:

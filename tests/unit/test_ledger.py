@@ -896,7 +896,7 @@ def test_wrong_books_are_noticed(bench: Bench) -> None:
     with pytest.raises(BrokenInvariant, match="is in 2 tables and has 1 references"):
         bench.ledger.check_invariants()
     table.pop()
-    bench.ledger.lease("a").in_flight[0].pinned.append(table[0])
+    bench.ledger.lease("a").in_flight[0].pinned.append(np.array([table[0]]))
     with pytest.raises(BrokenInvariant, match="is pinned by 1 steps and has 0 pins"):
         bench.ledger.check_invariants()
     bench.ledger.lease("a").in_flight[0].pinned.pop()

@@ -720,13 +720,13 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
                 *(array.tobytes() for array in (step.runs.rows, step.runs.sampled_positions, step.runs.ends)),
                 *(array.tobytes() for array in (step.runs.seq_ids, step.runs.samples, step.runs.receives)),
                 {index: list(map(id, forks)) for index, forks in step.runs.also.items()},
-                tuple(step.pinned),
-                tuple(step.pending),
+                [block_ids.tolist() for block_ids in step.pinned],
+                dict(step.pending),
                 tuple(step.released_rows),
             )
             for step in steps
         ]
-        leases.append((lease.lease_id, lease.state, sequences, in_flight, dict(lease.pending), lease.settled_step))
+        leases.append((lease.lease_id, lease.state, sequences, in_flight, lease.settled_step))
     return (
         list(pool._ref_count),
         list(pool._pin_count),
@@ -781,7 +781,7 @@ class LedgerMachine(RuleBasedStateMachine):
             model="m",
             model_fingerprint=FINGERPRINT,
         )
-        self.ledger = Ledger("pool", EPOCH, self.geometry, verify=True)
+        self.ledger = Ledger("pool", EPOCH, self.geometry, policy="lru", verify=True)
         self.books = Books(self.geometry)
         self.worker = Worker(num_usable + 1, block_size)
         self.tenants = tenants
@@ -1098,7 +1098,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert list(sequences) == list(book_sequences)
         for seq_id, book in book_sequences.items():
             sequence = sequences[seq_id]
-            assert sequence.block_table == book.table
+            assert list(sequence.block_table) == book.table
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
             assert bytes(sequence.tokens) == pack(token.value for token in book.tokens if token.known)
