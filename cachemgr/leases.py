@@ -15,6 +15,7 @@ import numpy.typing as npt
 from quire.cachemgr.errors import CallRefused, Reason, refuse
 from quire.cachemgr.plans import StepPlan
 from quire.cachemgr.pool import Blocks
+from quire.cachemgr.prefix import root_hash
 from quire.cachemgr.sequences import NOBODY, Ids, Rows, Sequence, SequenceTable
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -110,6 +111,17 @@ NO_RUNS = Runs(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int6
 
 
 @dataclass(slots=True)
+class Fill:
+    """Full blocks of known tokens that a step computes: later plans of the lease may share them."""
+
+    sequence: Sequence
+    first: int
+    """Index in the block table."""
+    end: int
+    """Less after a trim."""
+
+
+@dataclass(slots=True)
 class StepInFlight:
     """A step that was planned and not reported: what it computes, and what it keeps from being handed out."""
 
@@ -117,38 +129,67 @@ class StepInFlight:
     runs: Runs = NO_RUNS
     pinned: list[Blocks] = field(default_factory=list)
     """Blocks to unpin when the step has ended, in the order in which they were let go."""
-    pending: dict[bytes, int] = field(default_factory=dict)
-    """Blocks that this step fills, by prefix hash: later plans of the lease may share them. No hash is in two steps."""
+    fills: list[Fill] = field(default_factory=list)
     released_rows: list[int] = field(default_factory=list)
     """Rows of sequences that end with this step: the worker keeps its own until then."""
     is_doomed: bool = False
     """It was planned before the outcome of one was known that computed nothing: it will compute nothing either."""
 
+    def cut(self, sequence: Sequence, num_tokens: int, *, block_size: int) -> None:
+        """The sequence is trimmed: what is computed for it counts only up to what is kept."""
+        self.runs.cut(sequence, num_tokens)
+        self._limit_fills(sequence, num_tokens // block_size)
+
+    def limit(self, sequence: Sequence, num_blocks: int, *, block_size: int) -> None:
+        """What is computed for the sequence counts only up to here."""
+        self.runs.limit(sequence, num_blocks * block_size)
+        self._limit_fills(sequence, num_blocks)
+
+    def _limit_fills(self, sequence: Sequence, num_blocks: int) -> None:
+        for fill in self.fills:
+            if fill.sequence is sequence:
+                fill.end = min(fill.end, num_blocks)
+
+    def filled(self) -> dict[bytes, int]:
+        """The blocks that it fills, by prefix hash; the first one where several are filled alike."""
+        blocks: dict[bytes, int] = {}
+        for fill in reversed(self.fills):
+            if fill.first < fill.end:
+                sequence = fill.sequence
+                hashes = sequence.hash_up_to(fill.end)[fill.first - sequence.num_published :]
+                blocks.update(zip(hashes, sequence.block_table[fill.first : fill.end], strict=True))
+        return blocks
+
 
 class RowMap:
-    """From a lease's sequence ids to rows, many at once: slot `id % size` names the row that came there last."""
+    """From a lease's sequence ids to rows, many at once: slot `id & mask` names the row that came there last."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros(64, np.int32)
+        self._rows = np.zeros(64, np.int64)
+        self._mask = 63
 
     def enter(self, sequence: Sequence, others: dict[int, Sequence]) -> None:
         """A sequence more; `others` are all of the lease."""
         if 4 * len(others) > len(self._rows):
-            self._rows = np.zeros(8 * len(others), np.int32)
+            self._rows = np.zeros(4 * len(self._rows), np.int64)
+            self._mask = len(self._rows) - 1
             for other in others.values():
-                self._rows[other.seq_id % len(self._rows)] = other.row
-        self._rows[sequence.seq_id % len(self._rows)] = sequence.row
+                self._rows[other.seq_id & self._mask] = other.row
+        self._rows[sequence.seq_id & self._mask] = sequence.row
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence less."""
-        slot = sequence.seq_id % len(self._rows)
+        slot = sequence.seq_id & self._mask
         if self._rows[slot] == sequence.row:
             self._rows[slot] = NOBODY
 
     def find(self, seq_ids: Ids, table: SequenceTable) -> Rows:
         """Rows of these sequences; NOBODY where there is none, or where another one took its slot."""
-        rows = self._rows[seq_ids % len(self._rows)]
-        return np.where(table.seq_ids[rows] == seq_ids, rows, NOBODY).astype(np.int64)
+        rows: Rows = self._rows[seq_ids.astype(np.int64) & self._mask]
+        is_other = table.seq_ids[rows] != seq_ids
+        if np.count_nonzero(is_other):
+            rows[is_other] = NOBODY
+        return rows
 
 
 @dataclass(slots=True, eq=False)
@@ -171,17 +212,28 @@ class Lease:
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     table_changes: list[tuple[Sequence, int]] = field(default_factory=list)
     """Table entries changed since the last plan, which the next grant has to tell the worker."""
+    last_root: tuple[tuple[bytes, str], bytes] | None = None
+    """The root that was asked for last, by salt and model."""
     answers: OrderedDict[str, tuple[bytes, StepPlan]] = field(default_factory=OrderedDict)
     """The last plans by request_id: digest of the request, and the answer."""
 
     def find_rows(self, seq_ids: Ids, table: SequenceTable) -> Rows:
         """Rows of these sequences; NOBODY where the lease has none of this id."""
         rows = self.rows.find(seq_ids, table)
+        if np.count_nonzero(rows) == len(rows):
+            return rows
         for index in (rows == NOBODY).nonzero()[0].tolist():
             sequence = self.sequences.get(seq_ids.item(index))
             if sequence is not None:
                 rows[index] = sequence.row
         return rows
+
+    def root(self, salt: bytes, model_fingerprint: str) -> bytes:
+        """The root of a prompt's prefix hashes."""
+        key = (salt, model_fingerprint)
+        if self.last_root is None or self.last_root[0] != key:
+            self.last_root = (key, root_hash(tenant=self.tenant, salt=salt, model_fingerprint=model_fingerprint))
+        return self.last_root[1]
 
     def renew(self, now: float) -> None:
         self.expires_at = now + self.ttl_s

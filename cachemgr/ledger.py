@@ -5,6 +5,7 @@ Single writer, no I/O, no clock: every method is atomic, and time comes in as `n
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from quire.cachemgr.planner import LedgerCounters, StepPlanner
 from quire.cachemgr.plans import StepPlan, StepRequest
 from quire.cachemgr.pool import BlockCounts, BlockPool, BlockState
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
-from quire.cachemgr.sequences import Ids, Sequence, SequenceTable
+from quire.cachemgr.sequences import Ids, Rows, Sequence, SequenceTable
 
 IdsLike: TypeAlias = Collection[int] | npt.NDArray[np.int32]
 """Sequence or token ids, or counts, that fit in 32 bits."""
@@ -250,19 +251,28 @@ class Ledger:
                 sequence.append_promised(tokens.item(index))
         num_full = np.minimum(table.computed[rows], table.known[rows]) // self.geometry.block_size
         has_more = num_full > table.published[rows]
-        for row, count in zip(rows[has_more].tolist(), num_full[has_more].tolist(), strict=True):
-            self._publish(lease, table.at(row), count)
+        if np.count_nonzero(has_more):
+            self._publish(lease, rows[has_more], num_full[has_more])
 
-    def _publish(self, lease: Lease, sequence: Sequence, num_full: int) -> None:
+    def _publish(self, lease: Lease, rows: Rows, num_full: Rows) -> None:
         """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
-        published = sequence.num_published
-        block_ids = sequence.block_table[published:num_full].tolist()
-        standing = self._blocks.publish(sequence.hash_up_to(num_full), block_ids)
-        if standing != block_ids and not sequence.released:
-            for index, (block_id, stands) in enumerate(zip(block_ids, standing, strict=True), published):
-                if block_id != stands:
-                    self._swap(lease, sequence, index, stands)
-        sequence.pass_published(num_full)
+        table = self._table
+        published = table.published[rows].tolist()
+        sequences, hashes, block_ids = [], [], array("q")
+        for row, first, end in zip(rows.tolist(), published, num_full.tolist(), strict=True):
+            sequence = table.at(row)
+            sequences.append(sequence)
+            hashes += sequence.take_hashes(first, end)
+            block_ids += sequence.block_table[first:end]
+        table.published[rows] = num_full
+        own = block_ids.tolist()
+        standing = self._index.publish(hashes, own)
+        if standing == own:
+            return
+        places = [(s, i) for s, a, b in zip(sequences, published, num_full.tolist(), strict=True) for i in range(a, b)]
+        for (sequence, index), block_id, stands in zip(places, own, standing, strict=True):
+            if block_id != stands and not sequence.released:
+                self._swap(lease, sequence, index, stands)
 
     def _swap(self, lease: Lease, sequence: Sequence, index: int, standing: int) -> None:
         """Two blocks hold the same tokens: keep the one that is published."""
@@ -279,7 +289,7 @@ class Ledger:
     def _doom_in_flight(self, lease: Lease) -> None:
         """A step computed nothing: whatever was planned before that was known will compute nothing either."""
         for step in lease.in_flight:
-            step.pending.clear()
+            step.fills.clear()
             step.is_doomed = True
             lease.known_step = step.step_number
             step.runs.disappoint()
@@ -440,8 +450,8 @@ def as_ids(values: IdsLike) -> Ids:
 def refuse_unplanned(step: StepInFlight, seq_ids: Ids, token_counts: Ids) -> None:
     """A report has to be about what was planned. Raises CallRefused (INVALID_ARGUMENT)."""
     runs = step.runs
-    is_planned = len(runs) == len(seq_ids) and (runs.seq_ids == seq_ids).all()
-    if not is_planned or not (runs.sampled_positions == token_counts).all():
+    planned_counts = runs.sampled_positions.astype(np.int32)
+    if runs.seq_ids.tobytes() != seq_ids.tobytes() or planned_counts.tobytes() != token_counts.tobytes():
         raise CallRefused(invalid("step_report.sequence_ids", "other runs", f"the runs of step {step.step_number}"))
 
 

@@ -23,10 +23,10 @@ import numpy as np
 from quire.cachemgr.errors import Reason, Refusal, invalid, refuse, sequence_not_found
 from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import Flags, Lease, Runs, StepInFlight
+from quire.cachemgr.leases import Fill, Flags, Lease, Runs, StepInFlight
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockPool, Blocks
-from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes, root_hash
+from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes
 from quire.cachemgr.sequences import NOWHERE, Ids, Rows, Sequence, SequenceTable
 
 DIGEST_BYTES = 16
@@ -88,7 +88,6 @@ class StepPlanner:
         self._plan = StepPlan(lease.next_step, lease.known_step)
         self._budget: int | None = None
         self._admitted_rows: list[int] = []
-        self._sharing = [step for step in lease.in_flight if step.pending] + [self._step]
 
     @property
     def num_rows(self) -> int:
@@ -156,7 +155,7 @@ class StepPlanner:
         return None
 
     def _cut(self, sequence: Sequence, num_tokens: int) -> None:
-        self._forget_pending(sequence, num_tokens // self._geometry.block_size)
+        sequence.unpublish(num_tokens // self._geometry.block_size, self._index)
         sequence.truncate(num_tokens)
         sequence.num_cached = min(sequence.num_cached, num_tokens)
         sequence.num_computed = min(sequence.num_computed, num_tokens)
@@ -165,26 +164,12 @@ class StepPlanner:
         if sequence.sampled_position >= num_tokens:
             sequence.sampled_position = NOWHERE
         for step in self._lease.in_flight:
-            step.runs.cut(sequence, num_tokens)
+            step.cut(sequence, num_tokens, block_size=self._geometry.block_size)
         num_kept = self._geometry.num_blocks_for(num_tokens)
         tail_first = sequence.blocks_tail_first(num_kept)
         del sequence.block_table[num_kept:]
         if len(tail_first):
             self._let_go(tail_first)
-
-    def _forget_pending(self, sequence: Sequence, num_full: int) -> None:
-        """Blocks behind the first `num_full` may be written again with other tokens: nobody is to share them."""
-        first = max(num_full, sequence.num_published)
-        hashes = sequence.hashes[first - sequence.num_published :]
-        for prefix_hash, block_id in zip(hashes, sequence.block_table[first:], strict=False):
-            self._unshare(prefix_hash, block_id)
-        sequence.unpublish(num_full, self._index)
-
-    def _unshare(self, prefix_hash: bytes, block_id: int) -> None:
-        """The block may come to hold something else than what the step in flight fills it with."""
-        for step in self._sharing:
-            if step.pending.get(prefix_hash) == block_id:
-                del step.pending[prefix_hash]
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
@@ -261,7 +246,7 @@ class StepPlanner:
         block_size = self._geometry.block_size
         fills_known = np.minimum(ends, table.known[rows]) // block_size > starts // block_size
         for index in fills_known.nonzero()[0].tolist():
-            self._expect_hashes(table.at(rows.item(index)), starts.item(index), ends.item(index))
+            self._expect_fill(table.at(rows.item(index)), starts.item(index), ends.item(index))
 
     def _give(self, run_index: int, tokens: bytes) -> None:
         """The client sends the worker these tokens for the run."""
@@ -286,9 +271,10 @@ class StepPlanner:
         """Gives each of these decodes one more block, if that is all that each needs; else changes nothing."""
         rows, starts = extends.rows[indexes], extends.starts[indexes]
         firsts = (starts // self._geometry.block_size).tolist()
-        block_tables = [self._table.at(row).block_table for row in rows.tolist()]
+        sequences = self._table.sequences
+        block_tables = [sequences[row].block_table for row in rows.tolist()]
         is_possible = len(rows) <= self._pool.num_allocatable and starts.max() < self._geometry.max_tokens
-        if not is_possible or firsts != [len(block_table) for block_table in block_tables]:
+        if not is_possible or firsts != list(map(len, block_tables)):
             return False
         fresh = self._pool.allocate(len(rows)).tolist()
         for block_table, block_id in zip(block_tables, fresh, strict=True):
@@ -369,10 +355,7 @@ class StepPlanner:
                 continue
             index = sequence.block_table.index(block_id)
             for step in steps:
-                step.runs.limit(sequence, index * self._geometry.block_size)
-            first = index - sequence.num_published
-            for prefix_hash in sequence.hashes[max(0, first) : first + 1]:
-                self._unshare(prefix_hash, block_id)
+                step.limit(sequence, index, block_size=self._geometry.block_size)
 
     def _replace(self, sequence: Sequence, index: int, target: int, *, is_copied: bool) -> None:
         """Copy-on-write of one block of the table; the old one stays pinned as long as a step may read it."""
@@ -393,17 +376,12 @@ class StepPlanner:
         message = f"sequence {seq_id} needs {needed} blocks; {available} are free or evictable, {retired} retired"
         return refuse(Reason.OUT_OF_BLOCKS, message, sequence_id=seq_id, needed=needed, free=available, retired=retired)
 
-    def _expect_hashes(self, sequence: Sequence, start: int, end: int) -> None:
+    def _expect_fill(self, sequence: Sequence, start: int, end: int) -> None:
         """Lets later plans of the lease share the blocks that this step fills, as far as their tokens are known."""
-        block_size, published = self._geometry.block_size, sequence.num_published
-        num_full = min(end, sequence.num_known) // block_size
-        first = start // block_size
-        hashes = sequence.hash_up_to(num_full)[first - published :]
-        fills = dict(zip(hashes, sequence.block_table[first:num_full], strict=True))
-        for step in self._sharing:
-            for prefix_hash in step.pending.keys() & fills.keys() if step.pending else ():
-                del fills[prefix_hash]
-        self._step.pending.update(fills)
+        block_size = self._geometry.block_size
+        first, num_full = start // block_size, min(end, sequence.num_known) // block_size
+        if first < num_full:
+            self._step.fills.append(Fill(sequence, first, num_full))
 
     # -- admissions -----------------------------------------------------------------------------------------------
 
@@ -419,9 +397,7 @@ class StepPlanner:
         )
         if refusal is not None:
             return refusal
-        root = root_hash(
-            tenant=self._lease.tenant, salt=admission.salt, model_fingerprint=self._geometry.model_fingerprint
-        )
+        root = self._lease.root(admission.salt, self._geometry.model_fingerprint)
         hashes = chain_hashes(root, admission.tokens, block_bytes=self._geometry.block_size * TOKEN_BYTES)
         found, num_published = self._find(hashes, num_tokens)
         num_fresh = self._geometry.num_blocks_for(num_tokens) - len(found)
@@ -429,7 +405,8 @@ class StepPlanner:
         available = self._pool.num_allocatable - self._pool.num_parked(shared)
         if num_fresh + reserve > available:
             return self._out_of_blocks(seq_id, num_fresh + reserve, available)
-        self._pool.acquire(shared)
+        if found:
+            self._pool.acquire(shared)
         fresh = self._pool.allocate(num_fresh).tolist()
         self._policy.admit(found, fresh)
         sequence = Sequence(self._table, seq_id, root, array("q", found + fresh))
@@ -447,17 +424,22 @@ class StepPlanner:
         most = (num_tokens - 1) // self._geometry.block_size
         found = self._index.find(hashes[:most])
         num_published = len(found)
-        if any(step.pending for step in self._sharing):
-            for prefix_hash in hashes[num_published:most]:
-                block_id = self._index.lookup(prefix_hash) or self._pending_block(prefix_hash)
-                if block_id is None or not (self._pool.ref_count(block_id) or self._index.hashes[block_id]):
-                    break
-                found.append(block_id)
+        filled = self._filled() if num_published < most else {}
+        if not filled:
+            return found, num_published
+        for prefix_hash in hashes[num_published:most]:
+            block_id = self._index.lookup(prefix_hash) or filled.get(prefix_hash)
+            if block_id is None or not (self._pool.ref_count(block_id) or self._index.hashes[block_id]):
+                break
+            found.append(block_id)
         return found, num_published
 
-    def _pending_block(self, prefix_hash: bytes) -> int | None:
-        """The block that a step in flight, or this one, fills with this prefix's last tokens."""
-        return next((step.pending[prefix_hash] for step in self._sharing if prefix_hash in step.pending), None)
+    def _filled(self) -> dict[bytes, int]:
+        """Blocks that the lease's steps in flight and this one fill, by prefix hash; of equal ones the first."""
+        filled: dict[bytes, int] = {}
+        for step in (self._step, *reversed(self._lease.in_flight)):
+            filled |= step.filled()
+        return filled
 
     def _run_admitted(self, sequence: Sequence, max_compute: int) -> None:
         plan, start, num_known = self._plan, sequence.num_scheduled, sequence.num_known
@@ -482,7 +464,7 @@ class StepPlanner:
         if samples:
             sequence.num_tokens = end + 1
             sequence.sampled_position = end
-        self._expect_hashes(sequence, start, end)
+        self._expect_fill(sequence, start, end)
 
     def _add_admitted_runs(self) -> None:
         """The runs of the admissions come after those of the extends."""

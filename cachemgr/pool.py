@@ -8,14 +8,14 @@ A block is in exactly one state, told by three facts about it:
     0           0     yes      cached    evictable; parked with the eviction policy
     0           0     no       free      on the free stack
 
-Flat arrays indexed by block id. Every operation takes the blocks of a whole table at once, as an int64 array of distinct
-ids (NumPy indexes by it without converting), and costs some array operations whatever the pool's size.
+Flat arrays indexed by block id. Every operation takes the blocks of a whole table at once, as an int64 array of
+distinct ids (NumPy indexes by it without converting): some array operations, whatever the size of the pool.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -127,6 +127,8 @@ class BlockPool:
 
     def num_parked(self, block_ids: Blocks) -> int:
         """How many of these are cached: what acquiring them takes from the allocatable ones."""
+        if not len(block_ids):
+            return 0
         return len(block_ids) - int(np.count_nonzero(self._refs[block_ids] + self._pins[block_ids]))
 
     def acquire(self, block_ids: Blocks, count: int = 1) -> None:
@@ -161,13 +163,6 @@ class BlockPool:
         self._pins[block_ids] = pins
         held = pins + self._refs[block_ids]
         self._rest(block_ids[held == 0] if np.count_nonzero(held) else block_ids)
-
-    def publish(self, prefix_hashes: Sequence[bytes], block_ids: Sequence[int]) -> list[int]:
-        """Makes blocks findable by content and unwritable; returns the blocks that stand for the hashes.
-
-        Only for blocks that are held or pinned: they become cached when they are let go.
-        """
-        return self._index.publish(prefix_hashes, block_ids)
 
     def drop_cached(self, first: int, end: int) -> int:
         """Makes the blocks from `first` to before `end` unfindable; returns how many were findable.

@@ -217,19 +217,24 @@ class Sequence:
     def copy_beginning(self, parent: Sequence, num_tokens: int, index: PrefixIndex) -> None:
         """The parent's first tokens, promised ones included, as far as they are computed but for the last."""
         size, num_known = self.table.block_size, min(num_tokens, parent.num_known)
-        num_full = num_known // size
+        num_full, num_scheduled = num_known // size, min(parent.num_scheduled, num_tokens - 1)
         self.full_tokens = parent.full_tokens[: num_full * size * TOKEN_BYTES]
-        self._set_tail(parent.token_bytes(num_full * size, num_known))
+        if num_full == parent.num_known // size:
+            self.table.tails[self.row] = self.table.tails[parent.row]
+        else:
+            self.table.tails[self.row] = np.frombuffer(parent.full_tokens, "<i4", size, num_full * size * TOKEN_BYTES)
+        self.num_known = num_known
         self.num_tokens = num_tokens
-        self.num_scheduled = min(parent.num_scheduled, num_tokens - 1)
-        self.num_computed = min(parent.num_computed, self.num_scheduled)
-        self.num_cached = min(parent.num_cached, self.num_scheduled)
+        self.num_scheduled = num_scheduled
+        self.num_computed = min(parent.num_computed, num_scheduled)
+        self.num_cached = min(parent.num_cached, num_scheduled)
         if parent.sampled_position < num_tokens:
             self.sampled_position = parent.sampled_position
-        self.num_published = min(parent.num_published, self.num_scheduled // size)
-        if self.num_published == parent.num_published:
+        published = parent.num_published
+        self.num_published = min(published, num_scheduled // size)
+        if self.num_published == published:
             self.last_hash = parent.last_hash
-            self.hashes = parent.hashes[: num_full - self.num_published]
+            self.hashes = parent.hashes[: num_full - published]
         else:
             self.last_hash = parent.prefix_hash(self.num_published, index)
 
@@ -282,12 +287,15 @@ class Sequence:
             self.hashes += chain_hashes(parent, tokens, block_bytes=size * TOKEN_BYTES)
         return self.hashes[: num_full - published]
 
-    def pass_published(self, num_full: int) -> None:
-        """The first `num_full` blocks, hashed, are published now."""
-        count = num_full - self.num_published
-        self.last_hash = self.hashes[count - 1]
-        del self.hashes[:count]
-        self.num_published = num_full
+    def take_hashes(self, published: int, num_full: int) -> list[bytes]:
+        """Prefix hashes of the blocks after the `published` ones up to the first `num_full`: published from now on."""
+        hashes = self.hashes
+        if num_full > published + len(hashes):
+            hashes = self.hash_up_to(num_full)
+        taken = hashes[: num_full - published]
+        self.hashes = hashes[num_full - published :]
+        self.last_hash = taken[-1]
+        return taken
 
     def prefix_hash(self, num_full: int, index: PrefixIndex) -> bytes:
         """Hash of the first `num_full` blocks, at most the published ones; the root's of none."""

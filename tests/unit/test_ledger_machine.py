@@ -239,6 +239,8 @@ class BookRun:
     sequence: BookSequence
     end: int
     covers: int
+    fills: range
+    """Indexes of the blocks that it fills with tokens known when it was planned."""
     sampled: Token | None
 
 
@@ -247,7 +249,6 @@ class BookStep:
     number: int
     runs: list[BookRun]
     touched: set[int]
-    pending: list[tuple]
     num_released: int
     is_doomed: bool = False
 
@@ -257,7 +258,6 @@ class BookLease:
     tag_base: int
     sequences: dict[int, BookSequence] = field(default_factory=dict)
     steps: list[BookStep] = field(default_factory=list)
-    pending: dict[tuple, int] = field(default_factory=dict)
     changes: list[tuple[BookSequence, int]] = field(default_factory=list)
     next_step: int = 1
     settled: int = 0
@@ -373,7 +373,7 @@ class Books:
         writes = Writes(plan)
         self.refused = []
         self.lease, self.writes = lease, writes
-        self.step = BookStep(lease.next_step, [], set(), [], 0)
+        self.step = BookStep(lease.next_step, [], set(), 0)
         self.runs: list[tuple[int, int, int, bool, bool]] = []
         self.planned: list[PlannedRun] = []
         self.expected_copies: list[tuple[int, int]] = []
@@ -441,10 +441,6 @@ class Books:
         if not 1 <= count <= len(sequence.tokens):
             return Reason.POSITION_OUT_OF_RANGE
         full, kept = count // self.size, -(-count // self.size)
-        for key, block in list(self.lease.pending.items()):
-            is_own = block in sequence.table[full:] and key == sequence.key(len(key) - 1)
-            if is_own and len(key) - 1 > full * self.size:
-                del self.lease.pending[key]
         sequence.tokens = sequence.tokens[:count]
         sequence.computed = min(sequence.computed, count)
         sequence.scheduled = min(sequence.scheduled, count)
@@ -551,9 +547,6 @@ class Books:
                     covers = run.sequence.table.index(block) * self.size
                     if covers < run.covers:
                         run.covers = covers
-                        for key, pending in list(self.lease.pending.items()):
-                            if pending == block:
-                                del self.lease.pending[key]
 
     def run(self, sequence: BookSequence, count: int, *, given: bool) -> None:
         start, end = sequence.scheduled, sequence.scheduled + count
@@ -563,12 +556,8 @@ class Books:
         self.planned.append(
             PlannedRun(sequence.seq_id, sequence.tag, start, sequence.tokens[:end], sequence.table[:], token)
         )
-        self.step.runs.append(BookRun(sequence, end, end, token))
-        for index in range(start // self.size, min(end, sequence.known) // self.size):
-            key = sequence.key((index + 1) * self.size)
-            if key not in self.lease.pending:
-                self.lease.pending[key] = sequence.table[index]
-                self.step.pending.append(key)
+        fills = range(start // self.size, min(end, sequence.known) // self.size)
+        self.step.runs.append(BookRun(sequence, end, end, fills, token))
         sequence.scheduled = end
         if token is not None:
             sequence.tokens = [*sequence.tokens, token]
@@ -617,18 +606,29 @@ class Books:
     def find(self, tag: int, tokens: list[int]) -> tuple[list[int], int]:
         found: list[int] = []
         published, is_published = 0, True
+        pending = self.pending()
         for index in range((len(tokens) - 1) // self.size):
             key = (tag, *tokens[: (index + 1) * self.size])
             holders = self.holders()
             if key in self.index:
                 found.append(self.index[key])
                 published += is_published
-            elif key in self.lease.pending and holders[self.lease.pending[key]]:
-                found.append(self.lease.pending[key])
+            elif key in pending and holders[pending[key]]:
+                found.append(pending[key])
                 is_published = False
             else:
                 break
         return found, published
+
+    def pending(self) -> dict[tuple, int]:
+        """What steps in flight fill, that of the step being planned included; of equal blocks the first."""
+        pending: dict[tuple, int] = {}
+        for step in [*self.lease.steps, self.step]:
+            for run in step.runs if not step.is_doomed else ():
+                for index in run.fills:
+                    if (index + 1) * self.size <= run.covers:
+                        pending.setdefault(run.sequence.key((index + 1) * self.size), run.sequence.table[index])
+        return pending
 
     # reports
 
@@ -637,8 +637,6 @@ class Books:
         assert step.number == report.step_number
         lease.settled = step.number
         lease.known = max(lease.known, step.number)
-        for key in step.pending:
-            lease.pending.pop(key, None)
         step_touched = step.touched
         if report.outcome is StepOutcome.COMPUTED:
             assert not (step.runs and step.is_doomed)
@@ -647,14 +645,13 @@ class Books:
                 if run.sampled is not None:
                     run.sampled.known = True
             # What was touched by this step stays out of reach until all of it is published.
-            lease.steps.insert(0, BookStep(step.number, [], step_touched, [], 0))
+            lease.steps.insert(0, BookStep(step.number, [], step_touched, 0))
             for run in step.runs:
                 self.publish(lease, run.sequence)
             lease.steps.pop(0)
         elif step.runs and not step.is_doomed:
             for doomed in lease.steps:
                 doomed.is_doomed, lease.known = True, doomed.number
-            lease.pending.clear()
             for sequence in lease.sequences.values():
                 sequence.tokens = [token for token in sequence.tokens if token.known]
                 sequence.scheduled = sequence.computed
@@ -696,7 +693,7 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
         steps = list(lease.in_flight)
         if but_last_step and lease.lease_id == lease_id:
             last = steps.pop()
-            assert not len(last.runs) and not any((last.pinned, last.pending, last.released_rows))
+            assert not len(last.runs) and not any((last.pinned, last.fills, last.released_rows))
         sequences = {
             seq_id: (
                 s.tokens,
@@ -721,7 +718,7 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
                 *(array.tobytes() for array in (step.runs.seq_ids, step.runs.samples, step.runs.receives)),
                 {index: list(map(id, forks)) for index, forks in step.runs.also.items()},
                 [block_ids.tolist() for block_ids in step.pinned],
-                dict(step.pending),
+                [(id(fill.sequence), fill.first, fill.end) for fill in step.fills],
                 tuple(step.released_rows),
             )
             for step in steps
