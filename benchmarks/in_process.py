@@ -119,7 +119,9 @@ class InProcessCache:
 
     async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
         try:
-            return self._services.servicer.plan_step(request)
+            answer = cache_service_pb2.PlanStepResponse()
+            self._services.servicer.plan_step(request, answer)
+            return answer
         except CallRefused as refused:
             raise refused_error(refused) from None
 

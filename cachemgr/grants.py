@@ -9,9 +9,9 @@ from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.plans import StepPlan
 
 
-def sign_grant(plan: StepPlan, pool: AttachedPool, *, lease_id: str, term: int) -> grant_pb2.SignedGrant:
-    """The grant for a planned step, with its HMAC-SHA256 under the attachment's key."""
-    grant = grant_pb2.StepGrant(
+def encode_grant(plan: StepPlan, pool: AttachedPool, *, lease_id: str, term: int) -> grant_pb2.StepGrant:
+    """The grant for a planned step, unsigned."""
+    return grant_pb2.StepGrant(
         pool=pool.ledger.pool,
         epoch=pool.ledger.epoch,
         term=term,
@@ -33,6 +33,10 @@ def sign_grant(plan: StepPlan, pool: AttachedPool, *, lease_id: str, term: int) 
         run_samples=plan.run_samples,
         given_run_indexes=plan.given_run_indexes,
         given_token_digests=bytes(plan.given_digests),
-    ).SerializeToString()
-    signature = hmac.digest(pool.signing_key, grant, "sha256")
-    return grant_pb2.SignedGrant(grant=grant, signature=signature)
+    )
+
+
+def sign(grant: grant_pb2.StepGrant, signed: grant_pb2.SignedGrant, *, key: bytes) -> None:
+    """Fills `signed` with the grant's bytes and their HMAC-SHA256 under the attachment's key."""
+    signed.grant = grant.SerializeToString()
+    signed.signature = hmac.digest(key, signed.grant, "sha256")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,10 @@ class Admission:
     """The most tokens to compute in this step; 0: no limit of its own."""
     salt: bytes = b""
 
+    def parts(self) -> tuple[bytes, ...]:
+        """All that it consists of."""
+        return repr((self.seq_id, self.max_compute)).encode(), self.salt, self.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
@@ -64,6 +69,21 @@ class StepRequest:
     """The most tokens admissions may compute together; 0: no limit."""
     admission_reserve: int = 0
     """Blocks that admissions leave allocatable."""
+
+    def digest(self) -> bytes:
+        """Tells this request from any other one."""
+        extends = np.asarray(self.extend_ids, np.int32), np.asarray(self.extend_token_counts, np.int32)
+        parts = (
+            repr((list(self.releases), self.trims, self.admission_token_budget, self.admission_reserve)).encode(),
+            repr([(fork.parent_id, list(fork.child_ids), fork.num_tokens) for fork in self.forks]).encode(),
+            *(array.tobytes() for array in extends),
+            repr(self.appends).encode() if self.appends else b"",
+            *(part for item in self.admissions for part in item.parts()),
+        )
+        digest = sha256(repr([len(part) for part in parts]).encode())
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from struct import iter_unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +40,8 @@ def chain_hashes(parent: bytes, tokens: bytes | bytearray, *, block_bytes: int) 
     `block_bytes` is the length of a full block's tokens; a partial tail is ignored. Cost: one SHA-256 per block.
     """
     hashes = []
-    full = memoryview(tokens)[: len(tokens) // block_bytes * block_bytes]
-    for (block,) in iter_unpack(f"{block_bytes}s", full):
-        parent = sha256(parent + block).digest()
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = sha256(parent + tokens[start : start + block_bytes]).digest()
         hashes.append(parent)
     return hashes
 

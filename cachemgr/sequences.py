@@ -289,13 +289,16 @@ class Sequence:
 
     def take_hashes(self, published: int, num_full: int) -> list[bytes]:
         """Prefix hashes of the blocks after the `published` ones up to the first `num_full`: published from now on."""
-        hashes = self.hashes
-        if num_full > published + len(hashes):
+        hashes, count = self.hashes, num_full - published
+        if not hashes:  # as it is while decoding
+            block_bytes = self.table.block_size * TOKEN_BYTES
+            tokens = self.full_tokens[published * block_bytes : num_full * block_bytes]
+            hashes = chain_hashes(self.last_hash, tokens, block_bytes=block_bytes)
+        elif len(hashes) < count:
             hashes = self.hash_up_to(num_full)
-        taken = hashes[: num_full - published]
-        self.hashes = hashes[num_full - published :]
-        self.last_hash = taken[-1]
-        return taken
+        self.hashes = hashes[count:]
+        self.last_hash = hashes[count - 1]
+        return hashes[:count]
 
     def prefix_hash(self, num_full: int, index: PrefixIndex) -> bytes:
         """Hash of the first `num_full` blocks, at most the published ones; the root's of none."""

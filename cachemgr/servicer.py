@@ -18,7 +18,7 @@ from quire.cachemgr import messages
 from quire.cachemgr.attachments import Attachments, pool_detached
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse, sequence_not_found
-from quire.cachemgr.grants import sign_grant
+from quire.cachemgr.grants import encode_grant
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.errors import abort, answering
 
@@ -189,32 +189,36 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def PlanStep(  # noqa: N802
         self, request: cache_service_pb2.PlanStepRequest, context: Context
     ) -> cache_service_pb2.PlanStepResponse:
-        return self.plan_step(request)
+        answer = cache_service_pb2.PlanStepResponse()
+        self.plan_step(request, answer)
+        return answer
 
     async def PlanSteps(  # noqa: N802
         self, request_iterator: AsyncIterator[cache_service_pb2.PlanStepsRequest], context: Context
     ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
         async for request in request_iterator:
             try:
-                answer = cache_service_pb2.PlanStepsResponse(plan=self.plan_step(request.plan))
+                answer = cache_service_pb2.PlanStepsResponse()
+                self.plan_step(request.plan, answer.plan)
             except CallRefused as refused:
                 answer = messages.encode_plan_error(refused.refusal)
             yield answer
 
-    def plan_step(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
-        """Plans one step and signs the grant for it. Raises CallRefused."""
+    def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
+        """Plans one step and fills an empty answer with it and its signed grant. Raises CallRefused."""
         self._refuse_if_draining()
         pool = self._catalog.pool_of(request.lease_id)
+        step = messages.decode_plan(request)
         plan = pool.ledger.plan(
             request.lease_id,
             request.epoch,
-            messages.decode_plan(request),
+            step,
             now=self._clock(),
             request_id=request.request_id,
-            digest=messages.plan_digest(request),
+            digest=step.digest() if request.request_id else b"",
         )
-        grant = sign_grant(plan, pool, lease_id=request.lease_id, term=self._catalog.term)
-        return messages.encode_plan(plan, grant)
+        grant = encode_grant(plan, pool, lease_id=request.lease_id, term=self._catalog.term)
+        messages.encode_plan(answer, plan, grant, signing_key=pool.signing_key)
 
     # -- workers --------------------------------------------------------------------------------------------------
 

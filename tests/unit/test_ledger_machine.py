@@ -699,7 +699,6 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
                 s.tokens,
                 tuple(s.block_table),
                 s.last_hash,
-                tuple(s.hashes),
                 s.num_cached,
                 s.num_computed,
                 s.num_scheduled,
