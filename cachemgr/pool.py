@@ -52,6 +52,9 @@ class PoolStatistics(NamedTuple):
     """Present state, and what happened since the pool was made."""
 
     counts: BlockCounts
+    num_references: int
+    num_shared: int
+    """Blocks with more than one reference."""
     num_allocated: int
     num_evicted: int
 
@@ -183,7 +186,13 @@ class BlockPool:
         return dropped
 
     def statistics(self) -> PoolStatistics:
-        return PoolStatistics(self.counts(), num_allocated=self._num_allocated, num_evicted=self._num_evicted)
+        return PoolStatistics(
+            self.counts(),
+            num_references=int(self._refs.sum()),
+            num_shared=int(np.count_nonzero(self._refs > 1)),
+            num_allocated=self._num_allocated,
+            num_evicted=self._num_evicted,
+        )
 
     def violations(self) -> Iterator[str]:
         """What is wrong with the lists and counts, one sentence each. Cost: O(blocks)."""

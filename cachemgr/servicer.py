@@ -33,6 +33,8 @@ REMEMBER_LEASES_S = 300.0
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
 PAGE_KEY = "[0-9a-f]{24}"
+RESET_SLICE = 1_000
+"""Blocks that are made unfindable without letting other calls go on: about a millisecond."""
 
 
 refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
@@ -347,7 +349,10 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def ResetPrefixCache(  # noqa: N802
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
-        dropped = self._catalog.pool(request.pool).ledger.reset_prefix_cache()
+        ledger, dropped = self._catalog.pool(request.pool).ledger, 0
+        for first in range(0, ledger.geometry.num_blocks, RESET_SLICE):
+            dropped += ledger.reset_prefix_cache(first, first + RESET_SLICE)
+            await asyncio.sleep(0)  # others' calls go on
         return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=dropped)
 
     @refusing
