@@ -5,7 +5,6 @@ Single writer, no I/O, no clock: every method is atomic, and time comes in as `n
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -240,39 +239,37 @@ class Ledger:
         table, rows = self._table, runs.rows
         if not len(rows):
             return
-        table.computed[rows] = np.maximum(table.computed[rows], runs.ends)
+        computed = np.maximum(table.computed[rows], runs.ends)
+        table.computed[rows] = computed
         is_received = runs.receives
-        if is_received.all():
+        if np.count_nonzero(is_received) == len(rows):
             table.append(rows, tokens)
         else:
             table.append(rows[is_received], tokens[is_received])
         for index, forks in runs.also.items():
             for sequence in forks:
                 sequence.append_promised(tokens.item(index))
-        num_full = np.minimum(table.computed[rows], table.known[rows]) // self.geometry.block_size
-        has_more = num_full > table.published[rows]
+        num_valid = np.minimum(computed, table.known[rows])
+        has_more = num_valid >= (table.published[rows] + 1) * self.geometry.block_size
         if np.count_nonzero(has_more):
-            self._publish(lease, rows[has_more], num_full[has_more])
+            self._publish(lease, rows[has_more], num_valid[has_more] // self.geometry.block_size)
 
     def _publish(self, lease: Lease, rows: Rows, num_full: Rows) -> None:
         """Makes the full blocks that were computed findable; where another block stands for the hash, takes that."""
-        table = self._table
-        published = table.published[rows].tolist()
-        sequences, hashes, block_ids = [], [], array("q")
-        for row, first, end in zip(rows.tolist(), published, num_full.tolist(), strict=True):
-            sequence = table.at(row)
-            sequences.append(sequence)
+        places = list(zip(rows.tolist(), self._table.published[rows].tolist(), num_full.tolist(), strict=True))
+        hashes: list[bytes] = []
+        block_ids: list[int] = []
+        for row, first, end in places:
+            sequence = self._table.at(row)
             hashes += sequence.take_hashes(first, end)
             block_ids += sequence.block_table[first:end]
-        table.published[rows] = num_full
-        own = block_ids.tolist()
-        standing = self._index.publish(hashes, own)
-        if standing == own:
-            return
-        places = [(s, i) for s, a, b in zip(sequences, published, num_full.tolist(), strict=True) for i in range(a, b)]
-        for (sequence, index), block_id, stands in zip(places, own, standing, strict=True):
-            if block_id != stands and not sequence.released:
-                self._swap(lease, sequence, index, stands)
+        self._table.published[rows] = num_full
+        standing = self._index.publish(hashes, block_ids)
+        if standing != block_ids:
+            indexes = [(self._table.at(row), index) for row, first, end in places for index in range(first, end)]
+            for (sequence, index), block_id, stands in zip(indexes, block_ids, standing, strict=True):
+                if block_id != stands and not sequence.released:
+                    self._swap(lease, sequence, index, stands)
 
     def _swap(self, lease: Lease, sequence: Sequence, index: int, standing: int) -> None:
         """Two blocks hold the same tokens: keep the one that is published."""

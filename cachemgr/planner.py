@@ -231,21 +231,21 @@ class StepPlanner:
     def _schedule_all(self, seq_ids: Ids, rows: Rows, starts: Rows, ends: Rows, is_given: Flags) -> None:
         """Puts runs into the plan. One that reaches its sequence's last token samples the next one."""
         table, plan = self._table, self._plan
-        for index in is_given.nonzero()[0].tolist():
-            self._give(index, table.at(rows.item(index)).token_bytes(starts.item(index), ends.item(index)))
         samples = table.tokens[rows] == ends
         table.scheduled[rows] = ends
-        sampling, positions = (rows, ends) if samples.all() else (rows[samples], ends[samples])
+        all_sample = np.count_nonzero(samples) == len(rows)
+        sampling, positions = (rows, ends) if all_sample else (rows[samples], ends[samples])
         table.tokens[sampling] = positions + 1
         table.sampled[sampling] = positions
         plan.run_seq_ids = seq_ids.tolist()
         plan.run_starts = starts.tolist()
-        plan.run_token_counts = (ends - starts).tolist()
-        plan.run_samples = samples.tolist()
+        plan.run_samples = [True] * len(rows) if all_sample else samples.tolist()
         self._step.runs = Runs(rows, seq_ids, ends, samples)
-        block_size = self._geometry.block_size
-        fills_known = np.minimum(ends, table.known[rows]) // block_size > starts // block_size
-        for index in fills_known.nonzero()[0].tolist():
+        given = is_given.nonzero()[0].tolist()
+        plan.run_token_counts = (ends - starts).tolist() if given else [1] * len(rows)
+        for index in given:
+            self._give(index, table.at(rows.item(index)).token_bytes(starts.item(index), ends.item(index)))
+        for index in (table.known[rows] > starts).nonzero()[0].tolist():
             self._expect_fill(table.at(rows.item(index)), starts.item(index), ends.item(index))
 
     def _give(self, run_index: int, tokens: bytes) -> None:

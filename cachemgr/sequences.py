@@ -94,10 +94,12 @@ class SequenceTable:
         size = self.block_size
         ends = self.known[rows]
         slots = ends % size
-        self.tails[rows, slots] = token_ids
+        self._flat_tails[rows * size + slots] = token_ids
         self.known[rows] = ends + 1
-        for row in rows[slots == size - 1].tolist():
-            self.at(row).keep_tail()
+        is_full = slots == size - 1
+        if np.count_nonzero(is_full):
+            for row in rows[is_full].tolist():
+                self.at(row).keep_tail()
 
     def at(self, row: int) -> Sequence:
         """The sequence of this row."""
@@ -114,6 +116,7 @@ class SequenceTable:
         self.known, self.tokens, self.computed, self.scheduled, self.sampled, self.published, self.writable = views
         self.seq_ids = np.concatenate([self.seq_ids, np.full(num_rows - old, -1, np.int32)])
         self.tails = np.concatenate([self.tails, np.zeros((num_rows - old, self.block_size), np.int32)])
+        self._flat_tails = self.tails.reshape(-1)
         self._free += range(num_rows - 1, old - 1, -1)
 
 
