@@ -25,8 +25,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cachemgr.geometry import Blocks
 
 NULL_BLOCK = 0
 UNKNOWN = 0
@@ -40,16 +45,13 @@ class EvictionPolicy(Protocol):
         """A sequence begins: `found` are its blocks with known content, in table order, `fresh` those that continue
         them. `hashes` are the prefix hashes of its full blocks, from the first one on."""
 
-    def grow(self, parent: int, fresh: Sequence[int]) -> None:
-        """A running sequence was given more blocks; `parent` is the one before them in its table."""
-
-    def park(self, block_ids: Sequence[int]) -> None:
+    def park(self, block_ids: Blocks) -> None:
         """Nobody holds these any more; they can be given up from now on. Children come before their parents."""
 
-    def unpark(self, block_ids: Sequence[int]) -> None:
+    def unpark(self, block_ids: Blocks) -> None:
         """In use again, or dropped: no longer to be given up."""
 
-    def forget(self, block_ids: Sequence[int]) -> None:
+    def forget(self, block_ids: Blocks) -> None:
         """Free, and without content: released before they were computed, or dropped. They are not parked."""
 
     def evict(self, count: int) -> list[int]:
@@ -62,76 +64,95 @@ class EvictionPolicy(Protocol):
         """The parked blocks, each once."""
 
 
+class Rings:
+    """Doubly linked rings of blocks in two flat arrays, a ring for each sentinel: a node that stays."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._next = array("i", range(num_nodes))
+        self._prev = array("i", range(num_nodes))
+        self._all_next = np.frombuffer(self._next, np.int32)  # the same memory, for many nodes at once
+        self._all_prev = np.frombuffer(self._prev, np.int32)
+
+    def append(self, nodes: Blocks, sentinel: int) -> None:
+        """Puts nodes that are in no ring at the end of one."""
+        first, last, before = nodes.item(0), nodes.item(-1), self._prev[sentinel]
+        self._all_next[nodes[:-1]] = nodes[1:]
+        self._all_prev[nodes[1:]] = nodes[:-1]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[sentinel] = sentinel, last
+
+    def remove(self, nodes: Blocks) -> None:
+        """Takes nodes out, wherever they are. What was appended together, last one first, goes in one piece."""
+        nodes = nodes[::-1]
+        starts = (self._all_next[nodes[:-1]] != nodes[1:]).nonzero()[0] + 1
+        after, before = self._next, self._prev
+        firsts, lasts = nodes[[0, *starts]].tolist(), nodes[[*(starts - 1), -1]].tolist()
+        for first, last in zip(firsts, lasts, strict=True):
+            left, right = before[first], after[last]
+            after[left], before[right] = right, left
+
+    def take(self, sentinel: int, count: int) -> list[int]:
+        """Takes out the first `count` nodes of a ring, or all."""
+        after, taken = self._next, []
+        node = after[sentinel]
+        for _ in range(count):
+            if node == sentinel:
+                break
+            taken.append(node)
+            node = after[node]
+        after[sentinel], self._prev[node] = node, sentinel
+        return taken
+
+    def first(self, sentinel: int) -> int:
+        """The first node of a ring; the sentinel if there is none."""
+        return self._next[sentinel]
+
+    def nodes(self, sentinel: int) -> Iterator[int]:
+        """The nodes of a ring; ends after as many as there can be, should the ring be broken."""
+        node = self._next[sentinel]
+        for _ in range(len(self._next)):
+            if node == sentinel:
+                return
+            yield node
+            node = self._next[node]
+
+
 class Lru:
     """The least recently parked first. 8 bytes per block."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._next = array("i", bytes(4 * num_blocks))  # a ring; the null block is its sentinel
-        self._prev = array("i", bytes(4 * num_blocks))
+        self._ring = Rings(num_blocks)  # the null block is its sentinel
         self._num_parked = 0
 
     def admit(self, found: Sequence[int], fresh: Sequence[int], hashes: Sequence[bytes] = ()) -> None:
         """No effect."""
 
-    def grow(self, parent: int, fresh: Sequence[int]) -> None:
+    def forget(self, block_ids: Blocks) -> None:
         """No effect."""
 
-    def forget(self, block_ids: Sequence[int]) -> None:
-        """No effect."""
+    def park(self, block_ids: Blocks) -> None:
+        """Appends to the ring."""
+        if len(block_ids):
+            self._ring.append(block_ids, NULL_BLOCK)
+            self._num_parked += len(block_ids)
 
-    def park(self, block_ids: Sequence[int]) -> None:
-        """Appends to the list."""
-        after, before = self._next, self._prev
-        last = before[NULL_BLOCK]
-        for block_id in block_ids:
-            after[last] = block_id
-            before[block_id] = last
-            last = block_id
-        after[last] = NULL_BLOCK
-        before[NULL_BLOCK] = last
-        self._num_parked += len(block_ids)
-
-    def unpark(self, block_ids: Sequence[int]) -> None:
-        """Takes out of the list, wherever they are."""
-        unlink(block_ids, self._next, self._prev)
-        self._num_parked -= len(block_ids)
+    def unpark(self, block_ids: Blocks) -> None:
+        """Takes out of the ring, wherever they are."""
+        if len(block_ids):
+            self._ring.remove(block_ids)
+            self._num_parked -= len(block_ids)
 
     def evict(self, count: int) -> list[int]:
-        """Takes the list's head."""
-        after = self._next
-        block_id, victims = after[NULL_BLOCK], []
-        for _ in range(count):
-            victims.append(block_id)
-            block_id = after[block_id]
-        after[NULL_BLOCK] = block_id
-        self._prev[block_id] = NULL_BLOCK
+        """Takes the ring's head."""
         self._num_parked -= count
-        return victims
+        return self._ring.take(NULL_BLOCK, count)
 
     def __len__(self) -> int:
         return self._num_parked
 
     def __iter__(self) -> Iterator[int]:
         """Least recently parked first."""
-        return ring(self._next, NULL_BLOCK)
-
-
-def unlink(block_ids: Sequence[int], after: array[int], before: array[int]) -> None:
-    """Takes nodes out of the rings they are in."""
-    for block_id in block_ids:
-        left, right = before[block_id], after[block_id]
-        after[left] = right
-        before[right] = left
-
-
-def ring(after: array[int], sentinel: int) -> Iterator[int]:
-    """The nodes of a ring behind its sentinel; ends after as many as there can be, should the ring be broken."""
-    node = after[sentinel]
-    for _ in range(len(after)):
-        if node == sentinel:
-            return
-        yield node
-        node = after[node]
+        return self._ring.nodes(NULL_BLOCK)
 
 
 NUM_TIMES = 10
@@ -185,10 +206,13 @@ PRIOR_EVENTS = 8
 FADE = 0.97
 """What is left of all counts from plan to plan."""
 
-LEAST_PERIOD = 32  # admissions from plan to plan, and
-POOL_SHARE_OF_PERIOD = 1 / 16  # blocks allocated, relative to the pool's
+TRIAL_FADE = 0.9
+"""The same for what the plan was shown to gain: a plan that has gone bad is to be left soon."""
 
-SHOWN_DEVIATIONS = 1.0
+LEAST_PERIOD, MOST_PERIOD = 32, 128  # admissions from plan to plan: the most, unless before that
+POOL_SHARE_OF_PERIOD = 1 / 16  # of the pool's blocks were allocated
+
+SHOWN_DEVIATIONS = 1.5
 LEAST_PREDICTED_GAIN = 1.03
 LEAST_SHOWN_GAIN = 0.02
 REMEMBERED_ADMISSIONS = 1000
@@ -226,17 +250,19 @@ class RetentionPlanner:
         """A segment of `weight` blocks was used."""
         self._used[event_class] += weight
 
-    def enter_return(self, event_class: int, gap: int, weight: int, planned: int) -> int:
-        """It was used again; `planned` is the place of the time the plan had for it, -1 without a plan.
+    def enter_return(self, event_class: int, gap: int, weight: int, *, found: int, planned: int) -> int:
+        """It was used again, with `found` of `weight` blocks still there. Returns the place of the gap.
 
-        Returns the place of the gap.
+        `planned` is the place of the time the plan had for it, -1 without a plan. A plan that is followed is judged by
+        what was found, another by what it promised.
         """
         place = self.place(gap)
         self._returned[event_class][place] += weight
         if planned >= 0:
             lru_hits = weight if gap <= self._lru_time else 0
             self._lru_hits += lru_hits
-            self._admission_gain += (weight if place <= planned else 0) - lru_hits
+            promised = weight if place <= planned else 0
+            self._admission_gain += (found if self.is_trusted else promised) - lru_hits
         return place
 
     def enter_eviction(self, count: int, num_parked: int) -> None:
@@ -252,12 +278,15 @@ class RetentionPlanner:
         self._num_admissions += 1
         self._since_plan += 1
         elapsed = clock - self._last_clock
-        if self._since_plan >= LEAST_PERIOD and elapsed >= self.num_blocks * POOL_SHARE_OF_PERIOD:
+        period = LEAST_PERIOD if elapsed >= self.num_blocks * POOL_SHARE_OF_PERIOD else MOST_PERIOD
+        if self._since_plan >= period:
             self._since_plan = 0
             self._last_clock = clock
             self._elapsed += elapsed
             if self._elapsed >= self.num_blocks / 2:
                 self._make_plan()
+            else:
+                self.is_trusted = False
             self._fade(FADE)
 
     def _make_plan(self) -> None:
@@ -298,9 +327,9 @@ class RetentionPlanner:
         self._elapsed *= factor
         self._evicted *= factor
         self._parked_evicted *= factor
-        self._lru_hits *= factor
-        self._gain *= factor
-        self._gain_squares *= factor * factor
+        self._lru_hits *= TRIAL_FADE
+        self._gain *= TRIAL_FADE
+        self._gain_squares *= TRIAL_FADE * TRIAL_FADE
 
 
 def hull(curve: Curve) -> list[int]:
@@ -437,18 +466,18 @@ def key_of(hashes: Sequence[bytes], index: int) -> int:
 
 
 class Lineage:
-    """Keeps each kind of prefix as long as it is worth. 12 bytes per block, 48 per segment, and the ghosts.
+    """Keeps each kind of prefix as long as it is worth. 12 bytes per block, 41 per segment, and the ghosts.
 
     Costs do not depend on the pool's size. `admit` is O(segments of the prompt), and O(1) per fresh block and per block
     of a segment that is cut. A block without a segment (nobody told of its admission) takes its parent's.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        num_nodes = num_blocks + NUM_TIMES + 1
         self._num_blocks = num_blocks
-        self._next = array("i", range(num_nodes))  # a ring per time; the last NUM_TIMES + 1 nodes are their sentinels,
-        self._prev = array("i", range(num_nodes))  # the very last for blocks that nothing is known of
+        self._rings = Rings(num_blocks + NUM_TIMES + 1)  # one per time; the last nodes are their sentinels,
+        self._unknown_ring = num_blocks + NUM_TIMES  # the very last for blocks that nothing is known of
         self._segment_of = array("i", bytes(4 * num_blocks))
+        self._segments_of: npt.NDArray[np.int32] = np.frombuffer(self._segment_of, np.int32)  # the same memory
         self._segments = Segments()
         self._planner = RetentionPlanner(max(1, num_blocks - 1))
         self._ghosts: dict[int, Ghost] = {}
@@ -465,21 +494,20 @@ class Lineage:
         self._clock = now + len(fresh)
         path = self._path(found, hashes)
         classes = [self._return(segment, now) for segment in path]
-        place = 0
+        begun: list[int] = []
         if fresh:
             if path and not self._segments.is_forked[path[0]]:
                 self._label(fresh, path[0])
             else:
-                place = self._begin(fresh, len(found), hashes, now)
-        for segment, event_class in zip(path, classes, strict=True):
-            place = max(place, self._segments.place[segment], self._use(segment, event_class))
+                begun, begun_classes = self._begin(fresh, len(found), hashes, now)
+                classes = begun_classes + classes
+        place = 0
+        num_uncounted = int(0 < len(hashes) < len(found) + len(fresh))  # the partial tail, which can't be found
+        for segment, event_class in zip(begun + path, classes, strict=True):
+            place = max(place, self._segments.place[segment], self._use(segment, event_class, num_uncounted))
             self._segments.place[segment] = place
+            num_uncounted = 0
         self._planner.end_admission(self._clock)
-
-    def grow(self, parent: int, fresh: Sequence[int]) -> None:
-        """The blocks belong to their parent's segment."""
-        self._clock += len(fresh)
-        self._label(fresh, self._segment_of[parent])
 
     def _path(self, found: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
         """The segments of the blocks, the last one first. One that goes on elsewhere is cut."""
@@ -506,12 +534,14 @@ class Lineage:
         self._label(found[start:end], segment)
         return segment
 
-    def _begin(self, fresh: Sequence[int], start: int, hashes: Sequence[bytes], now: int) -> int:
+    def _begin(
+        self, fresh: Sequence[int], start: int, hashes: Sequence[bytes], now: int
+    ) -> tuple[list[int], list[int]]:
         """Makes segments of blocks that continue nothing or a fork: as they were when evicted, where that is known.
 
-        Returns the place of the longest time that one of them is kept.
+        Returns them and their classes, the last one first.
         """
-        begun, first, place = [], 0, 0
+        begun, classes, first = [], [], 0
         while first < len(fresh):
             key = key_of(hashes, start + first)
             ghost = self._ghosts.pop(key, None)
@@ -519,20 +549,19 @@ class Lineage:
             segment = self._segments.new(start + first, key)
             self._label(fresh[first:end], segment)
             self._segments.num_uses[segment] = 1
-            event_class = class_of_new(end - first, continues=start > 0)
-            if ghost:
-                event_class = self._revive(segment, ghost, now)
-            begun.append((segment, event_class))
+            self._segments.place[segment] = 0
+            begun.append(segment)
+            is_new = class_of_new(end - first, continues=start > 0)
+            classes.append(self._revive(segment, ghost, now) if ghost else is_new)
             first = end
-        for segment, event_class in reversed(begun):
-            place = self._segments.place[segment] = max(place, self._use(segment, event_class))
-        return place
+        return begun[::-1], classes[::-1]
 
     def _revive(self, segment: int, ghost: Ghost, now: int) -> int:
         """An evicted segment is back; returns its class."""
         segments = self._segments
         weight = min(ghost.num_blocks, segments.num_blocks[segment]) * (self._sampling + 1)
-        place = self._planner.enter_return(ghost.event_class, now - ghost.used_at, weight, ghost.planned)
+        gap = now - ghost.used_at
+        place = self._planner.enter_return(ghost.event_class, gap, weight, found=0, planned=ghost.planned)
         num_uses = segments.num_uses[segment] = min(ghost.num_uses + 1, MOST_USES)
         segments.is_forked[segment] = ghost.is_forked
         return class_of_reused(num_uses, place)
@@ -542,19 +571,22 @@ class Lineage:
         segments, planner = self._segments, self._planner
         gap = now - segments.used_at[segment]
         if self._is_observed(segment):
-            weight = (segments.num_blocks[segment] + segments.num_evicted[segment]) * (self._sampling + 1)
-            planner.enter_return(segments.event_class[segment], gap, weight, segments.planned[segment])
+            found = segments.num_blocks[segment] * (self._sampling + 1)
+            weight = found + segments.num_evicted[segment] * (self._sampling + 1)
+            planned = segments.planned[segment]
+            planner.enter_return(segments.event_class[segment], gap, weight, found=found, planned=planned)
         segments.num_evicted[segment] = 0
         num_uses = segments.num_uses[segment] = min(segments.num_uses[segment] + 1, MOST_USES)
         return class_of_reused(num_uses, planner.place(gap))
 
-    def _use(self, segment: int, event_class: int) -> int:
-        """Enters a use; returns the place of the time that the segment is worth keeping."""
+    def _use(self, segment: int, event_class: int, num_uncounted: int) -> int:
+        """Enters a use of all blocks but `num_uncounted`; returns the place of the time it is worth keeping."""
         segments, planner = self._segments, self._planner
         segments.used_at[segment] = self._clock
         segments.event_class[segment] = event_class
         if self._is_observed(segment):
-            planner.enter_use(event_class, segments.num_blocks[segment] * (self._sampling + 1))
+            weight = segments.num_blocks[segment] - num_uncounted
+            planner.enter_use(event_class, weight * (self._sampling + 1))
         if planner.plan is None:
             segments.planned[segment] = -1
             return BASE_TIME
@@ -568,43 +600,44 @@ class Lineage:
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
-    def park(self, block_ids: Sequence[int]) -> None:
-        """Appends each to the list of its segment's time."""
-        after, before, segment_of = self._next, self._prev, self._segment_of
-        place, parked_at, now = self._segments.place, self._segments.parked_at, self._clock
-        segment = -1
-        ring_end = last = self._num_blocks + NUM_TIMES
-        for index, block_id in enumerate(block_ids):
-            if segment_of[block_id] != segment:
-                segment = segment_of[block_id] or self._adopt_parked(block_ids, index)
-                after[last] = ring_end
-                before[ring_end] = last
-                parked_at[segment] = now
-                ring_end = self._num_blocks + (place[segment] if segment else NUM_TIMES)
-                last = before[ring_end]
-            after[last] = block_id
-            before[block_id] = last
-            last = block_id
-        after[last] = ring_end
-        before[ring_end] = last
+    def park(self, block_ids: Blocks) -> None:
+        """Appends each to the ring of its segment's time."""
+        if not len(block_ids):
+            return
+        segments_of = self._segments_of[block_ids]
+        if np.count_nonzero(segments_of) < len(block_ids):
+            segments_of = self._adopt_parked(block_ids)
+        ends = [*((segments_of[1:] != segments_of[:-1]).nonzero()[0] + 1).tolist(), len(block_ids)]
+        start = 0
+        for end in ends:
+            segment = segments_of.item(start)
+            self._segments.parked_at[segment] = self._clock
+            ring = self._num_blocks + self._segments.place[segment] if segment else self._unknown_ring
+            self._rings.append(block_ids[start:end], ring)
+            start = end
         self._num_parked += len(block_ids)
 
-    def _adopt_parked(self, block_ids: Sequence[int], index: int) -> int:
-        """Gives a block without a segment the next one's, its parent's."""
-        segment = UNKNOWN
-        for parent in range(index + 1, len(block_ids)):
-            segment = self._segment_of[block_ids[parent]]
-            if segment:
-                self._label(block_ids[index:parent], segment)
-                break
-        return segment
+    def _adopt_parked(self, block_ids: Blocks) -> npt.NDArray[np.int32]:
+        """Gives blocks that came while a sequence ran the segment of the next one: their parent's. All segments."""
+        segment, orphans = UNKNOWN, 0
+        for index in range(len(block_ids) - 1, -1, -1):
+            block_id = block_ids.item(index)
+            if self._segment_of[block_id]:
+                segment = self._segment_of[block_id]
+            elif segment:
+                self._segment_of[block_id] = segment
+                self._segments.num_blocks[segment] += 1
+                orphans += 1
+        self._clock += orphans
+        return self._segments_of[block_ids]
 
-    def unpark(self, block_ids: Sequence[int]) -> None:
-        """Takes out of the lists, wherever they are."""
-        unlink(block_ids, self._next, self._prev)
-        self._num_parked -= len(block_ids)
+    def unpark(self, block_ids: Blocks) -> None:
+        """Takes out of the rings, wherever they are."""
+        if len(block_ids):
+            self._rings.remove(block_ids)
+            self._num_parked -= len(block_ids)
 
-    def forget(self, block_ids: Sequence[int]) -> None:
+    def forget(self, block_ids: Blocks) -> None:
         """They leave their segments."""
         self._label(block_ids, UNKNOWN)
 
@@ -612,32 +645,38 @@ class Lineage:
         """Takes the head whose time ends first, and what follows it of the same segment, until there are enough."""
         self._num_parked -= count
         self._planner.enter_eviction(count, self._num_parked)
-        after, segment_of, num_sentinels = self._next, self._segment_of, self._num_blocks
         victims: list[int] = []
         while len(victims) < count:
-            sentinel = self._first_to_end()
-            node = after[sentinel]
-            segment, before_run = segment_of[node], len(victims)
-            left = count - before_run
-            while left and node < num_sentinels and segment_of[node] == segment:
-                victims.append(node)
-                segment_of[node] = UNKNOWN
-                node = after[node]
-                left -= 1
-            after[sentinel] = node
-            self._prev[node] = sentinel
-            if segment:
-                self._lose(segment, len(victims) - before_run)
+            ring = self._first_to_end()
+            left = count - len(victims)
+            segment = self._segment_of[self._rings.first(ring)]
+            if segment == UNKNOWN:
+                victims += self._rings.take(ring, left)
+                continue
+            taken = self._take_of_segment(ring, segment, min(left, self._segments.num_blocks[segment]))
+            victims += taken
+            self._lose(segment, len(taken))
         return victims
 
+    def _take_of_segment(self, ring: int, segment: int, count: int) -> list[int]:
+        """The first blocks of a ring as far as they are of this segment, at most `count`."""
+        segment_of, num_same = self._segment_of, 0
+        for node in islice(self._rings.nodes(ring), count):
+            if segment_of[node] != segment:
+                break
+            segment_of[node] = UNKNOWN
+            num_same += 1
+        return self._rings.take(ring, num_same)
+
     def _first_to_end(self) -> int:
-        """The sentinel of the list whose head's time ends first; of equal ones the longest time's, the child's."""
-        first, num_blocks = self._num_blocks + NUM_TIMES, self._num_blocks
-        if self._next[first] != first:
+        """The ring whose head's time ends first; of equal ones the longest time's, the child's."""
+        rings, num_blocks = self._rings, self._num_blocks
+        first = self._unknown_ring
+        if rings.first(first) != first:
             return first
         parked_at, times, earliest = self._segments.parked_at, self._planner.times, float("inf")
         for place in range(NUM_TIMES - 1, -1, -1):
-            head = self._next[num_blocks + place]
+            head = rings.first(num_blocks + place)
             if head < num_blocks:
                 end = parked_at[self._segment_of[head]] + times[place]
                 if end < earliest:
@@ -669,17 +708,23 @@ class Lineage:
             if self._clock - oldest.used_at < 4 * self._num_blocks:
                 self._sampling = self._sampling * 2 + 1
 
-    def _label(self, block_ids: Sequence[int], segment: int) -> None:
+    def _label(self, block_ids: Sequence[int] | Blocks, segment: int) -> None:
         """Moves blocks to a segment."""
-        segment_of, num_blocks = self._segment_of, self._segments.num_blocks
-        for block_id in block_ids:
-            old = segment_of[block_id]
-            if old:
-                num_blocks[old] -= 1
-                if not num_blocks[old] and old != segment:
-                    self._segments.remove(old)
-            segment_of[block_id] = segment
-        num_blocks[segment] += len(block_ids)
+        blocks = np.asarray(block_ids, np.int64)
+        if segment != UNKNOWN:
+            self._segments.num_blocks[segment] += len(blocks)
+        olds = self._segments_of[blocks]
+        if np.count_nonzero(olds):
+            for old in olds.tolist():
+                if old:
+                    self._leave(old)
+        self._segments_of[blocks] = segment
+
+    def _leave(self, segment: int) -> None:
+        segments = self._segments
+        segments.num_blocks[segment] -= 1
+        if not segments.num_blocks[segment]:
+            segments.remove(segment)
 
     def __len__(self) -> int:
         return self._num_parked
@@ -687,7 +732,7 @@ class Lineage:
     def __iter__(self) -> Iterator[int]:
         """The longest time last; within one, least recently parked first."""
         for place in (NUM_TIMES, *range(NUM_TIMES)):
-            yield from ring(self._next, self._num_blocks + place)
+            yield from self._rings.nodes(self._num_blocks + place)
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lineage": Lineage, "lru": Lru}

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks: TypeAlias = npt.NDArray[np.int64]
+"""Block ids, none of them twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cachemgr.errors import CallRefused, Reason, refuse
+from quire.cachemgr.geometry import Blocks
 from quire.cachemgr.plans import StepPlan
-from quire.cachemgr.pool import Blocks
 from quire.cachemgr.prefix import root_hash
 from quire.cachemgr.sequences import NOBODY, Ids, Rows, Sequence, SequenceTable
 

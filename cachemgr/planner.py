@@ -22,10 +22,10 @@ import numpy as np
 
 from quire.cachemgr.errors import Reason, Refusal, invalid, refuse, sequence_not_found
 from quire.cachemgr.eviction import EvictionPolicy
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.geometry import Blocks, Geometry
 from quire.cachemgr.leases import Fill, Flags, Lease, Runs, StepInFlight
 from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
-from quire.cachemgr.pool import BlockPool, Blocks
+from quire.cachemgr.pool import BlockPool
 from quire.cachemgr.prefix import TOKEN_BYTES, PrefixIndex, chain_hashes
 from quire.cachemgr.sequences import NOWHERE, Ids, Rows, Sequence, SequenceTable
 
@@ -408,7 +408,7 @@ class StepPlanner:
         if found:
             self._pool.acquire(shared)
         fresh = self._pool.allocate(num_fresh).tolist()
-        self._policy.admit(found, fresh)
+        self._policy.admit(found, fresh, hashes)
         sequence = Sequence(self._table, seq_id, root, array("q", found + fresh))
         sequence.begin(admission.tokens, hashes, num_cached_blocks=len(found), num_published=num_published)
         sequence.num_writable = min(len(sequence.block_table) * self._geometry.block_size, self._geometry.max_tokens)

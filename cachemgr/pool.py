@@ -17,17 +17,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.geometry import Blocks
 from quire.cachemgr.prefix import PrefixIndex
-
-Blocks: TypeAlias = npt.NDArray[np.int64]
-"""Block ids, none of them twice."""
 
 NULL_BLOCK = 0
 
@@ -178,7 +175,7 @@ class BlockPool:
                 continue
             dropped += 1
             if self.state(block_id) is BlockState.CACHED:
-                self._policy.unpark([block_id])
+                self._policy.unpark(np.array([block_id]))
                 index.forget([block_id])
                 self._push_free(np.array([block_id]))
             else:
@@ -240,11 +237,12 @@ class BlockPool:
             self._push_free(block_ids[~is_findable])
             block_ids = block_ids[is_findable]
         if len(block_ids):
-            self._policy.park(block_ids.tolist())
+            self._policy.park(block_ids)
 
     def _push_free(self, block_ids: Blocks) -> None:
         """What was in these does not matter from here on."""
         self._index.forget_dropped(block_ids)
+        self._policy.forget(block_ids)
         end = self._num_free + len(block_ids)
         self._free[self._num_free : end] = block_ids
         self._num_free = end
@@ -256,7 +254,7 @@ class BlockPool:
             raise BrokenInvariant(f"block {block_ids[is_findable.argmin()]} has no content to share")
         pins = self._pins[block_ids]
         self._num_active += len(block_ids)
-        self._policy.unpark((block_ids[pins == 0] if np.count_nonzero(pins) else block_ids).tolist())
+        self._policy.unpark(block_ids[pins == 0] if np.count_nonzero(pins) else block_ids)
 
     def _evict(self, count: int) -> Blocks:
         if count > len(self._policy):

@@ -1,12 +1,9 @@
-"""The ledger, one behaviour at a time: every operation, every reason to refuse, and a recorded trace."""
+"""The ledger, one behaviour at a time: every operation, every reason to refuse."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockCounts, BlockState
 
-DATA = Path(__file__).parent.parent / "data"
 EPOCH = 3
 VOCAB = 100
 
@@ -907,46 +903,3 @@ def test_wrong_books_are_noticed(bench: Bench) -> None:
     table[0] = bench.table(2)[0]
     bench.ledger._blocks._ref_count[table[0]] += 1
     assert any("shared by sequences with different tokens" in line for line in bench.ledger.violations())
-
-
-# -- a recorded trace -----------------------------------------------------------------------------------------------
-
-TRACE = "sharegpt128_B16.jsonl.gz"
-BLOCK = 16
-
-
-def requests() -> Iterator[tuple[int, list[int]]]:
-    """Prompt length in tokens, ids of its full blocks."""
-    with gzip.open(DATA / TRACE, "rt") as lines:
-        for line in lines:
-            request = json.loads(line)
-            ids = [first + i for first, count in request["block_runs"] for i in range(count)]
-            yield request["input_length"], ids
-
-
-@pytest.mark.parametrize("capacity", [1000, 2000])
-def test_hits_and_evictions_on_a_recorded_trace(capacity: int) -> None:
-    """One request at a time, under the rules written in expected.json.
-
-    One block more than the capacity is for what the rules do not count: the partial tail of a prompt. A prompt without
-    a tail leaves it to a sequence of its own, so that no prompt finds more room than the capacity. One that is longer
-    than the capacity is admitted with its first blocks only.
-    """
-    expected = json.loads((DATA / "expected.json").read_text())["files"][TRACE]
-    sizes = geometry(capacity + 1, block_size=BLOCK, max_tokens=2**20, vocab_size=2**31 - 1)
-    bench = Bench(Ledger("pool", EPOCH, sizes))
-    num_requests = num_hits = 0
-    for length, ids in requests():
-        first = np.array(ids[:capacity], dtype="<i4")[:, None] * BLOCK + np.arange(BLOCK, dtype="<i4")
-        is_cut, has_tail = len(ids) > capacity, length % BLOCK > 0
-        tail = pack(*range(2**30, 2**30 + (1 if is_cut else length % BLOCK)))
-        spare = [] if is_cut or has_tail else [Admission(1, pack(0), salt=b"spare")]
-        plan = bench.plan(releases=[0, 1], admissions=[*spare, Admission(0, first.tobytes() + tail)])
-        assert plan.refusals == []
-        num_requests += 1
-        num_hits += plan.admitted_cached_counts[-1] // BLOCK
-        bench.settle()
-    assert num_requests == expected["requests"]
-    assert num_hits == expected["capacity"][str(capacity)]["lru_hit_blocks"]
-    assert bench.ledger.statistics().num_evicted == expected["capacity"][str(capacity)]["lru_evictions"]
-    bench.ledger.check_invariants()

@@ -1,0 +1,130 @@
+"""Hits of the prefix cache under each eviction policy, on recorded requests driven through the ledger.
+
+    python benchmarks/eviction.py [--output benchmarks/results/eviction.json]
+
+Every trace in benchmarks/traces at the capacities of expected.json and some between, one request at a time under the
+rules written there. Counts are exact: every run and every machine gives the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+import click
+import matplotlib
+from matplotlib import pyplot
+from replay import Outcome, Replay, expectations, load
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from quire.cachemgr.eviction import DEFAULT_POLICY
+
+matplotlib.use("svg")
+
+CAPACITIES = {512: (250, 500, 1000, 2000, 3000, 5000, 10000), 16: (500, 1000, 1500, 2000, 3000, 5000)}
+"""By block size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One trace at one capacity, in blocks. Belady is None where expected.json does not say."""
+
+    trace: str
+    capacity: int
+    lru: Outcome
+    default: Outcome
+    belady_hits: int | None
+    infinite_hits: int
+
+    @property
+    def ratio(self) -> float:
+        """Hits of the default relative to LRU's."""
+        return self.default.num_hits / self.lru.num_hits
+
+
+def measure() -> list[Measurement]:
+    measurements = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for name, file in progress.track(expectations().items(), description="traces"):
+            requests = load(name)
+            for capacity in CAPACITIES[file["block"]]:
+                lru, default = (
+                    Replay(capacity, block_size=file["block"], policy=policy).run(requests)
+                    for policy in ("lru", DEFAULT_POLICY)
+                )
+                expected = file["capacity"].get(str(capacity), {})
+                if expected and lru != Outcome(expected["lru_hit_blocks"], expected["lru_evictions"]):
+                    raise click.ClickException(f"LRU on {name} at {capacity} blocks is not as expected.json says")
+                measured = Measurement(
+                    *(name.partition(".")[0], capacity, lru, default),
+                    *(expected.get("opt_hit_blocks"), file["hit_blocks_infinite"]),
+                )
+                measurements.append(measured)
+    return measurements
+
+
+def show(measurements: list[Measurement]) -> None:
+    table = Table(title="blocks found in the prefix cache")
+    for heading in ("trace", "capacity", "LRU", DEFAULT_POLICY, "of LRU", "Belady", "infinite"):
+        table.add_column(heading, justify="left" if heading == "trace" else "right")
+    for measured in measurements:
+        belady = "" if measured.belady_hits is None else f"{measured.belady_hits:,}"
+        table.add_row(
+            *(measured.trace, f"{measured.capacity:,}", f"{measured.lru.num_hits:,}", f"{measured.default.num_hits:,}"),
+            *(f"{measured.ratio:.3f}", belady, f"{measured.infinite_hits:,}"),
+        )
+    totals = [sum(outcome.num_hits for outcome in column) for column in outcomes(measurements)]
+    table.add_row("all", "", f"{totals[0]:,}", f"{totals[1]:,}", f"{totals[1] / totals[0]:.4f}", "", "")
+    Console(width=max(Console().width, 110)).print(table)
+
+
+def outcomes(measurements: list[Measurement]) -> tuple[list[Outcome], list[Outcome]]:
+    return [measured.lru for measured in measurements], [measured.default for measured in measurements]
+
+
+def plot(measurements: list[Measurement], path: Path) -> None:
+    """A panel per trace: share of the hits of an infinite cache over the capacity."""
+    traces = [list(group) for _, group in groupby(measurements, key=lambda measured: measured.trace)]
+    figure, axes = pyplot.subplots(1, len(traces), figsize=(12, 3.2), sharey=True)
+    for axis, rows in zip(axes, traces, strict=True):
+        capacities = [row.capacity for row in rows]
+        infinite = rows[0].infinite_hits
+        known = [row for row in rows if row.belady_hits is not None]
+        axis.plot(capacities, [row.lru.num_hits / infinite for row in rows], "o-", label="LRU")
+        axis.plot(capacities, [row.default.num_hits / infinite for row in rows], "s-", label=DEFAULT_POLICY)
+        belady = [(row.belady_hits or 0) / infinite for row in known]
+        axis.plot([row.capacity for row in known], belady, "k:", marker="^", label="Belady (knows the future)")
+        axis.set_xscale("log")
+        axis.set_xticks(capacities, [f"{capacity:,}" for capacity in capacities], rotation=60, fontsize=8)
+        axis.minorticks_off()
+        axis.set_xlabel("blocks in the pool")
+        axis.set_title(rows[0].trace, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("hits, share of an infinite cache's")
+    axes[0].set_ylim(0, 1.03)
+    axes[-1].legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+@click.command()
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Where to write the figures as JSON, and a plot as SVG."
+)
+def main(output: Path | None) -> None:
+    """Prefix cache hits by eviction policy, on recorded requests."""
+    measurements = measure()
+    show(measurements)
+    if output is not None:
+        figures = [asdict(measured) for measured in measurements]
+        contents = {"command": "python benchmarks/eviction.py", "default": DEFAULT_POLICY, "figures": figures}
+        output.write_text(json.dumps(contents, indent=1) + "\n")
+        plot(measurements, output.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

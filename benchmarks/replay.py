@@ -1,0 +1,109 @@
+"""Recorded requests, driven one at a time through the ledger: what its prefix cache finds under a policy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cachemgr.plans import Admission, StepRequest
+from quire.cachemgr.prefix import TOKEN_BYTES
+
+TRACES = Path(__file__).parent / "traces"
+EPOCH = 1
+VOCAB = 2**31 - 1
+TAIL = (VOCAB - 1).to_bytes(TOKEN_BYTES, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt: its tokens, and the ids of its full blocks."""
+
+    num_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Blocks that were found instead of computed, and blocks that were evicted."""
+
+    num_hits: int
+    num_evicted: int
+
+
+def expectations() -> dict[str, Any]:
+    """By file: block size, counts, and by capacity the hits and evictions of LRU and the hits of Belady."""
+    files: dict[str, Any] = json.loads((TRACES / "expected.json").read_text())["files"]
+    return files
+
+
+def load(name: str) -> list[Request]:
+    """The requests of a trace, in file order."""
+    with gzip.open(TRACES / name, "rt") as lines:
+        return [Request(record["input_length"], list(full_blocks(record))) for record in map(json.loads, lines)]
+
+
+def full_blocks(record: dict[str, Any]) -> Iterator[int]:
+    if "hash_ids" in record:
+        yield from record["hash_ids"][: record["input_length"] // 512]
+        return
+    for first, count in record["block_runs"]:
+        yield from range(first, first + count)
+
+
+class Replay:
+    """A pool of `capacity` blocks and one for a partial tail, which the rules in expected.json do not count.
+
+    Every prompt is given a tail of one token, so that the tail's block is taken and given back each time. A prompt that
+    is longer than the capacity is admitted with its first blocks only.
+    """
+
+    def __init__(self, capacity: int, *, block_size: int, policy: str) -> None:
+        self._capacity = capacity
+        self._block_size = block_size
+        geometry = Geometry(
+            block_size=block_size,
+            num_blocks=capacity + 2,
+            block_bytes=1,
+            max_sequences=2,
+            max_sequence_tokens=2**31 - 1,
+            vocab_size=VOCAB,
+            model="trace",
+            model_fingerprint="trace",
+        )
+        self._ledger = Ledger("trace", EPOCH, geometry, policy=policy)
+        self._ledger.open_lease("lease", ttl_s=1.0, now=0.0)
+
+    def run(self, requests: list[Request]) -> Outcome:
+        """All of them, each released before the next begins."""
+        num_hits = sum([self._serve(request) for request in requests])
+        return Outcome(num_hits, self._ledger.statistics().num_evicted)
+
+    def _serve(self, request: Request) -> int:
+        prompt = tokens_of(request.block_ids[: self._capacity], self._block_size) + TAIL
+        step = StepRequest(releases=[1], admissions=[Admission(1, prompt)])
+        plan = self._ledger.plan("lease", EPOCH, step, now=0.0)
+        if plan.refusals:
+            raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
+        self._ledger.settle(
+            *("lease", plan.step_number, StepOutcome.COMPUTED),
+            seq_ids=[1],
+            token_counts=[len(prompt) // TOKEN_BYTES],
+            sampled_ids=[1],
+            sampled_tokens=[0],
+        )
+        found = plan.admitted_cached_counts[0] // self._block_size
+        return min(found, (request.num_tokens - 1) // self._block_size)
+
+
+def tokens_of(block_ids: list[int], block_size: int) -> bytes:
+    """Different tokens for different ids."""
+    first = np.array(block_ids, dtype="<i4")[:, None] * block_size
+    return (first + np.arange(block_size, dtype="<i4")).tobytes()

@@ -1,0 +1,54 @@
+"""Recorded requests through the ledger: LRU exactly as expected.json says, the default never much below it."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from replay import Outcome, Replay, Request, expectations, load
+
+from quire.cachemgr.eviction import DEFAULT_POLICY
+
+FILES = expectations()
+CASES = [(name, int(capacity)) for name, file in FILES.items() for capacity in file["capacity"]]
+
+
+@cache
+def requests(name: str) -> list[Request]:
+    return load(name)
+
+
+@cache
+def outcome(name: str, capacity: int, policy: str) -> Outcome:
+    return Replay(capacity, block_size=FILES[name]["block"], policy=policy).run(requests(name))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_trace_is_what_expected_json_was_made_of(name: str) -> None:
+    expected, trace = FILES[name], requests(name)
+    assert len(trace) == expected["requests"]
+    assert sum(request.num_tokens for request in trace) == expected["input_tokens"]
+    assert sum(len(request.block_ids) for request in trace) == expected["full_blocks"]
+
+
+@pytest.mark.parametrize(("name", "capacity"), CASES)
+def test_lru_hits_and_evicts_exactly_as_expected(name: str, capacity: int) -> None:
+    expected = FILES[name]["capacity"][str(capacity)]
+    assert outcome(name, capacity, "lru") == Outcome(expected["lru_hit_blocks"], expected["lru_evictions"])
+
+
+@pytest.mark.parametrize(("name", "capacity"), CASES)
+def test_the_default_is_at_most_two_percent_below_lru(name: str, capacity: int) -> None:
+    expected = FILES[name]["capacity"][str(capacity)]
+    num_hits = outcome(name, capacity, DEFAULT_POLICY).num_hits
+    assert 0.98 * expected["lru_hit_blocks"] <= num_hits <= expected["opt_hit_blocks"]
+
+
+def test_the_default_is_better_than_lru_in_total() -> None:
+    lru = sum(FILES[name]["capacity"][str(capacity)]["lru_hit_blocks"] for name, capacity in CASES)
+    assert sum(outcome(name, capacity, DEFAULT_POLICY).num_hits for name, capacity in CASES) > lru
