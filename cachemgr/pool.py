@@ -232,7 +232,7 @@ class BlockPool:
 
     def _rest(self, block_ids: Blocks) -> None:
         """Nothing keeps these any more: those with content are parked, the others are free."""
-        is_findable = self._index.findable[block_ids] != 0
+        is_findable = self._index.findable[block_ids]
         if np.count_nonzero(is_findable) < len(block_ids):
             self._push_free(block_ids[~is_findable])
             block_ids = block_ids[is_findable]

@@ -60,12 +60,12 @@ class PrefixIndex:
     By block, to be read freely and written here only:
 
     hashes      the hash it can be found by, None if it never had one since it was handed out, or DROPPED
-    findable    1 if it has a hash, 0 if not
+    findable    whether it has a hash
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self.findable: npt.NDArray[np.uint8] = np.zeros(num_blocks, np.uint8)
+        self.findable: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._shards: list[dict[bytes, int]] = [{} for _ in range(NUM_SHARDS)]
         self._num_forgotten = 0
         self._has_dropped = False
@@ -93,7 +93,7 @@ class PrefixIndex:
         ]
         for prefix_hash, block_id in zip(prefix_hashes, standing, strict=True):
             hashes[block_id] = prefix_hash
-        self.findable[np.array(standing)] = 1
+        self.findable[np.array(standing)] = True
         return standing
 
     def forget(self, block_ids: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class PrefixIndex:
             assert prefix_hash
             del shards[prefix_hash[0]][prefix_hash]
             hashes[block_id] = None
-        self.findable[block_ids] = 0
+        self.findable[block_ids] = False
         self._num_forgotten += len(block_ids)
 
     def drop(self, block_id: int) -> None:

@@ -98,8 +98,10 @@ class SequenceTable:
         self.known[rows] = ends + 1
         is_full = slots == size - 1
         if np.count_nonzero(is_full):
-            for row in rows[is_full].tolist():
-                self.at(row).keep_tail()
+            full = rows[is_full]
+            blocks = self.tails[full].tobytes()
+            for index, row in enumerate(full.tolist()):
+                self.at(row).full_tokens += blocks[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
 
     def at(self, row: int) -> Sequence:
         """The sequence of this row."""
@@ -254,7 +256,7 @@ class Sequence:
         self.table.tails[self.row, slot] = token_id
         self.num_known = position + 1
         if slot == self.table.block_size - 1:
-            self.keep_tail()
+            self.full_tokens += self.table.tails[self.row].tobytes()
 
     def truncate(self, num_tokens: int) -> None:
         """Keeps the first tokens; promised ones count."""
@@ -264,10 +266,6 @@ class Sequence:
             del self.full_tokens[num_full * TOKEN_BYTES :]
             self._set_tail(tail)
         self.num_tokens = num_tokens
-
-    def keep_tail(self) -> None:
-        """The tail fills a block."""
-        self.full_tokens += self.table.tails[self.row].tobytes()
 
     def _set_tail(self, tokens: bytes) -> None:
         """`tokens` follow the full ones; what fills blocks of them becomes full."""
