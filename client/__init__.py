@@ -1,8 +1,11 @@
 """The Python client: Engine for text, thin clients for everything else."""
 
 from quire.client.cache_client import CacheApi, CacheClient
+from quire.client.credentials import Credentials
 from quire.client.engine import Engine, EngineConfig, EngineStatistics
 from quire.client.errors import (
+    AccessDenied,
+    CredentialsUnusable,
     EngineStopped,
     EpochChanged,
     InvalidRequest,
@@ -23,10 +26,13 @@ from quire.client.tokenizer import Tokenizer
 from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
 
 __all__ = [
+    "AccessDenied",
     "CacheApi",
     "CacheClient",
     "Chunk",
     "Completion",
+    "Credentials",
+    "CredentialsUnusable",
     "Engine",
     "EngineConfig",
     "EngineStatistics",

@@ -5,12 +5,12 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc
 from google.protobuf import duration_pb2
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1 import cache_service_pb2_grpc
 from quire.client.channel import ONCE, RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, retried, unary
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, ProtocolViolation, QuireError
 
 
@@ -43,7 +43,7 @@ class CacheClient:
         self,
         address: str,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         retry: RetryPolicy = RETRIES,
     ) -> None:

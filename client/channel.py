@@ -12,6 +12,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import error_pb2
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import ProtocolViolation, QuireError, Unavailable, error_of_reason
 
 Request = TypeVar("Request")
@@ -35,11 +36,9 @@ _UNAVAILABLE_CODES = frozenset(
 )
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to "unix:/path" or "host:port"; connects by itself, again and again. TLS if there are credentials."""
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
+    """A channel to "unix:/path" or "host:port"; connects by itself, again and again. Raises CredentialsUnusable."""
+    return credentials.open_channel(address, CHANNEL_OPTIONS)
 
 
 def decode_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:

@@ -21,6 +21,20 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 option = functools.partial(click.option, show_default=True, show_envvar=True)
 # Everything a service's own parser should see, help included.
 _PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+_CREDENTIALS = {
+    "tls_ca": ("FILE", "Authorities of the servers' certificates, PEM. Given: TLS to every host:port."),
+    "tls_cert": ("FILE", "A client certificate's chain, PEM."),
+    "tls_key": ("FILE", "Its private key, PEM, without a password."),
+    "tls_server_name": ("NAME", "Whose certificate the servers must have, if not that of the host dialed."),
+    "token_file": ("FILE", "Holds the token to show to both services."),
+}
+# Of a server: what `quire up` gives to both.
+_SECURITY = {
+    "tls_cert": "The certificate's chain of both services, PEM: TLS on every TCP port.",
+    "tls_key": "The certificate's private key, PEM, without a password.",
+    "tls_client_ca": "Authorities of client certificates, PEM: every TCP connection must bring one.",
+    "token_file": "Who may call, a line each: NAME ROLES SHA256|cert. The worker needs a --cachemgr-token-file then.",
+}
 # Flags of the worker that `quire up` sets itself.
 _SET_BY_UP = {"--listen": "use --worker-listen", "--cachemgr": "it is the one that is started here"}
 
@@ -66,6 +80,27 @@ def _known_ports(_: click.Context, __: click.Parameter, addresses: tuple[str, ..
     return addresses
 
 
+def _security_options(command: Any) -> Any:
+    """Adds the flags of a server's security; the command receives them as one argument, `security`: the flags."""
+
+    @functools.wraps(command)
+    def with_security(*args: Any, **values: Any) -> Any:
+        given = {name: values.pop(name) for name in _SECURITY}
+        flags = [part for name, path in given.items() if path for part in (f"--{name.replace('_', '-')}", path)]
+        flags += ["--allow-plaintext"] if values.pop("allow_plaintext") else []
+        return command(*args, security=tuple(flags), **values)
+
+    decorated: Any = with_security
+    decorated = option(
+        "--allow-plaintext",
+        is_flag=True,
+        help="Serve without TLS where others can read it: on addresses that are not loopback.",
+    )(decorated)
+    for name, text in reversed(_SECURITY.items()):
+        decorated = option(f"--{name.replace('_', '-')}", metavar="FILE", help=text)(decorated)
+    return decorated
+
+
 def _cachemgr_option(command: Any) -> Any:
     return option(
         "--cachemgr",
@@ -74,6 +109,25 @@ def _cachemgr_option(command: Any) -> Any:
         metavar="ADDRESS",
         help="Where cachemgr is: unix:/path or host:port.",
     )(command)
+
+
+def _credentials_options(command: Any) -> Any:
+    """Adds the flags of client.Credentials; the command receives them as one argument `credentials`."""
+
+    @functools.wraps(command)
+    def with_credentials(*args: Any, **values: Any) -> Any:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it writes of a failed handshake; we say it ourselves
+        from quire.client.credentials import Credentials
+
+        given = {name: values.pop(name) for name in _CREDENTIALS}
+        return command(*args, credentials=Credentials(**given), **values)
+
+    decorated: Any = with_credentials
+    for name, (metavar, text) in reversed(_CREDENTIALS.items()):
+        kind = click.Path(dir_okay=False, path_type=Path) if metavar == "FILE" else str
+        flag = f"--{name.replace('_', '-')}"
+        decorated = option(flag, envvar=f"QUIRE_{name.upper()}", type=kind, metavar=metavar, help=text)(decorated)
+    return decorated
 
 
 @click.group(
@@ -126,6 +180,7 @@ def quire() -> None:
     metavar="ADDRESS",
     help="Where the worker serves beside its socket: host:port or unix:/path. May be given several times.",
 )
+@_security_options
 @option(
     "--logs",
     type=click.Choice(("files", "terminal")),
@@ -138,6 +193,7 @@ def up(
     runtime_dir: Path | None,
     cachemgr_listen: tuple[str, ...],
     worker_listen: tuple[str, ...],
+    security: tuple[str, ...],
     logs: str,
     worker_flags: tuple[str, ...],
 ) -> None:
@@ -150,7 +206,8 @@ def up(
     Examples:
       quire up --model deploy/demo/model --num-blocks 512
       quire up --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --dtype bfloat16
-      quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071
+      quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071 \\
+        --tls-cert server.pem --tls-key server.key
     """
     for flag, instead in _SET_BY_UP.items():
         if any(given == flag or given.startswith(f"{flag}=") for given in worker_flags):
@@ -162,6 +219,7 @@ def up(
         runtime_dir=runtime_dir,
         cachemgr_listen=cachemgr_listen,
         worker_listen=worker_listen,
+        security_flags=security,
         worker_flags=worker_flags,
         logs_here=logs == "terminal",
     )
@@ -202,11 +260,19 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 @option("--logprobs", type=int, metavar="COUNT", help="Log-probabilities: of each token and this many others.")
 @option("--json", "as_json", envvar="QUIRE_GENERATE_JSON", is_flag=True, help="Write one JSON object instead of text.")
 @_cachemgr_option
+@_credentials_options
 @option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="Where the worker is. Default: as cachemgr says.")
 @option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several.")
 @option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says.")
 def generate(
-    prompt: str, as_json: bool, cachemgr: str, worker: str | None, pool: str, tokenizer: str | None, **sampling: Any
+    prompt: str,
+    as_json: bool,
+    cachemgr: str,
+    credentials: Any,
+    worker: str | None,
+    pool: str,
+    tokenizer: str | None,
+    **sampling: Any,
 ) -> None:
     """Generate text after PROMPT, as it comes. A PROMPT of - is read from standard input.
 
@@ -221,7 +287,8 @@ def generate(
     from quire.client.sampling import SamplingParams
 
     params = SamplingParams(**sampling)
-    run_generate(_read_prompt(prompt), params, Target(cachemgr, worker, pool, tokenizer), as_json=as_json)
+    target = Target(cachemgr, worker, pool, tokenizer, credentials)
+    run_generate(_read_prompt(prompt), params, target, as_json=as_json)
 
 
 def _read_prompt(argument: str) -> str:
@@ -244,7 +311,8 @@ def _read_prompt(argument: str) -> str:
 @option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
 @option("--interval", type=click.FloatRange(min=0.05), default=1.0, metavar="SECONDS", help="Pause between two looks.")
 @_cachemgr_option
-def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str) -> None:
+@_credentials_options
+def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str, credentials: Any) -> None:
     """Show what the pools hold: blocks by state, sequences, what the prefix cache found, copies.
 
     \b
@@ -255,7 +323,42 @@ def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str)
     """
     from quire.client.stats import run_stats
 
-    run_stats(cachemgr, pool, as_json=as_json, interval_s=interval if watch else None)
+    run_stats(cachemgr, pool, as_json=as_json, interval_s=interval if watch else None, credentials=credentials)
+
+
+@quire.command()
+@click.argument("name")
+@option(
+    "--role",
+    "roles",
+    type=click.Choice(("client", "worker", "operator")),
+    multiple=True,
+    required=True,
+    help="What who has it may do. May be given several times.",
+)
+@option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    show_default="standard error",
+    help="Where to write the token. Only you may read the file.",
+)
+def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
+    """Make a token for NAME, and print the line by which a server knows it.
+
+    Append the line to the file that cachemgr and the worker were given as --token-file: it holds a hash, not the token.
+    Clients take the token's own file, as their --token-file.
+
+    \b
+    Examples:
+      quire token alice --role client --out alice.token >> tokens
+      quire token worker-1 --role worker --out worker-1.token >> tokens
+    """
+    if any(c.isspace() or c == "#" for c in name) or not name:
+        raise click.BadParameter("must be one word without #", param_hint="'NAME'")
+    from quire.client.token import run_token
+
+    run_token(name, tuple(dict.fromkeys(roles)), out)
 
 
 @quire.command()

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import grpc
-
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import (
+    AccessDenied,
     EngineStopped,
     EpochChanged,
     InvalidRequest,
@@ -194,11 +194,11 @@ class Engine:
         worker: str | None = None,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | str | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> "Engine":
         """An engine over gRPC; enter it with `async with`. Addresses are "unix:/path" or "host:port".
 
-        worker overrides the address that the pool's worker gave cachemgr.
+        worker overrides the address that the pool's worker gave cachemgr; credentials are shown to both.
         """
         return cls(
             CacheClient(cachemgr, credentials=credentials),
@@ -520,7 +520,7 @@ class Engine:
         while self._scheduler.has_work:
             try:
                 session = await self._open_session()
-            except (Unavailable, NotFound, LeaseLost, EpochChanged) as error:
+            except (Unavailable, NotFound, LeaseLost, EpochChanged, AccessDenied) as error:
                 if time.monotonic() > deadline:
                     self._fail_requests(error)
                     return None

@@ -8,6 +8,8 @@
     ├── EpochChanged         the pool's memory is a new one: go on with `epoch`, admit again
     ├── StepRefused          the worker refused a step before it touched anything
     ├── StepFailed           a step was accepted and computed nothing
+    ├── AccessDenied         a server does not know who calls, or the method is for others
+    ├── CredentialsUnusable  a certificate, key or token given to the client can't be used
     ├── Unavailable          a server is away or too slow; connecting again may help
     ├── ProtocolViolation    a server answered what the contract rules out
     ├── RequestFailed        the engine gave up on one request after its retries
@@ -98,6 +100,18 @@ class StepFailed(QuireError):
     default_reason = "STEP_FAILED"
 
 
+class AccessDenied(QuireError):
+    """The server does not know who calls (CREDENTIALS_MISSING, TOKEN_REJECTED), or the method is for others."""
+
+    default_reason = "ROLE_MISSING"
+
+
+class CredentialsUnusable(QuireError):
+    """A certificate, key or token given to the client can't be used; nothing was sent."""
+
+    default_reason = "CREDENTIALS_UNUSABLE"
+
+
 class Unavailable(QuireError):
     """A server is away or too slow."""
 
@@ -150,6 +164,9 @@ REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
         "PRIOR_STEP_FAILED": StepFailed,
         "POOL_DETACHED": Unavailable,
         "SHUTTING_DOWN": Unavailable,
+        "CREDENTIALS_MISSING": AccessDenied,
+        "TOKEN_REJECTED": AccessDenied,
+        "ROLE_MISSING": AccessDenied,
         # Of AttachPool, which clients do not call.
         "POOL_ALREADY_ATTACHED": ProtocolViolation,
         "TERM_SUPERSEDED": ProtocolViolation,

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.client.channel import ONCE
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine import Engine, EngineConfig
 from quire.client.errors import InvalidRequest, Unavailable
 from quire.client.outputs import Chunk, Completion, Sample, complete
@@ -35,12 +36,14 @@ class Target:
     worker     overrides the address that cachemgr says; None: as it says
     pool       "" is the only one there is
     tokenizer  path or hub id; None: as the worker says
+    credentials  for both services
     """
 
     cachemgr: str
     worker: str | None = None
     pool: str = ""
     tokenizer: str | None = None
+    credentials: Credentials = NO_CREDENTIALS
 
 
 def run_generate(prompt: str, params: SamplingParams, target: Target, *, as_json: bool) -> None:
@@ -69,9 +72,10 @@ async def _generate(prompt: str, params: SamplingParams, target: Target, *, as_j
 
 
 async def _check_services(target: Target) -> None:
-    pool = check_pool(await check_reachable(target.cachemgr), target.pool, cachemgr=target.cachemgr)
+    pools = await check_reachable(target.cachemgr, target.credentials)
+    pool = check_pool(pools, target.pool, cachemgr=target.cachemgr)
     address = target.worker or pool.worker_address
-    worker = WorkerClient(address, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
+    worker = WorkerClient(address, credentials=target.credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
         await worker.get_model()
     except Unavailable as error:
@@ -86,7 +90,13 @@ async def _check_services(target: Target) -> None:
 @contextlib.asynccontextmanager
 async def _engine(target: Target) -> AsyncIterator[Engine]:
     config = EngineConfig(pool=target.pool)
-    engine = Engine.connect(target.cachemgr, worker=target.worker, config=config, tokenizer=target.tokenizer)
+    engine = Engine.connect(
+        target.cachemgr,
+        worker=target.worker,
+        config=config,
+        tokenizer=target.tokenizer,
+        credentials=target.credentials,
+    )
     try:
         await engine.__aenter__()
     except (OSError, ValueError) as error:

@@ -10,12 +10,20 @@ from google.protobuf.message import Message
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound, QuireError, Unavailable
 
 # A map of more blocks than this is drawn from their counts: it would take more calls than a look is worth.
 MAX_LISTED_BLOCKS = 65_536
 REACH_TIMEOUT_S = 5.0
 _MAX_ATTEMPTS = 4
+# What gRPC says when a connection fails for reasons of TLS, and what it means.
+_TLS_CAUSES = {
+    "CERTIFICATE_VERIFY_FAILED": "CERTIFICATE_VERIFY_FAILED: its certificate is of no authority in --tls-ca, or old",
+    "Hostname Verification Check failed": "its certificate is another host's; --tls-server-name says whose is expected",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS there",
+    "Socket closed": "Socket closed: it may want TLS, --tls-ca, or a client certificate, --tls-cert",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +127,9 @@ class UnreachableError(QuireError):
     default_reason = "UNREACHABLE"
 
 
-async def check_reachable(address: str) -> list[pb.Pool]:
+async def check_reachable(address: str, credentials: Credentials = NO_CREDENTIALS) -> list[pb.Pool]:
     """The pools of the cachemgr at this address. Raises UnreachableError, after 5 s at most, if there is none."""
-    cache = CacheClient(address, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
+    cache = CacheClient(address, credentials=credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
         return await cache.list_pools()
     except Unavailable as error:
@@ -154,6 +162,9 @@ def cause_of(error: QuireError) -> str:
     """Why a service can't be reached: the last part of gRPC's chain of causes, "No such file or directory"."""
     if error.reason == "DEADLINE_EXCEEDED":
         return f"no answer within {REACH_TIMEOUT_S:g} s"
+    for sign, cause in _TLS_CAUSES.items():
+        if sign in error.message:
+            return cause
     return error.message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
 
 

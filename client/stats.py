@@ -11,34 +11,45 @@ from rich.live import Live
 from rich.text import Text
 
 from quire.client.cache_client import CacheClient
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound
 from quire.client.render import pool_view
 from quire.client.snapshot import Snapshot, UnreachableError, as_dict, check_reachable, take_snapshot
 
 
-def run_stats(cachemgr: str, pool: str, *, as_json: bool, interval_s: float | None) -> None:
+def run_stats(
+    cachemgr: str,
+    pool: str,
+    *,
+    as_json: bool,
+    interval_s: float | None,
+    credentials: Credentials = NO_CREDENTIALS,
+) -> None:
     """Prints every pool, or the one named; with an interval until Ctrl-C. Raises UnreachableError, QuireError."""
     console = Console(highlight=False)
     if interval_s is None:
-        snapshots = asyncio.run(_look_once(cachemgr, pool))
+        snapshots = asyncio.run(_look_once(cachemgr, pool, credentials))
         _print_json(console, snapshots, indent=2) if as_json else console.print(_view(snapshots, cachemgr))
         return
+    watch = _watch(cachemgr, pool, console, as_json=as_json, interval_s=interval_s, credentials=credentials)
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-        asyncio.run(_watch(cachemgr, pool, console, as_json=as_json, interval_s=interval_s))
+        asyncio.run(watch)
 
 
-async def _look_once(cachemgr: str, pool: str) -> list[Snapshot]:
-    await check_reachable(cachemgr)
-    cache = CacheClient(cachemgr)
+async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list[Snapshot]:
+    await check_reachable(cachemgr, credentials)
+    cache = CacheClient(cachemgr, credentials=credentials)
     try:
         return await _look(cache, pool, cachemgr)
     finally:
         await cache.close()
 
 
-async def _watch(cachemgr: str, pool: str, console: Console, *, as_json: bool, interval_s: float) -> None:
-    await check_reachable(cachemgr)
-    cache = CacheClient(cachemgr)
+async def _watch(
+    cachemgr: str, pool: str, console: Console, *, as_json: bool, interval_s: float, credentials: Credentials
+) -> None:
+    await check_reachable(cachemgr, credentials)
+    cache = CacheClient(cachemgr, credentials=credentials)
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     try:
         with live if console.is_terminal and not as_json else contextlib.nullcontext():

@@ -23,6 +23,7 @@ def run_up(
     runtime_dir: Path | None,
     cachemgr_listen: Sequence[str],
     worker_listen: Sequence[str],
+    security_flags: Sequence[str],
     worker_flags: Sequence[str],
     logs_here: bool,
 ) -> None:
@@ -31,8 +32,8 @@ def run_up(
         _check_unused(runtime_dir)
     services = LocalServices(
         model=model,
-        extra_cachemgr_args=_listen_flags(cachemgr_listen),
-        extra_worker_args=(*_listen_flags(worker_listen), *worker_flags),
+        extra_cachemgr_args=(*_listen_flags(cachemgr_listen), *security_flags),
+        extra_worker_args=(*_listen_flags(worker_listen), *security_flags, *worker_flags),
         runtime_dir=runtime_dir,
         output="inherit" if logs_here else "files",
     )

@@ -3,9 +3,8 @@
 import asyncio
 from typing import Protocol
 
-import grpc
-
 from quire.client.channel import RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, unary
+from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2 as pb
 from quire.compute.v1 import worker_service_pb2_grpc
@@ -57,7 +56,7 @@ class WorkerClient:
         self,
         address: str,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         step_timeout_s: float = 300.0,
         retry: RetryPolicy = RETRIES,

@@ -1,10 +1,10 @@
-"""What stands between gRPC and every handler: unexpected exceptions, unreadable messages, the end of streams.
+"""What stands between gRPC and every handler: who may call, unexpected exceptions, unreadable messages, a stream's end.
 
 gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an
 unreadable message the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
-type and place, and the second INVALID_ARGUMENT.
+type and place, and the second INVALID_ARGUMENT. Before either, a caller who may not call is refused.
 
-Handlers are async functions or async generators; others pass untouched.
+Handlers are async functions or async generators. Others pass untouched, but only where nobody is asked who they are.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from quire.serving.access import Access, Evidence, evidence_of, is_open, set_caller
 from quire.serving.errors import ErrorStatus, abort
 from quire.serving.logs import describe_exception
 
@@ -43,15 +44,22 @@ class _Stream:
     a time, and a generator does not even learn of the cancellation. So the end waits until what is being sent is sent.
     """
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], method: str, evidence: Evidence | None) -> None:
         self.task = task
-        self.is_ended = False
+        self.method = method
+        self.evidence = evidence
+        self.last_words: ErrorStatus | None = None
         self._num_writes = 0
 
-    def end(self) -> None:
-        """Cancels the handler, now or after the message that is being sent."""
-        if not self.is_ended:
-            self.is_ended = True
+    @property
+    def is_ended(self) -> bool:
+        """Whether the server has ended it."""
+        return self.last_words is not None
+
+    def end(self, last_words: ErrorStatus) -> None:
+        """Cancels the handler, now or after the message that is being sent; the client is told the status."""
+        if self.last_words is None:
+            self.last_words = last_words
             self._cancel_if_idle()
 
     def begin_write(self) -> None:
@@ -95,12 +103,19 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     fatal     exceptions after which the process must not go on; `on_fatal` is called with them
     domain    of the errors made here
+    access    who may call what; None: everybody everything
     """
 
     def __init__(
-        self, *, domain: str, fatal: tuple[type[BaseException], ...], on_fatal: Callable[[BaseException], None]
+        self,
+        *,
+        domain: str,
+        fatal: tuple[type[BaseException], ...],
+        on_fatal: Callable[[BaseException], None],
+        access: Access | None = None,
     ) -> None:
         self._domain = domain
+        self._access = access
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
@@ -125,7 +140,33 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         """Ends the streams that are open, and those still to come, with UNAVAILABLE and the reason SHUTTING_DOWN."""
         self._ending = True
         for opened in tuple(self._streams):
-            opened.end()
+            opened.end(shutting_down(self._domain))
+
+    def end_revoked_streams(self) -> None:
+        """Ends the streams whose callers could not open them any more, with the status they would get then."""
+        for opened in tuple(self._streams):
+            if self._access is not None and opened.evidence is not None:
+                decision = self._access.decide(opened.method, opened.evidence)
+                if isinstance(decision, ErrorStatus):
+                    log.info("stream ended method=%s reason=%s", opened.method, decision.reason)
+                    opened.end(decision)
+
+    async def _admit(self, method: str, context: Context) -> Evidence | None:
+        """Ends the call if it is not for this caller. Returns by what it was let in, None if nobody asked."""
+        if self._access is None or is_open(method):
+            return None
+        evidence = evidence_of(context)
+        decision = self._access.decide(method, evidence)
+        if isinstance(decision, ErrorStatus):
+            log.info("refused method=%s reason=%s peer=%s", method, decision.reason, context.peer())
+            await abort(context, decision)
+        set_caller(decision)
+        return evidence
+
+    def _untouched(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+        if self._access is not None and not is_open(method):
+            raise TypeError(f"{method} is no coroutine function: who calls it can't be asked")
+        return behavior
 
     def _guard(self, handler: Handler, method: str) -> Handler:
         read = _reading(handler.request_deserializer, is_stream=handler.request_streaming)
@@ -138,10 +179,11 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     def _guard_unary(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
         if not inspect.iscoroutinefunction(behavior):
-            return behavior
+            return self._untouched(behavior, method)
 
         async def unary(request: Any, context: Context) -> Any:
             try:
+                await self._admit(method, context)
                 if isinstance(request, _Malformed):
                     raise MalformedRequestError
                 return await behavior(request, context)
@@ -154,10 +196,11 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behavior):
             return self._guard_generator(behavior, method)
         if not inspect.iscoroutinefunction(behavior):
-            return behavior
+            return self._untouched(behavior, method)
 
         async def stream(request: Any, context: Context) -> Any:
-            with self._open_stream() as opened:
+            evidence = await self._admit(method, context)
+            with self._open_stream(method, evidence) as opened:
                 try:
                     if isinstance(request, _Malformed):
                         raise MalformedRequestError
@@ -171,7 +214,8 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     def _guard_generator(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            with self._open_stream() as opened:
+            evidence = await self._admit(method, context)
+            with self._open_stream(method, evidence) as opened:
                 try:
                     if isinstance(request, _Malformed):
                         raise MalformedRequestError
@@ -188,13 +232,13 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         return stream
 
     @contextlib.contextmanager
-    def _open_stream(self) -> Iterator["_Stream"]:
+    def _open_stream(self, method: str, evidence: Evidence | None) -> Iterator["_Stream"]:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
-        opened = _Stream(task)
+        opened = _Stream(task, method, evidence)
         self._streams.add(opened)
         if self._ending:
-            opened.end()
+            opened.end(shutting_down(self._domain))
         try:
             yield opened
         finally:
@@ -202,12 +246,12 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     async def _say_why(self, opened: "_Stream", context: Context) -> NoReturn:
         """Answers a stream that was cancelled: with a reason if it was by us, not at all if it was by its client."""
-        if not opened.is_ended or context.cancelled():
+        if opened.last_words is None or context.cancelled():
             raise asyncio.CancelledError
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # takes a cancellation that is still to be delivered
         opened.task.uncancel()
-        await abort(context, shutting_down(self._domain))
+        await abort(context, opened.last_words)
 
     async def _answer(self, error: Exception, method: str, context: Context) -> None:
         if isinstance(error, grpc.aio.AbortError):

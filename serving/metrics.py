@@ -6,20 +6,27 @@ loop, between two of its steps: no page ever shows half a change.
 
 import asyncio
 import logging
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress, explain_bind_failure
+from quire.serving.logs import describe_exception
+from quire.serving.security import Security
+from quire.serving.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 5.0
+_CONNECTION_TIMEOUT_S = 30.0
 
 
 class LoopCollector(Collector):
@@ -46,12 +53,19 @@ class MetricsPage:
     loop. Raises AddressInUseError or AddressError if it can't listen.
     """
 
-    def __init__(self, address: TcpAddress, read: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(
+        self, address: TcpAddress, read: Callable[[], Iterable[Metric]], *, security: Security | None = None
+    ) -> None:
+        """Over TLS if the server's security has a certificate; then client certificates as it asks for them."""
+        if security is not None:
+            security.check_plaintext("--metrics-listen", address)
         registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
         registry.register(LoopCollector(read, loop=asyncio.get_running_loop()))
-        self._server, self._thread = _listen(address, registry)
+        self._server = _listen(address, registry, None if security is None else security.tls)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.address = TcpAddress(address.host, self._server.server_port)
         log.info("metrics address=%s", self.address)
 
@@ -68,11 +82,51 @@ class MetricsPage:
         self.close()
 
 
-def _listen(address: TcpAddress, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
+def _listen(address: TcpAddress, registry: CollectorRegistry, tls: ServerTls | None) -> "_PageServer":
     try:
-        started: tuple[Any, threading.Thread] = start_http_server(address.port, address.host, registry)
+        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        server = _PageServer(address, family, tls)
     except OSError as error:
         reason = explain_bind_failure(address) or error.strerror or str(error)
         kind = AddressInUseError if reason == "Address already in use" else AddressError
         raise kind(f"--metrics-listen {address}: {reason}") from error
-    return started
+    server.set_app(make_wsgi_app(registry))
+    return server
+
+
+class _PageServer(ThreadingMixIn, WSGIServer):
+    """A thread per request. A TLS handshake is made there too, so that who connects and is silent holds up nobody."""
+
+    daemon_threads = True
+
+    def __init__(self, address: TcpAddress, family: socket.AddressFamily, tls: ServerTls | None) -> None:
+        self.address_family = family
+        self._tls = tls
+        super().__init__((address.host, address.port), _SilentHandler)
+
+    def server_bind(self) -> None:
+        """Binds without asking for the host's full name, which can take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """One page, over TLS if there is a certificate: the one in force now."""
+        request.settimeout(_CONNECTION_TIMEOUT_S)
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        with self._tls.current().context.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that failed is the other side's trouble; its reason is not printed as a traceback."""
+        error = sys.exception()
+        log.debug("metrics connection failed error=%s", "" if error is None else describe_exception(error))
+
+
+class _SilentHandler(WSGIRequestHandler):
+    """Logs no requests."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""

@@ -1,12 +1,14 @@
 """The flags that both servers take, and how every flag of a command becomes an environment variable."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from quire.serving.access import Roles
 from quire.serving.addresses import (
     Address,
     AddressError,
@@ -14,7 +16,10 @@ from quire.serving.addresses import (
     parse_dial_address,
     parse_listen_address,
 )
+from quire.serving.dialing import DialOptions
 from quire.serving.logs import LEVELS
+from quire.serving.security import Security, SecurityOptions
+from quire.serving.tls import TlsFiles
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +35,19 @@ class ServerOptions:
     metrics_listen: TcpAddress | None
     log_level: str
     drain_timeout_s: float
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+
+    def secure(self, *, roles: Mapping[str, Roles], domain: str) -> Security:
+        """The security of a server with these flags; roles and domain are Access's.
+
+        Raises FileError, or AddressError if plain text would be served where others can read it.
+        """
+        security = Security(self.security, roles=roles, domain=domain)
+        for address in self.listen:
+            security.check_plaintext("--listen", address)
+        if self.metrics_listen is not None:
+            security.check_plaintext("--metrics-listen", self.metrics_listen)
+        return security
 
 
 class AddressType(click.ParamType[Address]):
@@ -49,6 +67,7 @@ class AddressType(click.ParamType[Address]):
             self.fail(str(error), param, ctx)
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)
 LISTEN_ADDRESS = AddressType(parse_listen_address)
 DIAL_ADDRESS = AddressType(parse_dial_address)
 
@@ -69,6 +88,7 @@ def server_options(*, default_listen: str) -> Callable[[F], F]:
                 metrics_listen=_metrics_address(values.pop("metrics_listen")),
                 log_level=values.pop("log_level"),
                 drain_timeout_s=values.pop("drain_timeout"),
+                security=_security(values),
             )
             return command(*args, server=server, **values)
 
@@ -80,7 +100,55 @@ def server_options(*, default_listen: str) -> Callable[[F], F]:
     return decorate
 
 
+def dial_options(peer: str) -> Callable[[F], F]:
+    """Adds the flags of how a server of another kind is dialed, --PEER-tls-ca and so on.
+
+    The command receives them as one argument `PEER_dial: DialOptions`.
+    """
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def with_dial(*args: Any, **values: Any) -> Any:
+            names = ("tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
+            dial = DialOptions(**{name: values.pop(f"{peer}_{name}") for name in names})
+            if (dial.tls_cert is None) != (dial.tls_key is None):
+                raise click.UsageError(f"--{peer}-tls-cert and --{peer}-tls-key go together.")
+            if dial.tls_ca is None and (dial.tls_cert or dial.tls_server_name):
+                raise click.UsageError(f"--{peer}-tls-cert and --{peer}-tls-server-name need --{peer}-tls-ca.")
+            return command(*args, **{f"{peer}_dial": dial}, **values)
+
+        decorated: Any = with_dial
+        for add in reversed(_dial_flags(peer)):
+            decorated = add(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def _dial_flags(peer: str) -> list[Callable[[Any], Any]]:
+    return [
+        option(
+            f"--{peer}-tls-ca",
+            type=FILE,
+            metavar="FILE",
+            help=f"Authorities of the {peer}'s certificate, PEM: TLS, if it is at host:port.",
+        ),
+        option(f"--{peer}-tls-cert", type=FILE, metavar="FILE", help=f"The certificate to show the {peer}, PEM."),
+        option(f"--{peer}-tls-key", type=FILE, metavar="FILE", help="Its private key, PEM, without a password."),
+        option(
+            f"--{peer}-tls-server-name",
+            metavar="NAME",
+            help=f"Whose certificate the {peer} must have, if not that of the host dialed.",
+        ),
+        option(f"--{peer}-token-file", type=FILE, metavar="FILE", help=f"Holds the token to show the {peer}."),
+    ]
+
+
 def _shared_flags(default_listen: str) -> list[Callable[[Any], Any]]:
+    return [*_serving_flags(default_listen), *_security_flags()]
+
+
+def _serving_flags(default_listen: str) -> list[Callable[[Any], Any]]:
     return [
         option(
             "--listen",
@@ -112,6 +180,48 @@ def _shared_flags(default_listen: str) -> list[Callable[[Any], Any]]:
             "once.",
         ),
     ]
+
+
+def _security_flags() -> list[Callable[[Any], Any]]:
+    return [
+        option("--tls-cert", type=FILE, metavar="FILE", help="The certificate's chain, PEM: TLS on every TCP port."),
+        option("--tls-key", type=FILE, metavar="FILE", help="The certificate's private key, PEM, without a password."),
+        option(
+            "--tls-client-ca",
+            type=FILE,
+            metavar="FILE",
+            help="Authorities of client certificates, PEM: every TCP connection must bring one, metrics too.",
+        ),
+        option(
+            "--token-listen",
+            type=LISTEN_ADDRESS,
+            multiple=True,
+            metavar="HOST:PORT",
+            help="Where to serve with TLS but without client certificates, for who has a token. May be given several "
+            "times.",
+        ),
+        option("--token-file", type=FILE, metavar="FILE", help="Who may call, a line each: NAME ROLES SHA256|cert."),
+        option(
+            "--allow-plaintext",
+            is_flag=True,
+            help="Serve without TLS where others can read it: on addresses that are not loopback.",
+        ),
+    ]
+
+
+def _security(values: dict[str, Any]) -> SecurityOptions:
+    cert, key, client_ca = (values.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    token_listen, token_file = values.pop("token_listen"), values.pop("token_file")
+    if (cert is None) != (key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together.")
+    if client_ca is not None and cert is None:
+        raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key.")
+    if token_listen and (cert is None or token_file is None):
+        raise click.UsageError("--token-listen needs --tls-cert, --tls-key and --token-file.")
+    if any(not isinstance(address, TcpAddress) for address in token_listen):
+        raise click.BadParameter("unix sockets ask for no certificate: use --listen", param_hint="'--token-listen'")
+    tls = None if cert is None else TlsFiles(cert, key, client_ca)
+    return SecurityOptions(tls, token_file, token_listen, allow_plaintext=values.pop("allow_plaintext"))
 
 
 def _metrics_address(address: Address | None) -> TcpAddress | None:

@@ -40,6 +40,8 @@ from quire.serving.addresses import (
 )
 from quire.serving.interceptor import HandlerGuard
 from quire.serving.logs import describe_exception
+from quire.serving.security import Security, SecurityOptions
+from quire.serving.watched import FileError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
+# How often open streams are held against the token file.
+_REVOCATION_PERIOD_S = 1.0
 # Left for streams to tell their clients, when the drain has used up its time.
 _LAST_WORDS_S = 0.5
 
@@ -107,14 +111,21 @@ class Server:
     service_names   full names of the services it will carry ("quire.cache.v1.CacheService")
     domain          of the errors that serving itself makes
     fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
+    security        certificates, and who may call what; by default plain text on loopback and unix sockets, for all
 
     `grpc` is the server to add servicers to, before `start`.
     """
 
     def __init__(
-        self, *, service_names: Sequence[str], domain: str, fatal: tuple[type[BaseException], ...] = ()
+        self,
+        *,
+        service_names: Sequence[str],
+        domain: str,
+        fatal: tuple[type[BaseException], ...] = (),
+        security: Security | None = None,
     ) -> None:
-        self._guard = HandlerGuard(domain=domain, fatal=fatal, on_fatal=self.fail)
+        self._security = security or Security(SecurityOptions(), roles={}, domain=domain)
+        self._guard = HandlerGuard(domain=domain, fatal=fatal, on_fatal=self.fail, access=self._security.access)
         self._health = health.aio.HealthServicer()
         self._names = ("", *service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._sockets: dict[str, int] = {}
@@ -143,14 +154,23 @@ class Server:
     async def start(self, addresses: Iterable[Address]) -> None:
         """Binds every address and answers calls; health says NOT_SERVING. `self.addresses` then has the real ports.
 
-        Raises AddressInUseError or AddressError, and then serves nothing.
+        Those of --token-listen come last. Raises AddressInUseError or AddressError, and then serves nothing.
         """
         bound = [self._bind(address) for address in addresses]
         if not bound:
             raise AddressError("no address to listen on")
+        bound += [self._bind_tcp(address, asks_clients=False) for address in self._security.token_listen]
         self.addresses = tuple(bound)
         await self.grpc.start()
+        if self._security.access is not None:
+            self.run_alongside(self._end_revoked_streams())
+        log.info("security %s", self._security)
         log.info("listening addresses=%s", ",".join(map(str, bound)))
+
+    async def _end_revoked_streams(self) -> None:
+        while True:
+            await asyncio.sleep(_REVOCATION_PERIOD_S)
+            self._guard.end_revoked_streams()
 
     async def announce_serving(self) -> None:
         """Health SERVING, for the whole server and each service. Without effect once the stop has begun."""
@@ -223,7 +243,9 @@ class Server:
 
     def _bind(self, address: Address) -> Address:
         if isinstance(address, TcpAddress):
-            return self._bind_tcp(address)
+            return self._bind_tcp(
+                address, asks_clients=self._security.tls is not None and self._security.tls.asks_clients
+            )
         with claimed_socket(address.path):
             try:
                 self.grpc.add_insecure_port(str(address))
@@ -232,9 +254,14 @@ class Server:
             self._sockets[address.path] = os.stat(address.path).st_ino
         return address
 
-    def _bind_tcp(self, address: TcpAddress) -> TcpAddress:
+    def _bind_tcp(self, address: TcpAddress, *, asks_clients: bool) -> TcpAddress:
+        tls = self._security.tls
+        self._security.check_plaintext("--listen", address)
         try:
-            port = self.grpc.add_insecure_port(str(address))
+            if tls is None:
+                port = self.grpc.add_insecure_port(str(address))
+            else:
+                port = self.grpc.add_secure_port(str(address), tls.port_credentials(asks_clients=asks_clients))
         except RuntimeError as error:
             reason = explain_bind_failure(address)
             if reason == os.strerror(errno.EADDRINUSE):
@@ -286,7 +313,7 @@ async def _supervise(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -
         return 0 if signals.last_signal else 1
     except StoppedAtOnceError:
         return 128 + signals.last_signal
-    except (AddressError, CannotStartError) as error:
+    except (AddressError, FileError, CannotStartError) as error:
         log.error("can't start: %s", error)
         return 1
     except Exception as error:

@@ -14,8 +14,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import click
 
 from quire.serving.addresses import Address
+from quire.serving.dialing import DialOptions
 from quire.serving.logs import configure_logging
-from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, option, server_options
+from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
 from quire.serving.server import run
 from quire.worker.config import DTYPE_NAMES, ByteSize, WorkerConfig, default_threads
 
@@ -34,6 +35,7 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
     metavar="ADDRESS",
     help="The cachemgr that rules the pool: host:port or unix:/path.",
 )
+@dial_options("cachemgr")
 @option(
     "--advertise",
     type=DIAL_ADDRESS,
@@ -59,7 +61,9 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 @option("--revision", help="The model's revision on the hub.")
 @option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")
 @server_options(default_listen=DEFAULT_LISTEN)
-def main(server: ServerOptions, cachemgr: Address, kv_cache_memory: int | None, **values: object) -> None:
+def main(
+    server: ServerOptions, cachemgr: Address, cachemgr_dial: DialOptions, kv_cache_memory: int | None, **values: object
+) -> None:
     """Serve the KV pool and the model: run the steps that a cachemgr has granted.
 
     Loads the model, checks that it computes the same on the pool as by itself, allocates the pool once, attaches it to
@@ -68,10 +72,17 @@ def main(server: ServerOptions, cachemgr: Address, kv_cache_memory: int | None, 
     \b
     Examples:
       quire worker --model deploy/demo/model --num-blocks 512
-      quire worker --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --cachemgr 10.0.0.5:7070 --listen 0.0.0.0:7071
+      quire worker --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --cachemgr cachemgr.internal:7070 \\
+        --cachemgr-tls-ca ca.pem --listen 0.0.0.0:7071 --tls-cert worker.pem --tls-key worker.key
     """
     configure_logging(server.log_level)
-    config = WorkerConfig(server=server, cachemgr=cachemgr, kv_cache_memory_bytes=kv_cache_memory, **values)  # type: ignore[arg-type]
+    config = WorkerConfig(
+        server=server,
+        cachemgr=cachemgr,
+        cachemgr_dial=cachemgr_dial,
+        kv_cache_memory_bytes=kv_cache_memory,
+        **values,  # type: ignore[arg-type]
+    )
     # Only now: torch and transformers take seconds to import, and --help needs neither.
     from quire.worker.process import serve
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc
+from quire.serving.dialing import Dialer
 from quire.serving.server import SERVER_OPTIONS
 from quire.worker.steps import Steps
 
@@ -31,9 +32,10 @@ class Attachment:
     """Keeps the pool attached as long as `run` runs."""
 
     def __init__(
-        self, address: str, steps: Steps, *, geometry: attach_pb2.PoolGeometry, worker_address: Callable[[], str]
+        self, dialer: Dialer, steps: Steps, *, geometry: attach_pb2.PoolGeometry, worker_address: Callable[[], str]
     ) -> None:
-        self._address = address
+        self._dialer = dialer
+        self._address = str(dialer.address)
         self._steps = steps
         self._geometry = geometry
         self._worker_address = worker_address
@@ -68,17 +70,17 @@ class Attachment:
         """One stream from registration to break; says why it broke."""
         outbox: Outbox = asyncio.Queue()
         try:
-            async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            async with self._dialer.open(CHANNEL_OPTIONS) as channel:
                 stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-                self._call = stub.AttachPool(drain_outbox(outbox))
+                self._call = stub.AttachPool(drain_outbox(outbox), metadata=self._dialer.metadata())
                 self._register(outbox)
                 async for response in self._call:
                     self._obey(response, outbox)
         except grpc.aio.AioRpcError as error:
             if self._is_attached or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 return f"{error.code().name}: {error.details()}"
-            return "nobody answers"
-        except ValueError as error:
+            return f"nobody answers ({error.details()})" if self._dialer.uses_tls else "nobody answers"
+        except ValueError as error:  # FileError among them
             return str(error)
         except asyncio.CancelledError:
             current = asyncio.current_task()

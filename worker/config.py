@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from quire.serving.addresses import Address
+from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
@@ -21,6 +22,7 @@ class WorkerConfig:
 
     server: ServerOptions
     cachemgr: Address
+    cachemgr_dial: DialOptions
     advertise: Address | None
     model: str
     pool: str

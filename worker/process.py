@@ -14,6 +14,7 @@ import transformers
 
 from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2_grpc
+from quire.serving.dialing import Dialer
 from quire.serving.metrics import MetricsPage
 from quire.serving.server import CannotStartError, Server, StopSignals
 from quire.worker.attachment import Attachment
@@ -24,6 +25,7 @@ from quire.worker.gate import Gate
 from quire.worker.kv_pool import KVPool, bytes_per_block, size_pool
 from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, load_model
+from quire.worker.roles import ROLES
 from quire.worker.runner import ModelThread
 from quire.worker.sampler import MAX_LOGPROBS
 from quire.worker.servicer import ModelDescription, WorkerServicer
@@ -36,8 +38,10 @@ SERVICE_NAME = "quire.compute.v1.WorkerService"
 
 async def serve(config: WorkerConfig, signals: StopSignals) -> None:
     """Serves WorkerService until a signal. SERVING once the pool has been attached for the first time."""
+    security = config.server.secure(roles=ROLES, domain=DOMAIN)
+    dialer = Dialer(config.cachemgr, config.cachemgr_dial)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(Server(service_names=[SERVICE_NAME], domain=DOMAIN))
+        server = await stack.enter_async_context(Server(service_names=[SERVICE_NAME], domain=DOMAIN, security=security))
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:
@@ -50,13 +54,15 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         steps = Steps(gate, executor, thread, limits)
         geometry = describe_pool(config, model, pool)
         attachment = Attachment(
-            str(config.cachemgr),
+            dialer,
             steps,
             geometry=geometry,
             worker_address=lambda: str(config.advertise or server.addresses[0]),
         )
         if config.server.metrics_listen is not None:
-            stack.enter_context(MetricsPage(config.server.metrics_listen, lambda: metric_families(steps, attachment)))
+            stack.enter_context(
+                MetricsPage(config.server.metrics_listen, lambda: metric_families(steps, attachment), security=security)
+            )
         servicer = WorkerServicer(steps, attachment, describe_model(config, model), geometry)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)

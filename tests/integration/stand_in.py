@@ -3,6 +3,7 @@
 Its service, quire.test.StandIn, speaks google.protobuf.StringValue:
     Echo        the same text back; "defect" and "broken" raise
     Hold        answers when something has been written to the FIFO that the text names
+    WhoAmI      name and roles of the caller
     EchoStream  the texts back, as an async generator
     EchoWrites  the texts back, by context.write
 `--model` says how it behaves: "fail" ends with status 3, "mute" never becomes healthy, "fifo:PATH" becomes healthy when
@@ -21,6 +22,7 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
+from quire.serving.access import Role, caller
 from quire.serving.errors import ErrorStatus, abort
 from quire.serving.logs import configure_logging
 from quire.serving.metrics import MetricsPage
@@ -28,6 +30,16 @@ from quire.serving.options import ServerOptions, command_settings, option, serve
 from quire.serving.server import Server, StopSignals, run
 
 SERVICE = "quire.test.StandIn"
+# EchoWrites is missing: the operator's.
+ROLES = {
+    f"/{SERVICE}/{method}": frozenset({role})
+    for method, role in (
+        ("Echo", Role.CLIENT),
+        ("EchoStream", Role.CLIENT),
+        ("Hold", Role.WORKER),
+        ("WhoAmI", Role.CLIENT),
+    )
+}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -48,6 +60,10 @@ async def echo(request: StringValue, context: Context) -> StringValue:
         error = ErrorStatus(grpc.StatusCode.NOT_FOUND, "POOL_NOT_FOUND", "no pool 'a'", "test.quire.dev", {"pool": "a"})
         await abort(context, error)
     return request
+
+
+async def who_am_i(request: StringValue, context: Context) -> StringValue:
+    return StringValue(value=f"{caller().name} {','.join(sorted(caller().roles))}")
 
 
 async def hold(request: StringValue, context: Context) -> StringValue:
@@ -73,6 +89,7 @@ def handlers() -> grpc.GenericRpcHandler:
     coding = {"request_deserializer": StringValue.FromString, "response_serializer": StringValue.SerializeToString}
     methods = {
         "Echo": grpc.unary_unary_rpc_method_handler(echo, **coding),
+        "WhoAmI": grpc.unary_unary_rpc_method_handler(who_am_i, **coding),
         "Hold": grpc.unary_unary_rpc_method_handler(hold, **coding),
         "EchoStream": grpc.stream_stream_rpc_method_handler(echo_stream, **coding),
         "EchoWrites": grpc.stream_stream_rpc_method_handler(echo_writes, **coding),
@@ -86,11 +103,12 @@ async def serve(signals: StopSignals, options: ServerOptions, model: str) -> Non
         sys.stderr.write("this model has no attention\n")
         sys.exit(3)
     async with contextlib.AsyncExitStack() as stack:
-        server = Server(service_names=[SERVICE], domain="test.quire.dev", fatal=(BrokenInvariant,))
+        security = options.secure(roles=ROLES, domain="test.quire.dev")
+        server = Server(service_names=[SERVICE], domain="test.quire.dev", fatal=(BrokenInvariant,), security=security)
         await stack.enter_async_context(server)
         server.grpc.add_generic_rpc_handlers((handlers(),))
         if options.metrics_listen is not None:
-            stack.enter_context(MetricsPage(options.metrics_listen, families))
+            stack.enter_context(MetricsPage(options.metrics_listen, families, security=security))
         await server.start(options.listen)
         if behaviour == "fifo":
             await read_fifo(fifo)

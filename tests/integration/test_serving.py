@@ -171,7 +171,7 @@ def test_a_port_in_use_is_said_clearly(start: Start, prepare: Start) -> None:
 
 
 def test_an_address_of_another_machine_is_said_clearly(prepare: Start) -> None:
-    server = prepare("--listen", "192.0.2.1:7070")
+    server = prepare("--listen", "192.0.2.1:7070", "--allow-plaintext")
     server.start()
     with pytest.raises(ServiceExitedError, match=r"192\.0\.2\.1:7070: can't listen there: Cannot assign"):
         server.wait_serving(TIMEOUT_S)

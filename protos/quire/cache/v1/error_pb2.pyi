@@ -102,6 +102,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 61
     """UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+    ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 70
+    """UNAUTHENTICATED. The server asks who calls, and neither a client
+    certificate nor a bearer token was shown.
+    """
+    ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 71
+    """UNAUTHENTICATED. The authorization shown is not a bearer token that the
+    server knows: wrong, malformed or revoked.
+    """
+    ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 72
+    """PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
+    caller needs one of these), name (who the caller is to the server).
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """How Quire says no.
@@ -195,6 +207,18 @@ ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
 """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 61
 """UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 70
+"""UNAUTHENTICATED. The server asks who calls, and neither a client
+certificate nor a bearer token was shown.
+"""
+ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 71
+"""UNAUTHENTICATED. The authorization shown is not a bearer token that the
+server knows: wrong, malformed or revoked.
+"""
+ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 72
+"""PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
+caller needs one of these), name (who the caller is to the server).
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

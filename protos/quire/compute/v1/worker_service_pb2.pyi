@@ -68,6 +68,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 51
     """UNAVAILABLE. The server is draining."""
+    ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
+    """UNAUTHENTICATED. The server asks who calls, and neither a client
+    certificate nor a bearer token was shown.
+    """
+    ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 61
+    """UNAUTHENTICATED. The authorization shown is not a bearer token that the
+    server knows: wrong, malformed or revoked.
+    """
+    ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 62
+    """PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
+    caller needs one of these), name (who the caller is to the server).
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a worker refused a call or a step; ErrorInfo.domain is
@@ -113,6 +125,18 @@ ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 50
 """UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 51
 """UNAVAILABLE. The server is draining."""
+ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
+"""UNAUTHENTICATED. The server asks who calls, and neither a client
+certificate nor a bearer token was shown.
+"""
+ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 61
+"""UNAUTHENTICATED. The authorization shown is not a bearer token that the
+server knows: wrong, malformed or revoked.
+"""
+ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 62
+"""PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
+caller needs one of these), name (who the caller is to the server).
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,60 @@
+"""What a server process was told about security, and what comes of it: certificates, access, plain text or not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.serving.access import Access, Roles
+from quire.serving.addresses import Address, AddressError, TcpAddress
+from quire.serving.tls import ServerTls, TlsFiles, is_local
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityOptions:
+    """The flags of a server that are about security.
+
+    tls               None: plain text, on loopback and unix sockets
+    token_file        who may call; None: as client certificates say
+    token_listen      further addresses, where no client certificate is asked for
+    allow_plaintext   plain text on any address
+    """
+
+    tls: TlsFiles | None = None
+    token_file: Path | None = None
+    token_listen: tuple[TcpAddress, ...] = ()
+    allow_plaintext: bool = False
+
+    @property
+    def asks_who(self) -> bool:
+        """Whether callers have to say who they are."""
+        return self.token_file is not None or (self.tls is not None and self.tls.client_ca is not None)
+
+
+class Security:
+    """The security of one server: made at start, asked at each port and call. Raises FileError, when it is made.
+
+    roles and domain are Access's.
+    """
+
+    def __init__(self, options: SecurityOptions, *, roles: Mapping[str, Roles], domain: str) -> None:
+        self._options = options
+        self.tls = None if options.tls is None else ServerTls(options.tls)
+        self.access = Access(roles, token_file=options.token_file, domain=domain) if options.asks_who else None
+        self.token_listen = options.token_listen
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether TCP connections need a client certificate, but for those of --token-listen."""
+        return self.tls is not None and self.tls.asks_clients
+
+    def __str__(self) -> str:
+        names = (("tls", self.tls), ("client_certificates", self.asks_clients), ("tokens", self._options.token_file))
+        return " ".join(f"{name}={'yes' if value else 'no'}" for name, value in names)
+
+    def check_plaintext(self, flag: str, address: Address) -> None:
+        """Raises AddressError if what is served there could be read by others."""
+        if self.tls is None and not self._options.allow_plaintext and not is_local(address):
+            raise AddressError(
+                f"{flag} {address}: not loopback, and there is no certificate: others could read and change what is "
+                "sent. Give --tls-cert and --tls-key, or say --allow-plaintext"
+            )

@@ -1,0 +1,76 @@
+"""What the collector walks through once it was tuned, in an interpreter of its own: pytest's heap is not a server's."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(code: str) -> str:
+    prelude = "import gc, weakref\nfrom quire.serving.runtime import freeze_what_lives, tune_garbage_collector\n"
+    source = prelude + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_tuning_takes_what_lives_out_of_sight_and_collects_seldom() -> None:
+    code = """
+    lasting = [[] for _ in range(1000)]
+    tune_garbage_collector()
+    print(gc.get_freeze_count() > 1000, len(gc.get_objects()) < 100, gc.get_threshold())
+    """
+    assert run(code) == "True True (10000, 10, 10)"
+
+
+def test_tuning_collects_garbage_first() -> None:
+    code = """
+    class Node: pass
+    node = Node()
+    node.self = node
+    ended = weakref.ref(node)
+    del node
+    tune_garbage_collector()
+    print(ended())
+    """
+    assert run(code) == "None"
+
+
+def test_what_is_made_later_is_frozen_without_a_collection() -> None:
+    code = """
+    tune_garbage_collector()
+    looks = []
+    gc.callbacks.append(lambda phase, info: looks.append(phase))
+    lasting = [[] for _ in range(1000)]
+    before = gc.get_freeze_count()
+    freeze_what_lives()
+    print(gc.get_freeze_count() - before >= 1000, len(gc.get_objects()) < 100, looks)
+    """
+    assert run(code) == "True True []"
+
+
+def test_what_is_frozen_is_freed_when_it_is_dropped() -> None:
+    code = """
+    class Books: pass
+    books = Books()
+    ended = weakref.ref(books)
+    freeze_what_lives()
+    del books
+    print(ended())
+    """
+    assert run(code) == "None"
+
+
+def test_cycles_made_after_tuning_are_still_found() -> None:
+    code = """
+    class Node: pass
+    tune_garbage_collector()
+    node = Node()
+    node.self = node
+    ended = weakref.ref(node)
+    del node
+    for _ in range(20_000):
+        other = Node()
+        other.self = other
+    print(ended())
+    """
+    assert run(code) == "None"
