@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
+from quire.cachemgr.eviction import DEFAULT_POLICY
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger
 
@@ -40,8 +41,9 @@ class AttachedPool:
 class Catalog:
     """Pools by name. `term` is this cachemgr's incarnation."""
 
-    def __init__(self, term: int, *, verify: bool = False) -> None:
+    def __init__(self, term: int, *, policy: str = DEFAULT_POLICY, verify: bool = False) -> None:
         self.term = term
+        self._policy = policy
         self._verify = verify
         self._pools: dict[str, AttachedPool] = {}
         self._pool_of_lease: dict[str, str] = {}
@@ -87,7 +89,9 @@ class Catalog:
 
     def _begin(self, registration: Registration, signing_key: bytes, known: AttachedPool | None) -> AttachedPool:
         """Books for a new epoch. Open leases of the pool go on without their sequences."""
-        ledger = Ledger(registration.pool, registration.epoch, registration.geometry, verify=self._verify)
+        ledger = Ledger(
+            registration.pool, registration.epoch, registration.geometry, policy=self._policy, verify=self._verify
+        )
         pool = AttachedPool(ledger, signing_key, registration.worker_address)
         self._pools[registration.pool] = pool
         for lease in known.ledger.leases() if known is not None else []:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import sha256
 from typing import Any
@@ -78,6 +78,32 @@ class LeaseAnswers:
         return sha256(request.SerializeToString(deterministic=True)).digest()
 
 
+class Turns:
+    """Admissions one by one, one per turn of the event loop, first come first served.
+
+    A decode step or a report that became ready meanwhile goes between two of them instead of behind them all.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Returns when it is the caller's turn, which lasts until its next await."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._next)
+        await turn
+
+    def _next(self) -> None:
+        turn = self._waiting.popleft()
+        if not turn.done():
+            turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
 class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     """The core behind gRPC. Runs on one event loop, which makes every core call atomic."""
 
@@ -88,6 +114,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self._lease_answers = LeaseAnswers()
         self._leases_changed = asyncio.Event()
         self._is_draining = False
+        self._turns = Turns()
 
     async def drain(self) -> None:
         """No new plans and leases from here on. Those that were answered need nothing more of this process."""
@@ -191,6 +218,8 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def PlanStep(  # noqa: N802
         self, request: cache_service_pb2.PlanStepRequest, context: Context
     ) -> cache_service_pb2.PlanStepResponse:
+        if request.admissions:
+            await self._turns.turn()
         answer = cache_service_pb2.PlanStepResponse()
         self.plan_step(request, answer)
         return answer
@@ -199,6 +228,8 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[cache_service_pb2.PlanStepsRequest], context: Context
     ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
         async for request in request_iterator:
+            if request.plan.admissions:
+                await self._turns.turn()
             try:
                 answer = cache_service_pb2.PlanStepsResponse()
                 self.plan_step(request.plan, answer.plan)
