@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ UNKNOWN = 0
 class EvictionPolicy(Protocol):
     """Keeps the parked blocks: findable, and held by nobody. Each method's cost is O(1) per block it is given."""
 
-    def admit(self, found: Sequence[int], fresh: Sequence[int], hashes: Sequence[bytes] = ()) -> None:
+    def admit(self, found: Sequence[int], fresh: Blocks, hashes: Sequence[bytes] = ()) -> None:
         """A sequence begins: `found` are its blocks with known content, in table order, `fresh` those that continue
         them. `hashes` are the prefix hashes of its full blocks, from the first one on."""
 
@@ -92,11 +92,22 @@ class Rings:
             after[left], before[right] = right, left
 
     def take(self, sentinel: int, count: int) -> list[int]:
-        """Takes out the first `count` nodes of a ring, or all."""
+        """Takes out the first `count` nodes of a ring, which has as many."""
         after, taken = self._next, []
         node = after[sentinel]
         for _ in range(count):
-            if node == sentinel:
+            taken.append(node)
+            node = after[node]
+        after[sentinel], self._prev[node] = node, sentinel
+        return taken
+
+    def take_alike(self, sentinel: int, count: int, labels: array[int]) -> list[int]:
+        """Takes out the first nodes of a ring as far as they have the first one's label, at most `count`."""
+        after, taken = self._next, []
+        node = after[sentinel]
+        label = labels[node]
+        for _ in range(count):
+            if labels[node] != label:
                 break
             taken.append(node)
             node = after[node]
@@ -124,7 +135,7 @@ class Lru:
         self._ring = Rings(num_blocks)  # the null block is its sentinel
         self._num_parked = 0
 
-    def admit(self, found: Sequence[int], fresh: Sequence[int], hashes: Sequence[bytes] = ()) -> None:
+    def admit(self, found: Sequence[int], fresh: Blocks, hashes: Sequence[bytes] = ()) -> None:
         """No effect."""
 
     def forget(self, block_ids: Blocks) -> None:
@@ -476,7 +487,7 @@ class Lineage:
         self._num_blocks = num_blocks
         self._rings = Rings(num_blocks + NUM_TIMES + 1)  # one per time; the last nodes are their sentinels,
         self._unknown_ring = num_blocks + NUM_TIMES  # the very last for blocks that nothing is known of
-        self._segment_of = array("i", bytes(4 * num_blocks))
+        self._segment_of = array("i", bytes(4 * num_blocks) + b"\xff" * 4 * (NUM_TIMES + 1))  # a sentinel's is none: -1
         self._segments_of: npt.NDArray[np.int32] = np.frombuffer(self._segment_of, np.int32)  # the same memory
         self._segments = Segments()
         self._planner = RetentionPlanner(max(1, num_blocks - 1))
@@ -488,14 +499,14 @@ class Lineage:
 
     # -- uses -----------------------------------------------------------------------------------------------------
 
-    def admit(self, found: Sequence[int], fresh: Sequence[int], hashes: Sequence[bytes] = ()) -> None:
+    def admit(self, found: Sequence[int], fresh: Blocks, hashes: Sequence[bytes] = ()) -> None:
         """Enters a use of each segment on the path, and a segment for what continues them."""
         now = self._clock
         self._clock = now + len(fresh)
         path = self._path(found, hashes)
         classes = [self._return(segment, now) for segment in path]
         begun: list[int] = []
-        if fresh:
+        if len(fresh):
             if path and not self._segments.is_forked[path[0]]:
                 self._label(fresh, path[0])
             else:
@@ -534,9 +545,7 @@ class Lineage:
         self._label(found[start:end], segment)
         return segment
 
-    def _begin(
-        self, fresh: Sequence[int], start: int, hashes: Sequence[bytes], now: int
-    ) -> tuple[list[int], list[int]]:
+    def _begin(self, fresh: Blocks, start: int, hashes: Sequence[bytes], now: int) -> tuple[list[int], list[int]]:
         """Makes segments of blocks that continue nothing or a fork: as they were when evicted, where that is known.
 
         Returns them and their classes, the last one first.
@@ -648,25 +657,13 @@ class Lineage:
         victims: list[int] = []
         while len(victims) < count:
             ring = self._first_to_end()
-            left = count - len(victims)
             segment = self._segment_of[self._rings.first(ring)]
-            if segment == UNKNOWN:
-                victims += self._rings.take(ring, left)
-                continue
-            taken = self._take_of_segment(ring, segment, min(left, self._segments.num_blocks[segment]))
+            taken = self._rings.take_alike(ring, count - len(victims), self._segment_of)
             victims += taken
-            self._lose(segment, len(taken))
+            if segment != UNKNOWN:
+                self._segments_of[taken] = UNKNOWN
+                self._lose(segment, len(taken))
         return victims
-
-    def _take_of_segment(self, ring: int, segment: int, count: int) -> list[int]:
-        """The first blocks of a ring as far as they are of this segment, at most `count`."""
-        segment_of, num_same = self._segment_of, 0
-        for node in islice(self._rings.nodes(ring), count):
-            if segment_of[node] != segment:
-                break
-            segment_of[node] = UNKNOWN
-            num_same += 1
-        return self._rings.take(ring, num_same)
 
     def _first_to_end(self) -> int:
         """The ring whose head's time ends first; of equal ones the longest time's, the child's."""

@@ -127,13 +127,13 @@ class Ledger:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return
+        for step in lease.in_flight:
+            self._finish(step)
         for sequence in lease.sequences.values():
             sequence.released = True
             self._blocks.release(sequence.blocks_tail_first())
         self._table.leave(sequence.row for sequence in lease.sequences.values())
         self._num_rows -= len(lease.sequences)
-        for step in lease.in_flight:
-            self._finish(step)
         self._check()
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -407,9 +407,10 @@ class StepPlanner:
             return self._out_of_blocks(seq_id, num_fresh + reserve, available)
         if found:
             self._pool.acquire(shared)
-        fresh = self._pool.allocate(num_fresh).tolist()
+        fresh = self._pool.allocate(num_fresh)
         self._policy.admit(found, fresh, hashes)
-        sequence = Sequence(self._table, seq_id, root, array("q", found + fresh))
+        sequence = Sequence(self._table, seq_id, root, array("q", found))
+        sequence.block_table.frombytes(fresh.tobytes())
         sequence.begin(admission.tokens, hashes, num_cached_blocks=len(found), num_published=num_published)
         sequence.num_writable = min(len(sequence.block_table) * self._geometry.block_size, self._geometry.max_tokens)
         self._enter(sequence)
