@@ -5,15 +5,23 @@ BIN := $(VENV)/bin
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 PACKAGES := cachemgr worker kernels client serving
 ARGS ?=
-# Set to 1 to make a missing npm an error of buf-lint instead of a skip.
+GO_TOOLS := .tools
+# Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
 REQUIRE_BUF ?= 0
+# Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
+REQUIRE_FOREIGN ?= 0
 
 # Two processes with OpenMP threads that spin while they wait take each other's cores.
-TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 \
+  QUIRE_REQUIRE_FOREIGN=$(REQUIRE_FOREIGN)
+
+# The folder of the generators of Go code, nothing without Go; and the release that sorts last (v0.9 before v0.10).
+GO_PLUGINS = $(if $(shell command -v go 2>/dev/null),$(CURDIR)/$(GO_TOOLS))
+LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint protos check-protos buf-lint typecheck-links clean
+.PHONY: help venv demo test lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,16 +39,19 @@ lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
 
-protos: venv  ## generate the Python code and docs/api.md from protos/ again
-	protos/generate.sh $(BIN)/python
+protos: venv go-tools  ## generate the Python and Go code and docs/api.md from protos/ again
+	protos/generate.sh $(CURDIR)/$(BIN)/python $(GO_PLUGINS)
 	$(BIN)/python docs/generate_api.py
 
-check-protos: venv  ## fail if the generated code or docs/api.md is not what protos/ generates
-	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && cp -R protos/quire protos/generate.sh "$$fresh" \
-	  && find "$$fresh" -name '*_pb2*.py*' -delete \
-	  && "$$fresh/generate.sh" "$(CURDIR)/$(BIN)/python" \
+check-protos: venv go-tools  ## fail if the generated code or docs/api.md is not what protos/ generates
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" \
+	  && cp -R protos/quire protos/generate.sh "$$fresh/protos" && find "$$fresh" -name '*_pb2*.py*' -delete \
+	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(GO_PLUGINS) \
 	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
-	  && if diff -r -x __pycache__ protos/quire "$$fresh/quire" && diff docs/api.md "$$fresh/api.md"; then echo "protos: the generated code is up to date"; \
+	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/api.md "$$fresh/api.md" \
+	     && for api in $(if $(GO_PLUGINS),cache compute); do \
+	       diff -r client/go/quire/$$api "$$fresh/client/go/quire/$$api" || exit; done; \
+	     then echo "protos: the generated code is up to date"; \
 	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
 
 buf-lint:  ## lint protos/ with buf, which npm installs
@@ -50,6 +61,24 @@ buf-lint:  ## lint protos/ with buf, which npm installs
 	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-lint: npm is missing, and this run requires it" >&2; exit 1; \
 	else echo "*** buf-lint SKIPPED: npm is missing, the protos were NOT linted ***" >&2; fi
 
+buf-breaking:  ## compare protos/ with the last release in protos/released/
+	@if command -v npm >/dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory -s protos/node_modules/.installed && cd protos \
+	    && node_modules/.bin/buf breaking --against "$(LAST_RELEASE:protos/%=%)" \
+	    && echo "buf breaking: nothing that $(LAST_RELEASE) promised is gone"; \
+	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-breaking: npm is missing, and this run requires it" >&2; exit 1; \
+	else echo "*** buf-breaking SKIPPED: npm is missing, the protos were NOT compared with the last release ***" >&2; fi
+
+release-protos: protos/node_modules/.installed  ## keep protos/ as VERSION=x.y, what later ones are compared with
+	@[ -n "$(VERSION)" ] || { echo "say which: make release-protos VERSION=0.2" >&2; exit 1; }
+	@[ ! -e protos/released/v$(VERSION).binpb ] || { echo "v$(VERSION) is released: it can't change" >&2; exit 1; }
+	@mkdir -p protos/released && cd protos && node_modules/.bin/buf build --exclude-source-info -o released/v$(VERSION).binpb
+
+go-tools:  ## build grpcurl and the generators of Go code, at the versions of client/go/tools/go.mod
+	@if command -v go >/dev/null 2>&1; then go build -C client/go/tools -o "$(CURDIR)/$(GO_TOOLS)/" tool; \
+	elif [ "$(REQUIRE_FOREIGN)" = 1 ]; then echo "go-tools: Go is missing, and this run requires it" >&2; exit 1; \
+	else echo "*** Go SKIPPED: it is missing, the Go code is NEITHER generated NOR checked ***" >&2; fi
+
 # Static analysis sees the folders under the name they are imported by.
 typecheck-links:
 	@mkdir -p .typecheck/quire
@@ -57,7 +86,7 @@ typecheck-links:
 	@for api in cache compute; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
 clean:  ## remove what these targets made, .venv too
-	rm -rf $(VENV) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) $(GO_TOOLS) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Takes the first Python that runs and is new enough. A name may exist and not run, so each is asked.

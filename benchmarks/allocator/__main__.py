@@ -1,0 +1,156 @@
+"""What the core of cachemgr costs beside the block managers of vLLM, SGLang and transformers, in process.
+
+    python benchmarks/allocator                         all rows at 1,000, 100,000 and a million blocks, and metadata
+    python benchmarks/allocator --peers                 the same, making the peers' environments first
+    python benchmarks/allocator --scaling               cost against pool size, leases, sequences, cached chains
+    python benchmarks/allocator --mixed 10              ten minutes of mixed load: the worst single call
+    python benchmarks/allocator --smoke                 everything of ours once and small, in seconds
+
+Every row is defined where it is measured: what the work is in workload.Rows, what is timed of it in core.Core and in
+each peer's driver. Block size 16. A peer that can't run here is shown by its recorded figures, times this machine's
+slowness by a fixed loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import mixed
+import own_rows
+import peer_runs
+import report
+import scaling
+from core import Crowd
+from recorded import RECORDED_US, SIZES
+from rich.console import Console
+from rich.progress import Progress
+from workload import calibrate, settle_garbage
+
+try:
+    from quire.serving.runtime import tune_garbage_collector
+except ImportError:  # does the same
+    tune_garbage_collector = settle_garbage
+
+DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
+SMOKE_SIZES = (1_000,)
+SMOKE_CROWD = Crowd(num_leases=2, num_sequences=2, num_chains=2)
+MIXED_BLOCKS = 1_000_000
+NOT_PACKAGED = "nano-vllm"
+
+
+def measure_rows(results: report.Results, sizes: tuple[int, ...], repeats: int, progress: Progress) -> None:
+    """Quire's rows at every pool size."""
+    task = progress.add_task("Quire", total=len(sizes))
+    for size in sizes:
+        progress.update(task, description=f"Quire, {size:,} blocks")
+        note_load(results)
+        results.quire[size] = own_rows.measure(size, repeats=repeats)
+        progress.advance(task)
+
+
+def measure_peers(
+    results: report.Results, sizes: tuple[int, ...], repeats: int, memory: int, progress: Progress, *, install: bool
+) -> None:
+    """The peers' rows at the same sizes, one peer after the other."""
+    task = progress.add_task("peers", total=len(peer_runs.PEERS))
+    for peer in peer_runs.PEERS:
+        progress.update(task, description=peer)
+        note_load(results)
+        try:
+            if install:
+                peer_runs.install(peer)
+            measured = peer_runs.run(peer, sizes=list(sizes), repeats=repeats, memory=memory)
+        except peer_runs.PeerUnavailable as error:
+            results.unavailable[peer] = str(error)
+        else:
+            results.peers[peer] = measured
+            if "metadata_bytes_per_block" in measured:
+                results.metadata[peer] = measured["metadata_bytes_per_block"]
+        progress.advance(task)
+
+
+def measure_scaling(results: report.Results, repeats: int, progress: Progress) -> None:
+    task = progress.add_task("scaling", total=scaling.num_points())
+    for axis, value, num_blocks, crowd in scaling.points():
+        progress.update(task, description=f"{axis}: {value:,}")
+        samples = scaling.measure_point(num_blocks, crowd, repeats=repeats)
+        results.scaling.setdefault(axis, {})[value] = samples
+        progress.advance(task)
+
+
+def measure_mixed(minutes: float, num_blocks: int, progress: Progress) -> dict[str, Any]:
+    """The collector is set as the server sets it, once the pool is there."""
+    task = progress.add_task("mixed load: filling the pool", total=minutes * 60)
+    load = mixed.MixedLoad(num_blocks)
+    tune_garbage_collector()
+    before = [generation["collections"] for generation in gc.get_stats()]
+    progress.update(task, description="mixed load")
+    load.run(minutes * 60, lambda passed: progress.update(task, completed=passed))
+    after = [generation["collections"] for generation in gc.get_stats()]
+    return load.timings.summary() | {
+        "minutes": minutes,
+        "num_blocks": num_blocks,
+        "refused": dict(load.num_refused),
+        "collections": [late - early for early, late in zip(before, after, strict=True)],
+    }
+
+
+def note_load(results: report.Results) -> None:
+    results.load_average.append(os.getloadavg()[0])
+
+
+@click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
+@click.option("--sizes", default=",".join(map(str, DEFAULT_SIZES)), show_default=True, help="Blocks of the pools.")
+@click.option("--repeats", default=50, show_default=True, type=click.IntRange(min=1), help="Samples of each row.")
+@click.option("--peers", "install", is_flag=True, help="Make the peers' environments if they are not there.")
+@click.option("--no-peers", is_flag=True, help="Show recorded figures for all peers.")
+@click.option("--no-rows", is_flag=True, help="Only what --scaling and --mixed ask for.")
+@click.option("--scaling", "with_scaling", is_flag=True, help="Also cost against what else there is.")
+@click.option("--mixed", "mixed_minutes", default=0.0, metavar="MINUTES", help="Also the worst call of mixed load.")
+@click.option("--smoke", is_flag=True, help="Tiny, without peers: whether everything runs.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
+def main(
+    sizes: str,
+    repeats: int,
+    install: bool,
+    no_peers: bool,
+    no_rows: bool,
+    with_scaling: bool,
+    mixed_minutes: float,
+    smoke: bool,
+    output: Path | None,
+) -> None:
+    """Measures, shows, and writes what was measured."""
+    command = shlex.join(["python", "benchmarks/allocator", *sys.argv[1:]])
+    results = report.Results(command=command, calibration=calibrate())
+    chosen = SMOKE_SIZES if smoke else tuple(map(int, sizes.split(",")))
+    repeats = 2 if smoke else repeats
+    with Progress(console=Console(stderr=True)) as progress:
+        if not no_rows:
+            measure_rows(results, chosen, repeats, progress)
+            results.metadata["quire"] = own_rows.metadata_per_block(max(chosen))
+        if not no_rows and not no_peers and not smoke:
+            measure_peers(results, chosen, repeats, max(chosen), progress, install=install)
+        if smoke:
+            scaling.measure_point(SMOKE_SIZES[0], SMOKE_CROWD, repeats=1)
+        if with_scaling:
+            measure_scaling(results, repeats, progress)
+        if mixed_minutes or smoke:
+            blocks = SIZES[0] if smoke else MIXED_BLOCKS
+            results.mixed = measure_mixed(0.005 if smoke else mixed_minutes, blocks, progress)
+    for peer in RECORDED_US.keys() - results.peers.keys():
+        results.unavailable.setdefault(peer, "not on the package index" if peer == NOT_PACKAGED else "not run")
+    report.show(results)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        report.write(results, output)
+
+
+if __name__ == "__main__":
+    main()

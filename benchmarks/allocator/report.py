@@ -1,0 +1,270 @@
+"""The results as a table, as JSON and as a figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from recorded import (
+    EVICTION_GROWTH_TO_REACH,
+    METADATA_TO_REACH_BYTES,
+    POOL_GROWTH_TO_REACH,
+    RECORDED_METADATA_BYTES,
+    RECORDED_US,
+    TITLES,
+    TO_REACH_US,
+    WORST_CALL_TO_REACH_MS,
+    recorded_us,
+)
+from rich.console import Console
+from rich.table import Table
+from scaling import AXES, Series, growth
+from workload import CALIBRATION_REFERENCE_US, ROWS
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything measured in one run. Times are nanoseconds, by pool size and row."""
+
+    command: str
+    calibration: dict[str, float]
+    load_average: list[float] = field(default_factory=list)
+    """One-minute load before each part of the run, the benchmark's own included."""
+    quire: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, float] = field(default_factory=dict)
+    scaling: Series = field(default_factory=dict)
+    mixed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slowness(self) -> float:
+        """This machine's time for the calibration's SHA-256 chain over that of SERVICE.md's machine."""
+        return self.calibration["sha256_chain_us"] / CALIBRATION_REFERENCE_US
+
+    def peer_us(self, peer: str, row: str, size: int) -> float | None:
+        """Median in microseconds; a recorded figure, scaled, if the peer did not run."""
+        if peer not in self.peers:
+            return recorded_us(peer, row, size, scale=self.slowness)
+        samples = self.peers[peer]["samples_ns"].get(str(size), {}).get(row)
+        return median_us(samples) if samples else None
+
+    def about(self) -> dict[str, Any]:
+        """What a reader of any of the figures has to know."""
+        return {
+            "command": self.command,
+            "machine": machine(),
+            "calibration": self.calibration | {"slowness": self.slowness},
+            "load_average": self.load_average,
+        }
+
+    def rows_as_json(self) -> dict[str, Any]:
+        return self.about() | {
+            "to_reach_us": TO_REACH_US,
+            "metadata_bytes_per_block": self.metadata,
+            "recorded_only": self.unavailable,
+            "quire": {"samples_ns": self.quire},
+            "peers": self.peers,
+        }
+
+
+def median_us(samples: list[float]) -> float:
+    return statistics.median(samples) / 1000
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+
+
+def processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def console() -> Console:
+    return Console(width=max(Console().width, 150))
+
+
+def shown(microseconds: float | None) -> str:
+    if microseconds is None:
+        return "–"
+    return f"{microseconds:,.1f}" if microseconds < 100 else f"{microseconds:,.0f}"
+
+
+def show(results: Results) -> None:
+    """One table per pool size, and what else was measured."""
+    out = console()
+    for size in results.quire:
+        out.print(size_table(results, size))
+    if results.quire:
+        out.print(own_table(results))
+    chain_us = results.calibration["sha256_chain_us"]
+    out.print(f"calibration: SHA-256 chain {chain_us:.1f} us, {results.slowness:.2f} of the recorded figures' machine;")
+    out.print("recorded figures (marked *) and the bars in brackets are multiplied by that")
+    out.print(
+        "vllm and sglang have no fork: samples are new requests; sglang publishes when a request ends, not as it runs"
+    )
+    for peer, reason in sorted(results.unavailable.items()):
+        out.print(f"{peer}*: {reason}")
+    if results.metadata:
+        out.print(metadata_table(results))
+    if results.scaling:
+        out.print(scaling_table(results.scaling))
+    if results.mixed:
+        show_mixed(out, results.mixed)
+
+
+def size_table(results: Results, size: int) -> Table:
+    table = Table(title=f"microseconds, medians; pool of {size:,} blocks of 16 tokens")
+    table.add_column("work", no_wrap=True)
+    for heading in ("to reach (here)", "Quire", *map(str, RECORDED_US), "best peer / Quire"):
+        recorded = heading in RECORDED_US and heading not in results.peers
+        table.add_column(f"{heading}*" if recorded else heading, justify="right")
+    for row in ROWS:
+        ours = median_us(results.quire[size][row])
+        theirs = [results.peer_us(peer, row, size) for peer in RECORDED_US]
+        bar, known = TO_REACH_US[row], [figure for figure in theirs if figure is not None]
+        colour = "green" if ours <= bar else "yellow" if ours <= bar * results.slowness else "red"
+        table.add_row(
+            TITLES[row],
+            f"{bar:.0f} ({bar * results.slowness:.0f})",
+            f"[{colour}]{shown(ours)}",
+            *map(shown, theirs),
+            f"{min(known) / ours:.2f}" if known else "–",
+        )
+    return table
+
+
+def own_table(results: Results) -> Table:
+    table = Table(title="Quire alone: microseconds, medians")
+    table.add_column("work")
+    for size in results.quire:
+        table.add_column(f"{size:,} blocks", justify="right")
+    first = next(iter(results.quire.values()))
+    for row in first:
+        if row not in ROWS:
+            table.add_row(TITLES.get(row, row), *(shown(median_us(rows[row])) for rows in results.quire.values()))
+    return table
+
+
+def metadata_table(results: Results) -> Table:
+    table = Table(title="bytes of metadata per block, pool full of cached blocks")
+    table.add_column("to reach", justify="right")
+    figures = {"Quire": results.metadata.get("quire")}
+    for peer in RECORDED_US:
+        measured = results.metadata.get(peer)
+        name = peer if measured is not None else f"{peer}*"
+        figures[name] = measured if measured is not None else RECORDED_METADATA_BYTES[peer]
+    for name in figures:
+        table.add_column(name, justify="right")
+    table.add_row(
+        str(METADATA_TO_REACH_BYTES), *("–" if figure is None else f"{figure:.0f}" for figure in figures.values())
+    )
+    return table
+
+
+def scaling_table(series: Series) -> Table:
+    """Microseconds along each axis, and the growth from the second value (10,000 blocks, 10 leases) to the last."""
+    table = Table(title="Quire: microseconds, medians, as something else grows")
+    table.add_column("grows")
+    table.add_column("work")
+    for heading in ("1st", "2nd", "3rd", "4th", "4th / 2nd", "to reach"):
+        table.add_column(heading, justify="right")
+    for axis, points in series.items():
+        base = AXES[axis][0][1]
+        names = list(points[base])
+        table.add_section()
+        table.add_row(f"[bold]{axis}", "", *(f"[bold]{count:,}" for count in points))
+        for row in names:
+            limit = EVICTION_GROWTH_TO_REACH if row == "full" else POOL_GROWTH_TO_REACH
+            grown = growth(points, row, base=base)
+            cells = [shown(median_us(samples[row])) for samples in points.values()]
+            colour = "green" if grown is not None and grown <= limit else "red"
+            table.add_row("", TITLES[row], *cells, f"[{colour}]{grown:.2f}", f"{limit:.1f}")
+    return table
+
+
+def show_mixed(out: Console, mixed: dict[str, Any]) -> None:
+    table = Table(title=f"mixed load, {mixed['minutes']:g} minutes, {mixed['num_blocks']:,} blocks: microseconds")
+    columns = {
+        "p50": "p50_us",
+        "p99": "p99_us",
+        "p99.99": "p9999_us",
+        "worst": "max_us",
+        "worst, CPU time": "max_cpu_us",
+    }
+    for heading in ("call", "calls", *columns):
+        table.add_column(heading, justify="left" if heading == "call" else "right")
+    for kind, row in mixed["kinds"].items():
+        table.add_row(kind, f"{row['calls']:,}", *(shown(row[name]) for name in columns.values()))
+    out.print(table)
+    everything = mixed["kinds"]["all"]
+    out.print(
+        f"worst single call {everything['max_us'] / 1000:.2f} ms, to reach {WORST_CALL_TO_REACH_MS:g} ms;", end=" "
+    )
+    out.print(f"collections: {mixed['collections']}; the worst calls:")
+    for call in mixed["worst"][:5] + mixed["worst_by_cpu_time"][:5]:
+        out.print(f"  {call['us'] / 1000:8.2f} ms, {call['cpu_us'] / 1000:.2f} ms CPU  {call['what']}")
+    out.print(f"refused items: {mixed['refused']}")
+
+
+def write(results: Results, folder: Path) -> None:
+    """allocator_rows.json and allocator.svg, allocator_scaling.json, allocator_mixed.json: whatever was measured."""
+    if results.quire:
+        write_json(results.rows_as_json(), folder / "allocator_rows.json")
+        plot(results, folder / "allocator.svg", size=max(results.quire))
+    if results.scaling:
+        write_json(results.about() | {"samples_ns": results.scaling}, folder / "allocator_scaling.json")
+    if results.mixed:
+        write_json(results.about() | results.mixed, folder / "allocator_mixed.json")
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Indented, lists of numbers on one line each."""
+    text = json.dumps(content, indent=1)
+    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def plot(results: Results, path: Path, *, size: int) -> None:
+    """How many times longer the peers take than Quire, row by row; a mark where the bar to reach is."""
+    figure, axes = pyplot.subplots(figsize=(8.5, 5))
+    peers = list(RECORDED_US)
+    places = range(len(ROWS))
+    for number, peer in enumerate(peers):
+        ratios = [ratio(results, peer, row, size) for row in ROWS]
+        shifted = [place + (number - (len(peers) - 1) / 2) * 0.2 for place in places]
+        name = peer if peer in results.peers else f"{peer} (recorded, scaled)"
+        axes.barh(shifted, [each - 1 for each in ratios], 0.18, left=1, label=name)
+    ours = [median_us(results.quire[size][row]) for row in ROWS]
+    bars = [TO_REACH_US[row] * results.slowness / our for row, our in zip(ROWS, ours, strict=True)]
+    axes.plot(bars, places, "k|", markersize=26, markeredgewidth=2, label="to reach, on this machine")
+    axes.axvline(1, color="0.4", linewidth=0.8)
+    axes.set_xscale("log")
+    labels = [f"{TITLES[row]}\n{our:,.0f} us" for row, our in zip(ROWS, ours, strict=True)]
+    axes.set_yticks(places, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time over Quire's (more than 1: Quire takes less)", fontsize=9)
+    axes.set_title(f"Allocators in process, medians, pool of {size:,} blocks", fontsize=10)
+    axes.legend(fontsize=8, markerscale=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def ratio(results: Results, peer: str, row: str, size: int) -> float:
+    """The peer's time over Quire's; 1, which is no bar, if there is no figure."""
+    theirs = results.peer_us(peer, row, size)
+    return 1.0 if theirs is None else theirs / median_us(results.quire[size][row])

@@ -1,0 +1,171 @@
+package quire
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"strconv"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/protoadapt"
+
+	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
+)
+
+// Error is what a server said when it refused a call, an item of a plan or a
+// step, or what gRPC says of a server that did not answer.
+type Error struct {
+	// Code is the gRPC status code, never OK.
+	Code codes.Code
+	// Reason says why; empty if the server gave none, as when it was not reached.
+	Reason Reason
+	// Domain is "cache.quire.dev", "compute.quire.dev", or empty if the error came
+	// inside an answer.
+	Domain string
+	// Message is for people.
+	Message string
+	// Metadata has every number and name of the message.
+	Metadata map[string]string
+	// InAnswer is whether the error came inside an answer on a stream, which goes on.
+	InAnswer bool
+}
+
+// Reason is why a server refused: the name of an ErrorReason of the contract
+// without its prefix. It is an error so that errors.Is(err, reason) can be asked.
+type Reason string
+
+// Of cachemgr.
+const (
+	ErrInvalidArgument     Reason = "INVALID_ARGUMENT"
+	ErrRequestIDReused     Reason = "REQUEST_ID_REUSED"
+	ErrEmptyPrompt         Reason = "EMPTY_PROMPT"
+	ErrSequenceTooLong     Reason = "SEQUENCE_TOO_LONG"
+	ErrTokenOutOfRange     Reason = "TOKEN_OUT_OF_RANGE"
+	ErrPositionOutOfRange  Reason = "POSITION_OUT_OF_RANGE"
+	ErrPoolNotFound        Reason = "POOL_NOT_FOUND"
+	ErrLeaseNotFound       Reason = "LEASE_NOT_FOUND"
+	ErrSequenceNotFound    Reason = "SEQUENCE_NOT_FOUND"
+	ErrSequenceExists      Reason = "SEQUENCE_EXISTS"
+	ErrEpochChanged        Reason = "EPOCH_CHANGED" // of workers too
+	ErrNothingToCompute    Reason = "NOTHING_TO_COMPUTE"
+	ErrPoolAlreadyAttached Reason = "POOL_ALREADY_ATTACHED"
+	ErrTermSuperseded      Reason = "TERM_SUPERSEDED"
+	ErrOutOfBlocks         Reason = "OUT_OF_BLOCKS"
+	ErrTooManySequences    Reason = "TOO_MANY_SEQUENCES"
+	ErrTooManySteps        Reason = "TOO_MANY_STEPS"
+	ErrTokenBudgetSpent    Reason = "TOKEN_BUDGET_SPENT"
+)
+
+// Of workers.
+const (
+	ErrTokensMismatch  Reason = "TOKENS_MISMATCH"
+	ErrBlockOutOfRange Reason = "BLOCK_OUT_OF_RANGE"
+	ErrBadSignature    Reason = "BAD_SIGNATURE"
+	ErrLeaseFenced     Reason = "LEASE_FENCED"
+	ErrStepOutOfOrder  Reason = "STEP_OUT_OF_ORDER"
+	ErrPriorStepFailed Reason = "PRIOR_STEP_FAILED"
+	ErrStepFailed      Reason = "STEP_FAILED"
+)
+
+// Of both.
+const (
+	ErrPoolDetached       Reason = "POOL_DETACHED"
+	ErrShuttingDown       Reason = "SHUTTING_DOWN"
+	ErrCredentialsMissing Reason = "CREDENTIALS_MISSING"
+	ErrTokenRejected      Reason = "TOKEN_REJECTED"
+	ErrRoleMissing        Reason = "ROLE_MISSING"
+)
+
+// ErrUnavailable is no reason of the contract: every error with the code
+// UNAVAILABLE is it, whatever its reason. The server is away, was restarted or
+// drains; whether the call was applied is not known unless there is a reason.
+const ErrUnavailable Reason = "UNAVAILABLE"
+
+// Error makes a Reason an error.
+func (r Reason) Error() string { return string(r) }
+
+// Error is "REASON: message", with the code's name where there is no reason.
+func (e *Error) Error() string {
+	if e.Reason == "" {
+		return fmt.Sprintf("%s: %s", e.Code, e.Message)
+	}
+	return fmt.Sprintf("%s: %s", e.Reason, e.Message)
+}
+
+// Is is true for the error's Reason, for ErrUnavailable if that is its code, and
+// for context.DeadlineExceeded and context.Canceled if they ended the call.
+func (e *Error) Is(target error) bool {
+	switch target {
+	case context.DeadlineExceeded:
+		return e.Code == codes.DeadlineExceeded
+	case context.Canceled:
+		return e.Code == codes.Canceled
+	case ErrUnavailable:
+		return e.Code == codes.Unavailable
+	}
+	reason, ok := target.(Reason)
+	return ok && reason != "" && reason == e.Reason
+}
+
+// Number is an integer of the metadata, and whether there is one.
+func (e *Error) Number(key string) (int64, bool) {
+	number, err := strconv.ParseInt(e.Metadata[key], 10, 64)
+	return number, err == nil
+}
+
+// GRPCStatus makes status.Code and status.FromError work.
+func (e *Error) GRPCStatus() *status.Status {
+	plain := status.New(e.Code, e.Message)
+	if e.Reason == "" {
+		return plain
+	}
+	info := &errdetails.ErrorInfo{Reason: string(e.Reason), Domain: e.Domain, Metadata: e.Metadata}
+	if detailed, err := plain.WithDetails(protoadapt.MessageV1Of(info)); err == nil {
+		return detailed
+	}
+	return plain
+}
+
+// RefusalError is the error of a refused item of a plan, nil for nil.
+func RefusalError(refusal *cachev1.Refusal) error {
+	if refusal == nil {
+		return nil
+	}
+	return errorOfAnswer(refusal.GetError(), false)
+}
+
+// errorOfAnswer is an Error inside an answer; onStream is whether the answer came on a stream.
+func errorOfAnswer(said *cachev1.Error, onStream bool) *Error {
+	return &Error{
+		Code:     codes.Code(said.GetCode()),
+		Reason:   Reason(said.GetReason()),
+		Message:  said.GetMessage(),
+		Metadata: maps.Clone(said.GetMetadata()),
+		InAnswer: onStream,
+	}
+}
+
+// errorOfCall is what a call failed with as an *Error. The end of a stream stays io.EOF.
+func errorOfCall(err error) error {
+	if err == nil || err == io.EOF {
+		return err
+	}
+	var already *Error
+	if errors.As(err, &already) {
+		return err
+	}
+	said := status.Convert(err)
+	converted := &Error{Code: said.Code(), Message: said.Message()}
+	for _, detail := range said.Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			converted.Reason, converted.Domain = Reason(info.GetReason()), info.GetDomain()
+			converted.Metadata = info.GetMetadata()
+			break
+		}
+	}
+	return converted
+}

@@ -1,0 +1,124 @@
+package quire
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
+	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
+)
+
+func refused(t *testing.T, code codes.Code, info *errdetails.ErrorInfo) error {
+	t.Helper()
+	said, err := status.New(code, "why").WithDetails(info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return said.Err()
+}
+
+func TestAStatusWithErrorInfoBecomesAnError(t *testing.T) {
+	err := errorOfCall(refused(t, codes.ResourceExhausted, &errdetails.ErrorInfo{
+		Reason: "OUT_OF_BLOCKS", Domain: "cache.quire.dev", Metadata: map[string]string{"needed": "7"}}))
+	wrapped := fmt.Errorf("planning: %w", err)
+	if !errors.Is(wrapped, ErrOutOfBlocks) || errors.Is(wrapped, ErrLeaseNotFound) || errors.Is(wrapped, Reason("")) {
+		t.Errorf("%v is not what it is", err)
+	}
+	var said *Error
+	if !errors.As(wrapped, &said) {
+		t.Fatalf("%T is no *Error", err)
+	}
+	if needed, ok := said.Number("needed"); !ok || needed != 7 {
+		t.Errorf("needed is %d, %t", needed, ok)
+	}
+	if _, ok := said.Number("free"); ok {
+		t.Error("there is a number that nobody gave")
+	}
+	if said.Domain != "cache.quire.dev" || said.Error() != "OUT_OF_BLOCKS: why" || status.Code(wrapped) != codes.ResourceExhausted {
+		t.Errorf("%#v", said)
+	}
+	again := errorOfCall(said.GRPCStatus().Err())
+	if !errors.Is(again, ErrOutOfBlocks) {
+		t.Errorf("the status made of it says %v", again)
+	}
+}
+
+func TestAStatusWithoutDetailsHasNoReason(t *testing.T) {
+	for code, target := range map[codes.Code]error{
+		codes.DeadlineExceeded: context.DeadlineExceeded,
+		codes.Canceled:         context.Canceled,
+		codes.Unavailable:      ErrUnavailable,
+	} {
+		err := errorOfCall(status.Error(code, "why"))
+		if !errors.Is(err, target) {
+			t.Errorf("%v is not %v", err, target)
+		}
+		var said *Error
+		if !errors.As(err, &said) || said.Reason != "" || said.Error() != code.String()+": why" {
+			t.Errorf("%#v", said)
+		}
+	}
+}
+
+func TestDrainingIsUnavailableToo(t *testing.T) {
+	err := errorOfCall(refused(t, codes.Unavailable, &errdetails.ErrorInfo{Reason: "SHUTTING_DOWN"}))
+	if !errors.Is(err, ErrShuttingDown) || !errors.Is(err, ErrUnavailable) {
+		t.Error(err)
+	}
+}
+
+func TestWhatIsNoErrorStays(t *testing.T) {
+	if errorOfCall(nil) != nil || errorOfCall(io.EOF) != io.EOF || RefusalError(nil) != nil {
+		t.Error("nil or io.EOF has become something else")
+	}
+}
+
+func TestARefusalIsAnError(t *testing.T) {
+	err := RefusalError(&cachev1.Refusal{Error: &cachev1.Error{
+		Code: int32(codes.NotFound), Reason: "SEQUENCE_NOT_FOUND", Message: "no sequence 3", Metadata: map[string]string{"sequence_id": "3"}}})
+	var said *Error
+	if !errors.Is(err, ErrSequenceNotFound) || !errors.As(err, &said) || said.Code != codes.NotFound || said.InAnswer {
+		t.Errorf("%#v", err)
+	}
+}
+
+// Of the constants, every one has to be in here.
+var reasons = []Reason{
+	ErrInvalidArgument, ErrRequestIDReused, ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange, ErrPositionOutOfRange,
+	ErrPoolNotFound, ErrLeaseNotFound, ErrSequenceNotFound, ErrSequenceExists, ErrEpochChanged, ErrNothingToCompute,
+	ErrPoolAlreadyAttached, ErrTermSuperseded, ErrOutOfBlocks, ErrTooManySequences, ErrTooManySteps, ErrTokenBudgetSpent,
+	ErrTokensMismatch, ErrBlockOutOfRange, ErrBadSignature, ErrLeaseFenced, ErrStepOutOfOrder, ErrPriorStepFailed,
+	ErrStepFailed, ErrPoolDetached, ErrShuttingDown, ErrCredentialsMissing, ErrTokenRejected, ErrRoleMissing,
+}
+
+func TestTheReasonsAreThoseOfTheContract(t *testing.T) {
+	ours, theirs := map[Reason]bool{}, map[Reason]bool{}
+	for _, reason := range reasons {
+		ours[reason] = true
+	}
+	for _, enum := range []protoreflect.EnumDescriptor{
+		cachev1.ErrorReason(0).Descriptor(), computev1.ErrorReason(0).Descriptor(),
+	} {
+		for index := 1; index < enum.Values().Len(); index++ { // 0 is never sent
+			theirs[Reason(enum.Values().Get(index).Name()[len("ERROR_REASON_"):])] = true
+		}
+	}
+	for reason := range theirs {
+		if !ours[reason] {
+			t.Errorf("%s has no constant", reason)
+		}
+	}
+	for reason := range ours {
+		if !theirs[reason] {
+			t.Errorf("%s is no reason of the contract", reason)
+		}
+	}
+}

@@ -1,0 +1,80 @@
+"""Every command of docs/grpcurl.md says what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import Authority, sha256
+from conformance import page
+from conformance.foreign import ROOT, find
+
+from quire.client.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
+
+PAGE = ROOT / "docs/grpcurl.md"
+TOKEN = "t-client"
+PATIENCE_S = 5.0
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cachemgr without pools that asks for certificates at one port and for tokens at another; where they are."""
+    authority = Authority(tmp_path)
+    server, client = authority.issue("localhost", "127.0.0.1"), authority.issue("engine.example")
+    client.cert.rename(tmp_path / "client.pem")
+    client.key.rename(tmp_path / "client.key")
+    (tmp_path / "tokens").write_text(f"alice client {sha256(TOKEN)}\nengine.example client cert\n")
+    host, token_host = (f"127.0.0.1:{port}" for port in free_ports(2))
+    health = f"unix:{tmp_path}/cachemgr.sock"
+    arguments = [
+        *("--listen", health, "--listen", host, "--token-listen", token_host, *server.flags()),
+        *("--tls-client-ca", str(authority.path), "--token-file", str(tmp_path / "tokens")),
+    ]
+    process = ServiceProcess("cachemgr", target="quire.cachemgr", arguments=arguments, address=health)
+    process.start()
+    try:
+        process.wait_serving(CACHEMGR_START_TIMEOUT_S)
+        yield {"HOST": host, "TOKEN_HOST": token_host, "TOKEN": TOKEN}
+    finally:
+        process.terminate()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str, str], tmp_path: Path) -> None:
+    find("bash", for_what="docs/grpcurl.md")
+    written = PAGE.read_text()
+    assert "quire up --model deploy/demo/model --num-blocks 32\n" in written, "the fixture starts something else"
+    environment = {
+        "PATH": f"{grpcurl.parent}:{os.environ['PATH']}",
+        "CACHE": demo_services.cachemgr_address.removeprefix("unix:"),
+        "WORKER": demo_services.worker_address.removeprefix("unix:"),
+        **secured,
+    }
+    commands = page.commands(written)
+    assert len(commands) == written.count("\n$ "), "a command is in no console block"
+    with contextlib.closing(page.Shell(environment=environment, folder=tmp_path)) as shell:
+        for command in commands:
+            said = ask(shell, command)
+            assert command.agrees_with(said), f"$ {command.text}\n--- the page\n{command.output}\n--- in truth\n{said}"
+
+
+def ask(shell: page.Shell, command: page.Command) -> str:
+    """What a command says. One that only looks gets a while: a worker's report of a step comes after its answer."""
+    deadline = time.monotonic() + PATIENCE_S
+    said = shell.run(command.text)
+    while command.only_looks and not command.agrees_with(said) and time.monotonic() < deadline:
+        said = shell.run(command.text)
+    return said

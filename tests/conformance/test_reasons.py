@@ -1,0 +1,427 @@
+"""Every error reason of both services, provoked once through grpcurl.
+
+The services ask for tokens, so that the reasons of access are among them; the calls that are about something else show
+a token with all roles. The last tests end the services.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import sha256
+from conformance.foreign import CACHE, ROOT, TIMEOUT_S, WORKER, Grpcurl, Refused, status_of
+from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS, WORKER_ARGS, await_that
+from model_zoo import save
+
+from quire.cache.v1 import error_pb2, grant_pb2
+from quire.client.launch import LocalServices, ServiceProcess
+from quire.compute.v1 import worker_service_pb2
+
+TOKENS = f"""
+all client,operator,worker {sha256("t-all")}
+wanda worker {sha256("t-worker")}
+olga operator {sha256("t-operator")}
+"""
+PROMPT = [1, 2, 3, 4, 5]
+GEOMETRY = {
+    "block_size_tokens": 4,
+    "block_count": 9,
+    "block_bytes": 1024,
+    "max_sequence_count": 4,
+    "max_sequence_tokens": 24,
+    "vocabulary_size": 100,
+    "model": "none",
+    "model_fingerprint": "none",
+}
+Json = dict[str, Any]
+
+# The enum's value by gRPC's number: what the comments in the protos say.
+CODES = {
+    "INVALID_ARGUMENT": 3,
+    "NOT_FOUND": 5,
+    "ALREADY_EXISTS": 6,
+    "PERMISSION_DENIED": 7,
+    "RESOURCE_EXHAUSTED": 8,
+    "FAILED_PRECONDITION": 9,
+    "ABORTED": 10,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}
+ENUM_FILES = {CACHE: "error.proto", WORKER: "worker_service.proto"}
+DOMAINS = {CACHE: "cache.quire.dev", WORKER: "compute.quire.dev"}
+
+
+@dataclass
+class Both:
+    """The two services as grpcurl reaches them, with the token that may do everything."""
+
+    services: LocalServices
+    cache: Grpcurl
+    worker: Grpcurl
+    lease_ids: list[str] = field(default_factory=list)
+
+    def ask(self, method: str, **request: Any) -> Json:
+        """One call of CacheService."""
+        return self.cache.call(f"{CACHE}/{method}", request)
+
+    def lease(self, **fields: Any) -> Lease:
+        """A new one."""
+        created = self.ask("CreateLease", **{"ttl": "60s", "pool": "default"} | fields)
+        self.lease_ids.append(created["lease_id"])
+        return Lease(self, created["lease_id"], created["epoch"])
+
+    def end_leases(self) -> None:
+        """All of them; returns when they are fenced and nothing is cached."""
+        for lease_id in self.lease_ids:
+            self.ask("DeleteLease", lease_id=lease_id)
+        self.lease_ids.clear()
+        await_that("they are fenced", lambda: not self.ask("ListLeases"), timeout_s=TIMEOUT_S)
+        self.ask("ResetPrefixCache", pool="default")
+
+    def run(self, plan: Json, *token_ids: int, **fields: Any) -> Json:
+        """Runs a planned step of sequence 1."""
+        inputs = [{"sequence_id": 1, "token_ids": token_ids}] if token_ids else []
+        return self.worker.call(f"{WORKER}/RunStep", {"grant": plan["grant"], "inputs": inputs} | fields)
+
+
+@dataclass
+class Lease:
+    """A lease and its plans."""
+
+    both: Both
+    lease_id: str
+    epoch: str
+
+    def plan(self, **fields: Any) -> Json:
+        """PlanStep."""
+        return self.both.ask("PlanStep", **{"lease_id": self.lease_id, "epoch": self.epoch} | fields)
+
+    def admit(self, *prompts: list[int], **fields: Any) -> Json:
+        """Sequences 1, 2, … with these tokens."""
+        admissions = [{"sequence_id": number, "token_ids": tokens} for number, tokens in enumerate(prompts, 1)]
+        return self.plan(admissions=admissions, **fields)
+
+    def refused(self, plan: Json) -> None:
+        """Raises what the plan's last item was refused for."""
+        assert plan["refusals"], plan
+        raise Refused.of_error(plan["refusals"][-1]["error"])
+
+
+@pytest.fixture(scope="module")
+def both(grpcurl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """A cachemgr and a worker that can be told to fail, with tokens."""
+    folder = tmp_path_factory.mktemp("reasons")
+    (folder / "tokens").write_text(TOKENS)
+    (folder / "own").write_text("t-worker\n")
+    tokens = ("--token-file", str(folder / "tokens"))
+    with LocalServices.start(
+        model=save("llama", folder / "model"),
+        num_blocks=NUM_BLOCKS,
+        extra_cachemgr_args=tokens,
+        extra_worker_args=(*WORKER_ARGS, *tokens, "--cachemgr-token-file", str(folder / "own")),
+        worker_target=FAULTY_WORKER,
+    ) as services:
+        flags = ("-H", "authorization: Bearer t-all")
+        yield Both(
+            services,
+            Grpcurl.on_socket(grpcurl, services.cachemgr_address, *flags),
+            Grpcurl.on_socket(grpcurl, services.worker_address, *flags),
+        )
+
+
+# -- cachemgr -----------------------------------------------------------------------------------------------------
+
+
+def cache_invalid_argument(both: Both) -> None:
+    both.lease(ttl="0.1s")
+
+
+def cache_request_id_reused(both: Both) -> None:
+    both.lease(request_id="once")
+    both.lease(request_id="once", ttl="61s")
+
+
+def cache_empty_prompt(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit([]))
+
+
+def cache_sequence_too_long(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit([1] * 200))
+
+
+def cache_token_out_of_range(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit([1, 1000]))
+
+
+def cache_position_out_of_range(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(PROMPT)
+    lease.refused(lease.plan(trim_sequence_ids=[1], trim_token_counts=[100]))
+
+
+def cache_pool_not_found(both: Both) -> None:
+    both.ask("GetPool", pool="nowhere")
+
+
+def cache_lease_not_found(both: Both) -> None:
+    both.ask("RenewLease", lease_id="gone")
+
+
+def cache_sequence_not_found(both: Both) -> None:
+    both.ask("GetSequence", lease_id=both.lease().lease_id, sequence_id=7)
+
+
+def cache_sequence_exists(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(PROMPT)
+    lease.refused(lease.admit(PROMPT))
+
+
+def cache_epoch_changed(both: Both) -> None:
+    both.lease().plan(epoch="1")
+
+
+def cache_nothing_to_compute(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(PROMPT)
+    lease.refused(lease.plan(extends={"sequence_ids": [1], "token_counts": [2]}))
+
+
+def cache_pool_already_attached(both: Both) -> None:
+    attach(both, pool="default", epoch="1")
+
+
+def cache_term_superseded(both: Both) -> None:
+    attach(both, pool="other", epoch="1", highest_term=str(2**62))
+
+
+def cache_out_of_blocks(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit([1] * 80, [2] * 80))
+
+
+def cache_too_many_sequences(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit(*([number] for number in range(MAX_SEQUENCES + 1))))
+
+
+def cache_too_many_steps(both: Both) -> None:
+    lease = both.lease()
+    plans = [{"plan": {"lease_id": lease.lease_id, "epoch": lease.epoch}}] * 65
+    *planned, answer = both.cache.stream(f"{CACHE}/PlanSteps", plans)
+    assert all("plan" in plan for plan in planned)
+    raise Refused.of_error(answer["error"])
+
+
+def cache_token_budget_spent(both: Both) -> None:
+    lease = both.lease()
+    lease.refused(lease.admit(PROMPT, [6, *PROMPT], admission_token_budget=len(PROMPT)))
+
+
+def cache_pool_detached(both: Both) -> None:
+    attach(both, pool="brief", epoch="1")  # and the stream ends
+    await_that("it is detached", lambda: not both.ask("GetPool", pool="brief")["pool"].get("attached"))
+    both.lease(pool="brief")
+
+
+def attach(both: Both, **registration: Any) -> None:
+    """What a worker says first."""
+    message = {"register_pool": {"geometry": GEOMETRY, "worker_address": "nowhere:1"} | registration}
+    both.cache.stream(f"{CACHE}/AttachPool", [message])
+
+
+# -- access, at both ----------------------------------------------------------------------------------------------
+
+
+def with_token(server: Grpcurl, token: str | None) -> Grpcurl:
+    flags = ("-H", f"authorization: Bearer {token}") if token else ()
+    return replace(server, flags=("-plaintext", "-unix", *flags))
+
+
+def cache_credentials_missing(both: Both) -> None:
+    with_token(both.cache, None).call(f"{CACHE}/GetPool")
+
+
+def cache_token_rejected(both: Both) -> None:
+    with_token(both.cache, "t-old").call(f"{CACHE}/GetPool")
+
+
+def cache_role_missing(both: Both) -> None:
+    with_token(both.cache, "t-operator").call(f"{CACHE}/CreateLease")
+
+
+def worker_credentials_missing(both: Both) -> None:
+    with_token(both.worker, None).call(f"{WORKER}/GetModel")
+
+
+def worker_token_rejected(both: Both) -> None:
+    with_token(both.worker, "t-old").call(f"{WORKER}/GetModel")
+
+
+def worker_role_missing(both: Both) -> None:
+    with_token(both.worker, "t-worker").call(f"{WORKER}/RunStep")
+
+
+# -- the worker ---------------------------------------------------------------------------------------------------
+
+
+def worker_invalid_argument(both: Both) -> None:
+    both.worker.call(f"{WORKER}/ChecksumBlocks", {"block_ids": [1] * 10_001})
+
+
+def worker_tokens_mismatch(both: Both) -> None:
+    both.run(both.lease().admit(PROMPT), *PROMPT[:-1], 9)
+
+
+def worker_block_out_of_range(both: Both) -> None:
+    both.worker.call(f"{WORKER}/ChecksumBlocks", {"block_ids": [NUM_BLOCKS]})
+
+
+def worker_bad_signature(both: Both) -> None:
+    plan = both.lease().admit(PROMPT)
+    both.run({"grant": plan["grant"] | {"signature": base64.b64encode(bytes(32)).decode()}}, *PROMPT)
+
+
+def worker_lease_fenced(both: Both) -> None:
+    lease = both.lease()
+    plan = lease.admit(PROMPT)
+    both.end_leases()
+    both.run(plan, *PROMPT)
+
+
+def worker_step_out_of_order(both: Both) -> None:
+    plan = both.lease().admit(PROMPT)
+    both.run(plan, *PROMPT)
+    both.run(plan, *PROMPT)
+
+
+def worker_epoch_changed(both: Both) -> None:
+    plan = both.lease().admit(PROMPT)
+    grant = grant_pb2.StepGrant.FromString(base64.b64decode(plan["grant"]["grant"]))
+    grant.epoch = 1
+    both.run({"grant": plan["grant"] | {"grant": base64.b64encode(grant.SerializeToString()).decode()}}, *PROMPT)
+
+
+def worker_step_failed(both: Both) -> None:
+    plan = both.lease().admit(PROMPT)
+    fail(both, plan)
+
+
+def worker_prior_step_failed(both: Both) -> None:
+    lease = both.lease()
+    first = lease.admit(PROMPT)
+    second = lease.plan(extends={"sequence_ids": [1], "token_counts": [1]})
+    with pytest.raises(Refused):
+        fail(both, first)
+    both.run(second)
+
+
+def fail(both: Both, plan: Json) -> None:
+    """Runs a step on a model that fails."""
+    sign = both.services.runtime_dir / "fail"
+    sign.touch()
+    try:
+        both.run(plan, *PROMPT)
+    finally:
+        sign.unlink()
+
+
+# -- the end of the services, in this order -----------------------------------------------------------------------
+
+
+def cache_shutting_down(both: Both) -> None:
+    plan = {"lease_id": both.lease().lease_id, "epoch": both.ask("GetPool", pool="default")["pool"]["epoch"]}
+    raise told_to_stop(both.services.cachemgr, both.cache, f"{CACHE}/PlanSteps", {"plan": plan})
+
+
+def worker_shutting_down(both: Both) -> None:
+    raise told_to_stop(both.services.worker, both.worker, f"{WORKER}/RunSteps", {"step": {}})
+
+
+def worker_pool_detached(both: Both) -> None:
+    both.services.worker.start()  # and no cachemgr
+    model: Json = {}
+
+    def answers() -> bool:
+        try:
+            model.update(both.worker.call(f"{WORKER}/GetModel"))
+        except ValueError:  # no status but grpcurl's own words: nobody listens yet
+            return False
+        return True
+
+    await_that("it answers", answers, timeout_s=TIMEOUT_S)
+    grant = grant_pb2.StepGrant(pool=model["pool"], epoch=int(model["epoch"]), lease_id="a", step_number=1)
+    both.run({"grant": {"grant": base64.b64encode(grant.SerializeToString()).decode(), "signature": ""}})
+
+
+def told_to_stop(process: ServiceProcess, server: Grpcurl, method: str, request: Json) -> Refused:
+    """What a stream that is open ends with when its server gets SIGTERM."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(server.command(method), text=True, **pipes) as call:
+        try:
+            assert call.stdin is not None
+            assert call.stdout is not None
+            call.stdin.write(json.dumps(request))
+            call.stdin.flush()
+            assert call.stdout.readline() == "{\n", "an answer: the stream is open"
+            process.terminate()
+            # grpcurl looks at the stream's end when it has no more to send.
+            return status_of(call.communicate(timeout=TIMEOUT_S)[1])
+        finally:
+            call.kill()
+
+
+# In the order above: the last ones end the services.
+CASES: dict[tuple[str, str], Callable[[Both], None]] = {
+    (service, name.removeprefix(prefix).upper()): case
+    for name, case in list(globals().items())
+    for service, prefix in ((CACHE, "cache_"), (WORKER, "worker_"))
+    if name.startswith(prefix) and callable(case)
+}
+# What nothing from outside can bring about, with why.
+OUT_OF_REACH: dict[tuple[str, str], str] = {}
+
+
+def contract() -> set[tuple[str, str]]:
+    """Every reason of both services but the one that is never sent."""
+    enums = ((CACHE, error_pb2.ErrorReason), (WORKER, worker_service_pb2.ErrorReason))
+    return {(service, name.removeprefix("ERROR_REASON_")) for service, enum in enums for name in enum.keys()[1:]}
+
+
+def test_every_reason_has_a_case() -> None:
+    assert set(CASES) | set(OUT_OF_REACH) == contract()
+    assert not set(CASES) & set(OUT_OF_REACH)
+
+
+@pytest.mark.parametrize(
+    ("service", "reason"), CASES, ids=[f"{service.rsplit('.')[-1]}-{reason}" for service, reason in CASES]
+)
+def test_the_reason_is_said(both: Both, service: str, reason: str) -> None:
+    with pytest.raises(Refused) as caught:
+        CASES[service, reason](both)
+    if both.services.cachemgr.is_running:
+        both.end_leases()
+    refused = caught.value
+    assert refused.reason == reason, refused
+    assert refused.code == CODES[code_in_the_contract(service, reason)]
+    assert refused.domain in ("", DOMAINS[service])  # none inside an answer
+
+
+def code_in_the_contract(service: str, reason: str) -> str:
+    """The first word of the comment above the enum's value."""
+    (path,) = [path for path in (ROOT / "protos").rglob("*.proto") if path.name == ENUM_FILES[service]]
+    above = path.read_text().split(f"  ERROR_REASON_{reason} = ")[0]
+    comment = re.findall(r"(?:^  //.*\n)+\Z", above, flags=re.MULTILINE)[-1]
+    return comment.removeprefix("  // ").split(".")[0]
