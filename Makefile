@@ -21,7 +21,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,15 @@ demo: venv  ## start both services with the model that ships here, generate, sho
 
 test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
+
+bench-allocator: venv  ## cachemgr's core against other engines' block managers, which it installs in .venv-peers
+	$(BIN)/python benchmarks/allocator --peers $(ARGS)
+
+bench-control-plane: venv  ## latencies of plans through gRPC, alone and under load
+	$(BIN)/python benchmarks/control_plane.py $(ARGS)
+
+bench-eviction: venv  ## recorded traces through the ledger, by eviction policy
+	$(BIN)/python benchmarks/eviction.py $(ARGS)
 
 lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff check .
@@ -86,7 +95,7 @@ typecheck-links:
 	@for api in cache compute; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
 clean:  ## remove what these targets made, .venv too
-	rm -rf $(VENV) $(GO_TOOLS) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) .venv-peers $(GO_TOOLS) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Takes the first Python that runs and is new enough. A name may exist and not run, so each is asked.
