@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason
+from quire.cachemgr.eviction import NUM_CLASSES, Choice
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
 from quire.cachemgr.pool import BlockCounts, BlockState
+from quire.cachemgr.sequences import FIRST_ROWS
 
 EPOCH = 3
 VOCAB = 100
@@ -227,6 +229,37 @@ def test_a_cached_prefix_is_not_counted_as_room_for_its_own_tail() -> None:
     assert metadata(plan) == {"sequence_id": "3", "needed": "1", "free": "0", "retired": "0"}
 
 
+def test_the_digest_of_an_admission_is_of_what_is_left_to_compute(bench: Bench) -> None:
+    bench.admit(1, 5, 6, 7)
+    bench.settle()
+    plan = bench.admit(2, 5, 6, 8, 4)
+    assert bytes(plan.given_digests) == sha256(pack(8, 4)).digest()[:16]
+
+
+def test_what_was_published_goes_before_what_is_being_filled(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3, 4, 5)
+    bench.admit(1, 1, 2, 3, 4, 5, lease_id="b")
+    bench.settle(lease_id="b")
+    filled, published = bench.table(1), bench.table(1, "b")
+    bench.ledger.reset_prefix_cache(published[0], published[0] + 1)
+    bench.admit(2, 1, 2, 3, 4, 6)
+    assert bench.table(2)[:2] == [filled[0], published[1]]
+
+
+def test_of_what_steps_fill_alike_the_first_is_shared(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.plan(admissions=[Admission(2, pack(1), max_compute=1)])
+    bench.plan(trims=[Trim(2, 1)], extend_ids=[2], extend_token_counts=[2], appends={2: pack(2, 4)})
+    bench.admit(3, 1, 2, 7)
+    assert bench.table(3)[0] == bench.table(1)[0] != bench.table(2)[0]
+
+
+def test_a_lookup_leaves_a_token_to_compute_too(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.settle()
+    assert [bench.ledger.num_cached_tokens(pack(1, 2, 3)[: 4 * n], salt=b"") for n in range(4)] == [0, 0, 0, 2]
+
+
 # -- decoding -------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +275,50 @@ def test_decoding_runs_ahead_of_the_reports(bench: Bench) -> None:
     assert bench.tokens(1) == [5, 6, 7, 11, 12]
     assert bench.sequence(1).num_computed == 4
     assert bench.ledger.num_cached_tokens(pack(5, 6, 7, 11, 0), salt=b"") == 4
+
+
+def test_a_table_grows_by_a_block_when_the_last_one_is_full(bench: Bench) -> None:
+    bench.plan(admissions=[Admission(1, pack(5)), Admission(2, pack(6, 7))])
+    for step in range(1, 5):
+        plan = bench.extend(1, 2)
+        assert (plan.write_seq_ids, plan.write_first_indexes) == ([1 + step % 2], [(step + 1) // 2])
+        assert (len(bench.table(1)), len(bench.table(2))) == (1 + step // 2, 1 + (step + 1) // 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_prompt", "extends"),
+    [(5, 5, []), (4, 4, []), (5, 3, [{}, {}]), (4, 2, [{}, {}]), (5, 3, [{"count": 2, "append": (4,)}])],
+)
+def test_a_decode_ends_at_the_longest_sequence(limit: int, num_prompt: int, extends: list[dict[str, object]]) -> None:
+    bench = bench_of(max_tokens=limit)
+    bench.admit(1, *range(num_prompt))
+    for extend in extends:
+        bench.settle()
+        assert bench.extend(1, **extend).refusals == []
+    plan = bench.extend(1)
+    assert reasons(plan) == [(PlanItem.EXTEND, 1, Reason.SEQUENCE_TOO_LONG)]
+    assert metadata(plan)["value"] == str(limit + 1)
+
+
+def test_the_first_of_two_extends_gets_the_last_block() -> None:
+    for order in ([1, 2], [2, 1]):
+        bench = bench_of(num_usable=3)
+        bench.plan(admissions=[Admission(1, pack(5, 6)), Admission(2, pack(7, 8))])
+        bench.settle()
+        plan = bench.plan(extend_ids=order, extend_token_counts=[1, 1], appends={1: pack(4)})
+        assert reasons(plan) == [(PlanItem.EXTEND, order[1], Reason.OUT_OF_BLOCKS)]
+        assert plan.run_seq_ids == order[:1]
+
+
+def test_runs_of_extends_come_before_those_of_admissions_and_samples_go_to_whose_they_are(bench: Bench) -> None:
+    bench.plan(admissions=[Admission(1, pack(1, 2, 3, 4), max_compute=1), Admission(2, pack(7))])
+    bench.settle(samples={2: 50})
+    assert (bench.tokens(1), bench.tokens(2)) == ([1, 2, 3, 4], [7, 50])
+    prompts = [Admission(3, pack(5, 6), max_compute=1), Admission(4, pack(8))]
+    plan = bench.plan(extend_ids=[2, 1], extend_token_counts=[1, 2], admissions=prompts)
+    assert (plan.run_seq_ids, plan.run_samples) == ([2, 1, 3, 4], [True, False, False, True])
+    bench.settle(samples={2: 51, 4: 60})
+    assert [bench.tokens(i) for i in (1, 2, 3, 4)] == [[1, 2, 3, 4], [7, 50, 51], [5, 6], [8, 60]]
 
 
 def test_appended_tokens_are_given_and_computed_with_the_one_sampled_last(bench: Bench) -> None:
@@ -331,6 +408,21 @@ def test_released_blocks_are_cached_leaf_first_and_partial_ones_are_free(bench: 
     assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
 
 
+def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
+    bench = Bench(Ledger("pool", EPOCH, geometry(), policy="lineage", verify=True))
+    planner = bench.ledger._policy._planner
+    planner.plan, planner.is_trusted = [Choice(9, 9, 0.0)] * 4 + [Choice(0, 0, 0.0)] * (NUM_CLASSES - 4), True
+    for last in (3, 5):
+        bench.plan(admissions=[Admission(1, pack(1, 2, last, 4, 6))])
+        bench.settle()
+        bench.plan(releases=[1])
+        bench.settle()
+    assert bench.counts() == (5, 3, 0, 0)
+    bench.admit(2, *range(20, 34))
+    assert bench.counts() == (0, 1, 7, 0)
+    assert bench.ledger.num_cached_tokens(pack(1, 2, 9), salt=b"") == 2
+
+
 def test_a_sequence_released_with_its_step_in_flight_still_publishes_its_blocks(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     full, partial = bench.table(1)
@@ -374,6 +466,10 @@ def test_the_last_block_is_handed_out() -> None:
     bench = bench_of(num_usable=2)
     bench.admit(1, 1, 2)
     assert bench.extend(1).counts == BlockCounts(free=0, cached=0, active=2, retired=0)
+    bench = bench_of(num_usable=2)
+    bench.admit(1, 1, 2)
+    bench.settle()
+    assert bench.extend(1, count=2, append=(4,)).counts == BlockCounts(free=0, cached=0, active=2, retired=0)
 
 
 # -- forks ----------------------------------------------------------------------------------------------------------
@@ -390,6 +486,34 @@ def test_a_fork_shares_all_blocks_and_copies_the_one_it_writes(bench: Bench) -> 
     assert plan.copy_targets == [bench.table(2)[1]]
     assert (bench.table(2)[0], bench.table(1)) == (parent[0], parent)
     assert plan.write_block_ids == [*parent, bench.table(2)[1]]
+
+
+def test_the_parent_copies_too_if_it_writes_first(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.settle()
+    shared = bench.table(1)[1]
+    bench.plan(forks=[Fork(1, [2], 4)])
+    assert bench.extend(1).copy_sources == [shared]
+    assert bench.extend(2).copy_sources == []
+    assert (bench.table(1)[1] != shared, bench.table(2)[1]) == (True, shared)
+
+
+def test_many_forks_of_one_parent_share_its_blocks(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.settle()
+    plan = bench.plan(forks=[Fork(1, [2, 1, 3, 4], 3)])
+    assert reasons(plan) == [(PlanItem.FORK, 1, Reason.SEQUENCE_EXISTS)]
+    assert (plan.fork_parent_ids, plan.fork_child_ids) == ([1, 1, 1], [2, 3, 4])
+    assert [bench.table(seq_id) for seq_id in (2, 3, 4)] == [bench.table(1)] * 3
+    assert [bench.ledger.block(block)[1] for block in bench.table(1)] == [4, 4]
+    assert bench.ledger.statistics().counters.forks == 3
+
+
+def test_forks_get_the_token_that_their_own_parent_samples(bench: Bench) -> None:
+    bench.plan(admissions=[Admission(1, pack(1)), Admission(2, pack(2))])
+    bench.plan(forks=[Fork(2, [3, 4], 2), Fork(1, [5], 2)])
+    bench.settle(samples={1: 20, 2: 30})
+    assert [bench.tokens(i) for i in (3, 4, 5)] == [[2, 30], [2, 30], [1, 20]]
 
 
 def test_the_source_of_a_copy_stays_retired_until_the_copying_step_has_passed(bench: Bench) -> None:
@@ -450,6 +574,7 @@ def test_a_fork_at_the_end_of_a_published_block_gives_its_copy_back(bench: Bench
     assert bench.table(2) == parent
     assert bench.state(copy) is BlockState.FREE
     assert bench.plan().write_block_ids == [parent[1]]
+    assert bench.plan().write_block_ids == []
 
 
 # -- duplicates -----------------------------------------------------------------------------------------------------
@@ -518,6 +643,15 @@ def test_a_plan_made_after_a_failure_is_not_doomed_by_those_before_it(bench: Ben
     assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (0, 3, 4)
     bench.settle()
     assert bench.tokens(1) == [1, 2, 3, 9]
+
+
+def test_what_is_known_of_doomed_steps_stays_known_while_they_are_reported(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.extend(1)
+    bench.extend(1)
+    bench.report(1, StepOutcome.FAILED)
+    bench.report(2, StepOutcome.FAILED)
+    assert bench.plan().known_step == 3
 
 
 def test_a_step_behind_a_failed_one_can_not_be_reported_computed(bench: Bench) -> None:
@@ -661,6 +795,17 @@ def test_what_was_reported_before_the_fence_is_cached_after_it(bench: Bench) -> 
     bench.settle(1)
     bench.ledger.lease_fenced("a")
     assert bench.counts() == (7, 1, 0, 0)
+
+
+def test_a_fenced_leases_blocks_are_evicted_leaf_first_though_it_had_trimmed_the_leaf(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3, 4, 5)
+    bench.settle()
+    bench.extend(1)
+    bench.plan(trims=[Trim(1, 2)])
+    bench.ledger.end_lease("a")
+    bench.ledger.lease_fenced("a")
+    assert bench.admit(1, *range(20, 34), lease_id="b").counts == BlockCounts(free=0, cached=1, active=7, retired=0)
+    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
 
 
 def test_a_lease_expires_unless_it_is_renewed(bench: Bench) -> None:
@@ -823,6 +968,13 @@ def test_rows_are_limited_and_free_again_when_the_releasing_step_has_passed() ->
     for _ in range(3):
         bench.settle()
     assert bench.admit(2, 2).refusals == []
+
+
+def test_rows_of_the_books_are_used_again(bench: Bench) -> None:
+    for seq_id in range(200):
+        bench.plan(releases=[seq_id - 1], admissions=[Admission(seq_id, pack(1))])
+        bench.settle()
+    assert len(bench.ledger._table.sequences) == FIRST_ROWS
 
 
 def test_a_refused_item_does_not_keep_others_from_being_applied(bench: Bench) -> None:

@@ -5,7 +5,8 @@ for, built from what the step reads through the worker's own block table; tables
 Steps run late, interleaved, fail, are skipped; reports are delayed and repeated. Whatever the ledger gets wrong about
 sharing, reuse, copies or table writes is read back as a wrong tuple.
 
-The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it.
+The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it. Under LRU that
+includes which block is evicted next; of the default policy they know what it must never evict.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.eviction import DEFAULT_POLICY, NUM_CLASSES, NUM_TIMES, Choice
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
@@ -282,8 +284,10 @@ class Writes:
 class Books:
     """Plain dictionaries, everything counted anew each time."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, *, is_lru: bool) -> None:
         self.geometry = geometry
+        self.is_lru = is_lru
+        """Whether what is evicted is known beforehand: the block parked longest ago."""
         self.size = geometry.block_size
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
@@ -347,21 +351,31 @@ class Books:
         self.rest()
 
     def hand_out(self, blocks: list[int]) -> None:
-        """The ledger chose these: blocks without content first, then the least recently used. They have no holder."""
+        """The ledger chose these: blocks without content first, then those that may be evicted. They have no holder."""
         for block in blocks:
             states = self.states()
             free = {b for b, state in states.items() if state is BlockState.FREE} - self.taken
             if free:
                 assert block in free, f"block {block} handed out, {states[block]}, while {free} are free"
             else:
-                assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
-                self.lru.pop(0)
+                self.check_eviction(block)
+                self.lru.remove(block)
                 self.index = {key: b for key, b in self.index.items() if b != block}
                 self.evicted += 1
             self.taken.add(block)
             self.sealed.discard(block)
             self.generations[block] += 1
             self.allocated += 1
+
+    def check_eviction(self, block: int) -> None:
+        """Of all policies: only what is parked, and a child that was parked before its parent goes before it."""
+        if self.is_lru:
+            assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
+        assert block in self.lru, f"block {block} evicted, it is not parked"
+        key_of = {b: key for key, b in self.index.items()}
+        key = key_of[block]
+        for child in self.lru[: self.lru.index(block)]:
+            assert key_of[child][: len(key)] != key, f"block {block} evicted before {child}, which continues it"
 
     taken: set[int] = set()  # noqa: RUF012 - replaced for each item
     """Blocks handed out for the present item, in no table yet."""
@@ -673,7 +687,7 @@ class Books:
             sequence.published += 1
 
     def fence(self, lease_id: str) -> None:
-        """All tables of the lease, one sequence after the other; what is retired comes after, in any order."""
+        """What is retired, then all tables of the lease, one sequence after the other."""
         lease = self.leases.pop(lease_id)
         for sequence in lease.sequences.values():
             sequence.released = True
@@ -693,7 +707,8 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
         steps = list(lease.in_flight)
         if but_last_step and lease.lease_id == lease_id:
             last = steps.pop()
-            assert not len(last.runs) and not any((last.pinned, last.fills, last.released_rows))
+            assert not len(last.runs)
+            assert not any((last.pinned, last.fills, last.released_rows))
         sequences = {
             seq_id: (
                 s.tokens,
@@ -758,6 +773,8 @@ class Client:
 
 
 class LedgerMachine(RuleBasedStateMachine):
+    policy = "lru"
+
     @initialize(
         num_usable=st.sampled_from([6, 8, 7, 5, 4, 3, 2, 1]),
         block_size=st.sampled_from([2, 2, 1, 4]),
@@ -777,8 +794,8 @@ class LedgerMachine(RuleBasedStateMachine):
             model="m",
             model_fingerprint=FINGERPRINT,
         )
-        self.ledger = Ledger("pool", EPOCH, self.geometry, policy="lru", verify=True)
-        self.books = Books(self.geometry)
+        self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
+        self.books = Books(self.geometry, is_lru=self.policy == "lru")
         self.worker = Worker(num_usable + 1, block_size)
         self.tenants = tenants
         self.delay = delay
@@ -1031,12 +1048,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def do_fence(self, client):
         self.worker.fence(client.lease_id)
         self.ledger.lease_fenced(client.lease_id)
-        has_steps = bool(self.books.leases[client.lease_id].steps)
         self.books.fence(client.lease_id)
-        lru = list(self.ledger._policy)
-        assert sorted(lru) == sorted(self.books.lru)
-        if has_steps:
-            self.books.lru = lru
+        self.parked_blocks_agree()
         before = state_of(self.ledger)
         for report in client.to_report:
             self.settle(client, report)
@@ -1086,9 +1099,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
             sum(state is s for s in states.values()) for state in BlockState
         )
-        assert list(ledger._policy) == books.lru
+        self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(ledger._leases[lease_id].sequences, book.sequences)
+
+    def parked_blocks_agree(self):
+        parked, expected = list(self.ledger._policy), self.books.lru
+        assert parked == expected if self.policy == "lru" else sorted(parked) == sorted(expected)
 
     def sequences_agree(self, sequences, book_sequences):
         assert list(sequences) == list(book_sequences)
@@ -1138,14 +1155,34 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (statistics.num_evicted, statistics.num_allocated) == (self.books.evicted, self.books.allocated)
 
 
+class DefaultPolicyMachine(LedgerMachine):
+    """With the policy that cachemgr runs with, and plans of how long to keep what that change at any time."""
+
+    policy = DEFAULT_POLICY
+
+    def follow(self, client, rng):
+        super().follow(client, rng)
+        planner = self.ledger._policy._planner
+        if rng.random() < 0.2:
+            places = range(NUM_TIMES)
+            planner.plan = [Choice(rng.choice(places), rng.choice(places), rng.random()) for _ in range(NUM_CLASSES)]
+            planner.is_trusted = rng.random() < 0.8
+
+
+def configured(num_examples: int) -> settings:
+    return settings(
+        max_examples=num_examples,
+        phases=PHASES,
+        report_multiple_bugs=False,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(
-    max_examples=NUM_EXAMPLES,
-    phases=PHASES,
-    report_multiple_bugs=False,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestLedgerMachine.settings = configured(NUM_EXAMPLES - NUM_EXAMPLES // 4)
+TestDefaultPolicyMachine = DefaultPolicyMachine.TestCase
+TestDefaultPolicyMachine.settings = configured(max(1, NUM_EXAMPLES // 4))
