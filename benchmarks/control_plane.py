@@ -751,7 +751,7 @@ def plot(figures: list[Figure], path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    canvas, axes = pyplot.subplots(figsize=(9, 5.5))
+    canvas, axes = pyplot.subplots(figsize=(11, 5.5))
     shown = [percent for percent in QUANTILES if 0 < percent < 100]
     places = [-np.log10(1 - percent / 100) for percent in shown]
     for each in figures:
@@ -766,7 +766,7 @@ def plot(figures: list[Figure], path: Path) -> None:
     axes.set_xlabel("of the calls are answered within")
     axes.set_ylabel("µs")
     axes.grid(which="both", linewidth=0.3)
-    axes.legend(fontsize=6.5, loc="upper left")
+    axes.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("PlanStep through gRPC: medians of restarts", fontsize=10)
     canvas.tight_layout()
