@@ -23,7 +23,6 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import struct
 import sys
@@ -32,7 +31,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,6 +42,7 @@ import numpy as np
 import psutil
 import uvloop
 from google.protobuf import duration_pb2
+from machine import machine
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
 from quire.client.channel import decode_rpc_error, open_channel
@@ -773,24 +772,6 @@ def plot(figures: list[Figure], path: Path) -> None:
     canvas.savefig(path, metadata={"Date": None})
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran, and on what."""
-    packages = ("grpcio", "protobuf", "uvloop", "numpy")
-    return {
-        "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
-def processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 @click.command()
 @click.option("--restarts", default=5, show_default=True, type=click.IntRange(min=1), help="Of every process.")
 @click.option("--rows", "pattern", default="", help="Only rows whose name contains this.")
@@ -824,7 +805,7 @@ def main(
         command = " ".join(["python benchmarks/control_plane.py", *arguments])
         content = {
             "command": command,
-            "machine": machine(),
+            "machine": machine("grpcio", "protobuf", "uvloop", "numpy"),
             "sizes": asdict(sizes),
             "quantiles_percent": QUANTILES,
             "figures": [asdict(each) for each in figures],

@@ -14,14 +14,12 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -32,6 +30,7 @@ import grpc
 import torch
 import transformers
 from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcessWorker
+from machine import machine
 from matplotlib import pyplot
 from rich.console import Console
 from rich.progress import Progress
@@ -280,23 +279,6 @@ async def run(rounds: int, threads: int) -> list[Measurement]:
             return await measure(rows, workloads(model.config.vocab_size), rounds)
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def show(measurements: list[Measurement]) -> None:
     table = Table(title="tokens per second, medians")
     for heading in ("workload", "row", "tokens/s", "of static batch", "fastest", "slowest", "equal sequences"):
@@ -353,7 +335,10 @@ def main(rounds: int, threads: int, output: Path | None) -> None:
     if output is not None:
         command = f"python benchmarks/serving.py --rounds {rounds} --threads {threads}"
         figures = [asdict(measured) | {"tokens_per_s": measured.tokens_per_s} for measured in measurements]
-        output.write_text(json.dumps({"command": command, "machine": machine(), "figures": figures}, indent=1) + "\n")
+        output.write_text(
+            json.dumps({"command": command, "machine": machine("torch", "transformers"), "figures": figures}, indent=1)
+            + "\n"
+        )
         plot(measurements, output.with_suffix(".svg"))
 
 

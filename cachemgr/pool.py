@@ -85,7 +85,7 @@ class BlockPool:
 
     @property
     def num_retired(self) -> int:
-        return self.num_usable - self.num_allocatable - self._num_active
+        return self.counts().retired
 
     def counts(self) -> BlockCounts:
         num_free, num_cached = self._num_free, len(self._policy)

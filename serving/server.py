@@ -243,9 +243,7 @@ class Server:
 
     def _bind(self, address: Address) -> Address:
         if isinstance(address, TcpAddress):
-            return self._bind_tcp(
-                address, asks_clients=self._security.tls is not None and self._security.tls.asks_clients
-            )
+            return self._bind_tcp(address, asks_clients=self._security.asks_clients)
         with claimed_socket(address.path):
             try:
                 self.grpc.add_insecure_port(str(address))

@@ -105,8 +105,22 @@ def note_load(results: report.Results) -> None:
     results.load_average.append(os.getloadavg()[0])
 
 
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Numbers of blocks, separated by commas. Raises click.BadParameter."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) >= min(DEFAULT_SIZES) for word in words):
+        raise click.BadParameter(f"{text!r}: must be numbers of at least {min(DEFAULT_SIZES)}, separated by commas")
+    return tuple(map(int, words))
+
+
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
-@click.option("--sizes", default=",".join(map(str, DEFAULT_SIZES)), show_default=True, help="Blocks of the pools.")
+@click.option(
+    "--sizes",
+    default=",".join(map(str, DEFAULT_SIZES)),
+    show_default=True,
+    callback=lambda _context, _option, value: read_sizes(value),
+    help="Blocks of the pools.",
+)
 @click.option("--repeats", default=50, show_default=True, type=click.IntRange(min=1), help="Samples of each row.")
 @click.option("--peers", "install", is_flag=True, help="Make the peers' environments if they are not there.")
 @click.option("--no-peers", is_flag=True, help="Show recorded figures for all peers.")
@@ -116,7 +130,7 @@ def note_load(results: report.Results) -> None:
 @click.option("--smoke", is_flag=True, help="Tiny, without peers: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
 def main(
-    sizes: str,
+    sizes: tuple[int, ...],
     repeats: int,
     install: bool,
     no_peers: bool,
@@ -129,7 +143,7 @@ def main(
     """Measures, shows, and writes what was measured."""
     command = shlex.join(["python", "benchmarks/allocator", *sys.argv[1:]])
     results = report.Results(command=command, calibration=calibrate())
-    chosen = SMOKE_SIZES if smoke else tuple(map(int, sizes.split(",")))
+    chosen = SMOKE_SIZES if smoke else sizes
     repeats = 2 if smoke else repeats
     with Progress(console=Console(stderr=True)) as progress:
         if not no_rows:

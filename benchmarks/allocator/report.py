@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
 import statistics
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,10 @@ from rich.table import Table
 from scaling import AXES, Series, growth
 from workload import CALIBRATION_REFERENCE_US, ROWS
 
+sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
+
+from machine import machine
+
 
 @dataclass(slots=True)
 class Results:
@@ -46,7 +49,7 @@ class Results:
 
     @property
     def slowness(self) -> float:
-        """This machine's time for the calibration's SHA-256 chain over that of SERVICE.md's machine."""
+        """This machine's time for the calibration's SHA-256 chain over that of the recorded figures' machine."""
         return self.calibration["sha256_chain_us"] / CALIBRATION_REFERENCE_US
 
     def peer_us(self, peer: str, row: str, size: int) -> float | None:
@@ -77,21 +80,6 @@ class Results:
 
 def median_us(samples: list[float]) -> float:
     return statistics.median(samples) / 1000
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
-def processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def console() -> Console:

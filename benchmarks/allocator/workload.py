@@ -32,7 +32,7 @@ FILL_FROM_BLOCKS = 10_000
 
 CALIBRATION_BLOCKS = 128
 CALIBRATION_REFERENCE_US = 47.0
-"""What the chain of SHA-256 over 128 blocks takes on the machine of SERVICE.md."""
+"""What the chain of SHA-256 over 128 blocks takes on the machine of the recorded figures."""
 
 
 class Subject(Protocol):
