@@ -6,6 +6,8 @@ PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 PACKAGES := cachemgr worker kernels client serving
 ARGS ?=
 GO_TOOLS := .tools
+CORE := cachemgr/core
+CORE_MODULE := cachemgr/_core.abi3.so
 # Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
 REQUIRE_BUF ?= 0
 # Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
@@ -21,17 +23,19 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test gpu-test gpu-bench-kernels bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-venv: $(VENV)/.installed  ## make .venv and install Quire into it; again only if dependencies changed
+venv: $(VENV)/.installed $(CORE_MODULE)  ## make .venv and install Quire into it; again only if dependencies changed
 
 demo: venv  ## start both services with the model that ships here, generate, show what the cache did
 	@$(BIN)/quire demo $(ARGS)
 
 test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
+	@cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
+	@TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --numprocesses 2 --quiet
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
 
 bench-allocator: venv  ## cachemgr's core against other engines' block managers, which it installs in .venv-peers
@@ -43,10 +47,19 @@ bench-control-plane: venv  ## latencies of plans through gRPC, alone and under l
 bench-eviction: venv  ## recorded traces through the ledger, by eviction policy
 	$(BIN)/python benchmarks/eviction.py $(ARGS)
 
+gpu-test: venv  ## the kernels compiled, on a GPU: equality, graphs, repeatability, compilations, sanitizer
+	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "gpu-test: there is no GPU here")'
+	$(BIN)/python -m pytest tests/kernels tests/gpu $(ARGS)
+
+gpu-bench-kernels: venv  ## the kernels against peers and the card's bandwidth; ARGS=--dry runs all of it, tiny, on a CPU
+	$(BIN)/python benchmarks/kernels --output benchmarks/results $(ARGS)
+
 lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
+	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
+	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release -- --deny warnings
 
 protos: venv go-tools  ## generate the Python and Go code and docs/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(GO_PLUGINS)
@@ -95,11 +108,20 @@ typecheck-links:
 	@for api in cache compute; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
 clean:  ## remove what these targets made, .venv too
-	rm -rf $(VENV) .venv-peers $(GO_TOOLS) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) .venv-peers $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Quire's installation builds it too; this is for when its sources have changed since.
+$(CORE_MODULE): $(wildcard $(CORE)/src/*.rs) $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed
+	@echo "core: building"
+	@PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --manifest-path $(CORE)/Cargo.toml --locked --release --quiet
+	@for built in so dylib; do \
+	  ! [ -e $(CORE)/target/release/lib_core.$$built ] || install -m 755 $(CORE)/target/release/lib_core.$$built $@; done
 
 # Takes the first Python that runs and is new enough. A name may exist and not run, so each is asked.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v cargo >/dev/null 2>&1 || { \
+	  echo "Quire's core is built with Rust 1.88 or newer, and there is no cargo: install it from https://rustup.rs" >&2; exit 1; }
 	@for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.cachemgr.eviction import DEFAULT_POLICY
+from quire.cachemgr.ledger import DEFAULT_POLICY
 
 matplotlib.use("svg")
 

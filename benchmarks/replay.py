@@ -13,8 +13,7 @@ import numpy as np
 
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, StepRequest
-from quire.cachemgr.prefix import TOKEN_BYTES
+from quire.cachemgr.plans import TOKEN_BYTES, Admission, StepRequest
 
 TRACES = Path(__file__).parent / "traces"
 EPOCH = 1

@@ -11,9 +11,10 @@ import time
 import click
 
 from quire.cache.v1 import cache_service_pb2_grpc
+from quire.cachemgr._core import POLICIES
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
-from quire.cachemgr.eviction import DEFAULT_POLICY, POLICIES
+from quire.cachemgr.ledger import DEFAULT_POLICY
 from quire.cachemgr.metrics import metric_families
 from quire.cachemgr.roles import ROLES
 from quire.cachemgr.servicer import CacheServicer
@@ -57,7 +58,7 @@ async def serve(options: ServerOptions, signals: StopSignals, *, policy: str, ve
 @server_options(default_listen=DEFAULT_LISTEN)
 @option(
     "--eviction-policy",
-    type=click.Choice(list(POLICIES)),
+    type=click.Choice(POLICIES),
     default=DEFAULT_POLICY,
     help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or the "
     "least recently used.",

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
-from quire.cachemgr.eviction import DEFAULT_POLICY
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger
+from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,11 @@ class Catalog:
         if name is None:
             raise lease_not_found(lease_id)
         return self._pools[name]
+
+    def tenant_of(self, lease_id: str) -> str | None:
+        """Whose lease it is, one being fenced included; None if it is gone."""
+        name = self._pool_of_lease.get(lease_id)
+        return None if name is None else self._pools[name].ledger.tenant_of(lease_id)
 
     def register(self, registration: Registration, *, signing_key: bytes) -> AttachedPool | None:
         """Attaches a pool; None if its worker has to begin a new epoch first.

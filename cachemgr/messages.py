@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 import numpy as np
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr import statuses
+from quire.cachemgr._core import SequenceView, StepPlan
+from quire.cachemgr.blocks import BlockCounts, BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Refusal, invalid
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.grants import sign
 from quire.cachemgr.leases import Lease, LeaseState
-from quire.cachemgr.ledger import LedgerStatistics, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim
-from quire.cachemgr.pool import BlockCounts, BlockState
-from quire.cachemgr.prefix import TOKEN_BYTES
-from quire.cachemgr.sequences import Sequence as KVSequence
+from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome
+from quire.cachemgr.plans import TOKEN_BYTES, Admission, Fork, PlanItem, RefusedItem, StepRequest, Trim
 from quire.serving.errors import to_message
 
 MAX_REQUEST_ID_BYTES = 64
@@ -50,12 +49,17 @@ OUTCOMES: dict[int, StepOutcome] = {
 }
 
 
-def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """A repeated int32 field as the core keeps tokens."""
-    return np.asarray(token_ids, dtype="<i4").tobytes()
+def int32_bytes(values: Iterable[int]) -> bytes:
+    """A repeated int32 field as the core takes it: 4 bytes each, little-endian."""
+    return np.asarray(values, dtype="<i4").tobytes()
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
+
+
+def digest_of(request: cache_service_pb2.PlanStepRequest) -> bytes:
+    """Tells this request from any other one; empty if it has no request_id."""
+    return sha256(request.SerializeToString(deterministic=True)).digest() if request.request_id else b""
 
 
 def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
@@ -64,14 +68,15 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     require_parallel("trim_token_counts", request.trim_token_counts, "trim_sequence_ids", request.trim_sequence_ids)
     require_not_negative("admission_token_budget", request.admission_token_budget)
     require_not_negative("admission_reserve_block_count", request.admission_reserve_block_count)
+    extends = request.extends
     trims = zip(request.trim_sequence_ids, request.trim_token_counts, strict=True)
     return StepRequest(
         releases=request.release_sequence_ids,
         trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
         forks=[decode_fork(fork) for fork in request.forks],
-        extend_ids=np.asarray(request.extends.sequence_ids, np.int32),
-        extend_token_counts=np.asarray(request.extends.token_counts, np.int32),
-        appends=decode_appends(request.extends),
+        extend_ids=int32_bytes(extends.sequence_ids),
+        extend_token_counts=int32_bytes(extends.token_counts),
+        appends=decode_appends(extends),
         admissions=[decode_admission(admission) for admission in request.admissions],
         admission_token_budget=request.admission_token_budget,
         admission_reserve=request.admission_reserve_block_count,
@@ -92,7 +97,7 @@ def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:
     if min(counts, default=0) < 0 or sum(counts) != len(extends.append_token_ids):
         limit = f"the {len(extends.append_token_ids)} append_token_ids, none negative"
         raise CallRefused(invalid("extends.append_token_counts", f"{sum(counts)} in sum", limit))
-    tokens, appends, start = token_bytes(extends.append_token_ids), {}, 0
+    tokens, appends, start = int32_bytes(extends.append_token_ids), {}, 0
     for seq_id, count in zip(extends.sequence_ids, counts, strict=True):
         end = start + count * TOKEN_BYTES
         appends[seq_id] = tokens[start:end]
@@ -105,29 +110,17 @@ def decode_admission(admission: cache_service_pb2.Admission) -> Admission:
     check_salt("admissions.salt", admission.salt)
     return Admission(
         admission.sequence_id,
-        token_bytes(admission.token_ids),
+        int32_bytes(admission.token_ids),
         max_compute=admission.max_compute_token_count,
         salt=admission.salt,
     )
 
 
-def encode_plan(
-    answer: cache_service_pb2.PlanStepResponse, plan: StepPlan, grant: grant_pb2.StepGrant, *, signing_key: bytes
-) -> None:
-    """Fills an empty answer in place, so that it is not copied into a stream's message.
-
-    What the grant has too is taken from it: message to message costs a tenth of list to message.
-    """
-    sign(grant, answer.grant, key=signing_key)
-    answer.step_number = plan.step_number
-    answer.run_sequence_ids.MergeFrom(grant.run_sequence_ids)
-    answer.run_starts.MergeFrom(grant.run_starts)
-    answer.run_token_counts.MergeFrom(grant.run_token_counts)
-    answer.given_run_indexes.MergeFrom(grant.given_run_indexes)
-    answer.admitted_sequence_ids.extend(plan.admitted_ids)
-    answer.admitted_cached_token_counts.extend(plan.admitted_cached_counts)
-    answer.refusals.extend(map(encode_refused, plan.refusals))
-    encode_counts(plan.counts, answer.block_counts)
+def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: StepPlan) -> None:
+    """Adds all of a plan but its grant to an answer."""
+    answer.MergeFromString(plan.encode_answer())
+    if plan.has_refusals:
+        answer.refusals.extend(map(encode_refused, plan.refusals))
 
 
 def encode_refused(refused: RefusedItem) -> cache_service_pb2.Refusal:
@@ -229,7 +222,8 @@ def encode_counts(
 
 
 def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
-    leases = pool.ledger.leases()
+    ledger = pool.ledger
+    holdings = [ledger.holdings(lease.lease_id) for lease in ledger.leases()]
     return cache_service_pb2.Pool(
         name=pool.ledger.pool,
         epoch=pool.ledger.epoch,
@@ -238,26 +232,27 @@ def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
         geometry=encode_geometry(pool.ledger.geometry),
         worker_address=pool.worker_address,
         block_counts=encode_counts(pool.ledger.counts()),
-        lease_count=len(leases),
-        sequence_count=sum(len(lease.sequences) for lease in leases),
+        lease_count=len(holdings),
+        sequence_count=sum(held.num_sequences for held in holdings),
     )
 
 
-def encode_lease(lease: Lease, *, wall_clock_offset_s: float) -> cache_service_pb2.Lease:
+def encode_lease(lease: Lease, holdings: Holdings, *, wall_clock_offset_s: float) -> cache_service_pb2.Lease:
     message = cache_service_pb2.Lease(
         lease_id_prefix=lease.lease_id[:SHOWN_LEASE_ID_LENGTH],
         pool=lease.pool,
+        tenant=lease.tenant,
         state=LEASE_STATES[lease.state],
-        last_step_number=lease.next_step - 1,
-        step_in_flight_count=len(lease.in_flight),
-        sequence_count=len(lease.sequences),
+        last_step_number=holdings.next_step - 1,
+        step_in_flight_count=holdings.num_in_flight,
+        sequence_count=holdings.num_sequences,
     )
     message.ttl.FromNanoseconds(int(lease.ttl_s * 1e9))
     message.expire_time.FromNanoseconds(int((lease.expires_at + wall_clock_offset_s) * 1e9))
     return message
 
 
-def encode_sequence(sequence: KVSequence, lease_id: str, *, with_blocks: bool) -> cache_service_pb2.Sequence:
+def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool) -> cache_service_pb2.Sequence:
     return cache_service_pb2.Sequence(
         lease_id_prefix=lease_id[:SHOWN_LEASE_ID_LENGTH],
         sequence_id=sequence.seq_id,
@@ -271,7 +266,6 @@ def encode_sequence(sequence: KVSequence, lease_id: str, *, with_blocks: bool) -
 
 
 def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache_service_pb2.PoolStatistics:
-    counters = statistics.counters
     return cache_service_pb2.PoolStatistics(
         pool=pool.ledger.pool,
         epoch=pool.ledger.epoch,
@@ -281,20 +275,20 @@ def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache
         held_token_count=statistics.num_held_tokens,
         table_entry_count=statistics.num_table_entries,
         shared_block_count=statistics.num_shared_blocks,
-        planned_step_count=counters.planned_steps,
-        computed_step_count=counters.computed_steps,
-        failed_step_count=counters.failed_steps,
-        skipped_step_count=counters.skipped_steps,
-        admission_count=counters.admissions,
-        admitted_token_count=counters.admitted_tokens,
-        cached_token_count=counters.cached_tokens,
-        fork_count=counters.forks,
-        copied_block_count=counters.copied_blocks,
+        planned_step_count=statistics.planned_steps,
+        computed_step_count=statistics.computed_steps,
+        failed_step_count=statistics.failed_steps,
+        skipped_step_count=statistics.skipped_steps,
+        admission_count=statistics.admissions,
+        admitted_token_count=statistics.admitted_tokens,
+        cached_token_count=statistics.cached_tokens,
+        fork_count=statistics.forks,
+        copied_block_count=statistics.copied_blocks,
         allocated_block_count=statistics.num_allocated,
         evicted_block_count=statistics.num_evicted,
         published_block_count=statistics.num_published,
         refusal_counts={reason.value: count for reason, count in statistics.refusals.items()},
-        expired_lease_count=counters.expired_leases,
+        expired_lease_count=statistics.expired_leases,
     )
 
 

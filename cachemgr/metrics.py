@@ -25,17 +25,16 @@ COUNTERS = {
 
 def counter_values(statistics: LedgerStatistics) -> list[int]:
     """In the order of COUNTERS."""
-    counters = statistics.counters
     return [
-        counters.planned_steps,
-        counters.admissions,
-        counters.admitted_tokens,
-        counters.cached_tokens,
-        counters.forks,
-        counters.copied_blocks,
+        statistics.planned_steps,
+        statistics.admissions,
+        statistics.admitted_tokens,
+        statistics.cached_tokens,
+        statistics.forks,
+        statistics.copied_blocks,
         statistics.num_allocated,
         statistics.num_evicted,
-        counters.expired_leases,
+        statistics.expired_leases,
     ]
 
 
@@ -51,9 +50,9 @@ def metric_families(catalog: Catalog) -> Iterator[Metric]:
     ended = CounterMetricFamily("quire_cache_steps_ended", "Steps reported.", labels=["pool", "outcome"])
     refused = CounterMetricFamily("quire_cache_refusals", "Items of plans refused.", labels=["pool", "reason"])
     for pool, values in statistics.items():
-        ended.add_metric([pool, "computed"], values.counters.computed_steps)
-        ended.add_metric([pool, "failed"], values.counters.failed_steps)
-        ended.add_metric([pool, "skipped"], values.counters.skipped_steps)
+        ended.add_metric([pool, "computed"], values.computed_steps)
+        ended.add_metric([pool, "failed"], values.failed_steps)
+        ended.add_metric([pool, "skipped"], values.skipped_steps)
         for reason, count in values.refusals.items():
             refused.add_metric([pool, reason.value], count)
     yield ended

@@ -15,9 +15,11 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}{method}": roles
     for methods, roles in (
         (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
-        (("LookupPrefix", "GetPool", "ListPools", "GetSequence"), CLIENT | OPERATOR),
+        (("LookupPrefix", "GetPool", "ListPools"), CLIENT | OPERATOR),
+        # Of these a client sees its own tenant's, an operator everybody's.
+        (("GetSequence", "ListLeases", "ListSequences", "ListBlocks"), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
-        (("ListLeases", "ListSequences", "ListBlocks", "GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
+        (("GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
     )
     for method in methods
 }

@@ -17,9 +17,11 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
 from quire.cachemgr import messages
 from quire.cachemgr.attachments import Attachments, pool_detached
 from quire.cachemgr.catalog import AttachedPool, Catalog
-from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse, sequence_not_found
-from quire.cachemgr.grants import encode_grant
+from quire.cachemgr.errors import CallRefused, Reason, invalid, lease_not_found, refuse, sequence_not_found
+from quire.cachemgr.grants import sign_grant
+from quire.cachemgr.leases import Lease
 from quire.cachemgr.statuses import to_error_status
+from quire.serving.access import Role, caller
 from quire.serving.errors import abort, answering
 
 log = logging.getLogger(__name__)
@@ -161,7 +163,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         if not pool.is_attached:
             raise pool_detached(pool)
         lease_id = secrets.token_hex(16)
-        self._catalog.open_lease(pool, lease_id, ttl_s=ttl_s, now=self._clock())
+        self._catalog.open_lease(pool, lease_id, ttl_s=ttl_s, now=self._clock(), tenant=caller().name)
         self._leases_changed.set()
         try:
             async with asyncio.timeout(min(OPEN_LEASE_TIMEOUT_S, ttl_s / 2)):
@@ -190,7 +192,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def RenewLease(  # noqa: N802
         self, request: cache_service_pb2.RenewLeaseRequest, context: Context
     ) -> cache_service_pb2.RenewLeaseResponse:
-        lease = self._catalog.pool_of(request.lease_id).ledger.lease(request.lease_id)
+        lease = self._own_pool(request.lease_id).ledger.lease(request.lease_id)
         lease.renew(self._clock())
         response = cache_service_pb2.RenewLeaseResponse()
         response.expire_time.FromNanoseconds(self._wall_clock_ns(lease.expires_at))
@@ -200,7 +202,8 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def DeleteLease(  # noqa: N802
         self, request: cache_service_pb2.DeleteLeaseRequest, context: Context
     ) -> cache_service_pb2.DeleteLeaseResponse:
-        self._end_lease(request.lease_id)
+        if self._is_own(request.lease_id):
+            self._end_lease(request.lease_id)
         return cache_service_pb2.DeleteLeaseResponse()
 
     def _end_lease(self, lease_id: str) -> None:
@@ -240,18 +243,17 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
         """Plans one step and fills an empty answer with it and its signed grant. Raises CallRefused."""
         self._refuse_if_draining()
-        pool = self._catalog.pool_of(request.lease_id)
-        step = messages.decode_plan(request)
+        pool = self._own_pool(request.lease_id)
         plan = pool.ledger.plan(
             request.lease_id,
             request.epoch,
-            step,
+            messages.decode_plan(request),
             now=self._clock(),
             request_id=request.request_id,
-            digest=step.digest() if request.request_id else b"",
+            digest=messages.digest_of(request),
         )
-        grant = encode_grant(plan, pool, lease_id=request.lease_id, term=self._catalog.term)
-        messages.encode_plan(answer, plan, grant, signing_key=pool.signing_key)
+        messages.encode_plan(answer, plan)
+        sign_grant(plan, answer.grant, pool, lease_id=request.lease_id, term=self._catalog.term)
 
     # -- workers --------------------------------------------------------------------------------------------------
 
@@ -295,10 +297,19 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         messages.check_page_token(request.page_token, PAGE_KEY)
         offset_s = time.time() - self._clock()
         pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
-        keyed = {page_key(lease.lease_id): lease for pool in pools for lease in pool.ledger.leases()}
+        keyed = {
+            page_key(lease.lease_id): (lease, pool.ledger)
+            for pool in pools
+            for lease in pool.ledger.leases()
+            if is_visible(lease)
+        }
         keys = sorted(key for key in keyed if key > request.page_token)
+        page = (keyed[key] for key in keys[:limit])
         response = cache_service_pb2.ListLeasesResponse(
-            leases=[messages.encode_lease(keyed[key], wall_clock_offset_s=offset_s) for key in keys[:limit]]
+            leases=[
+                messages.encode_lease(lease, ledger.holdings(lease.lease_id), wall_clock_offset_s=offset_s)
+                for lease, ledger in page
+            ]
         )
         if len(keys) > limit:
             response.next_page_token = keys[limit - 1]
@@ -308,7 +319,7 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetSequence(  # noqa: N802
         self, request: cache_service_pb2.GetSequenceRequest, context: Context
     ) -> cache_service_pb2.GetSequenceResponse:
-        ledger = self._catalog.pool_of(request.lease_id).ledger
+        ledger = self._visible_pool(request.lease_id).ledger
         sequence = ledger.sequence(request.lease_id, request.sequence_id)
         if sequence is None:
             raise CallRefused(sequence_not_found(request.sequence_id))
@@ -321,17 +332,18 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListSequencesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, PAGE_KEY + r"\.[0-9]{10}")
+        ledger = self._catalog.pool(request.pool).ledger
         keyed = {
-            f"{page_key(lease.lease_id)}.{seq_id:010d}": (sequence, lease.lease_id)
-            for lease in self._catalog.pool(request.pool).ledger.leases()
-            if not request.lease_id or lease.lease_id == request.lease_id
-            for seq_id, sequence in lease.sequences.items()
+            f"{page_key(lease.lease_id)}.{seq_id:010d}": (lease.lease_id, seq_id)
+            for lease in ledger.leases()
+            if is_visible(lease) and request.lease_id in ("", lease.lease_id)
+            for seq_id in ledger.sequence_ids(lease.lease_id)
         }
         keys = sorted(key for key in keyed if key > request.page_token)
-        page = (keyed[key] for key in keys[:limit])
-        response = cache_service_pb2.ListSequencesResponse(
-            sequences=[messages.encode_sequence(*entry, with_blocks=False) for entry in page]
-        )
+        response = cache_service_pb2.ListSequencesResponse()
+        for lease_id, seq_id in (keyed[key] for key in keys[:limit]):
+            sequence = ledger.view(lease_id, seq_id)
+            response.sequences.append(messages.encode_sequence(sequence, lease_id, with_blocks=False))
         if len(keys) > limit:
             response.next_page_token = keys[limit - 1]
         return response
@@ -345,6 +357,8 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         if request.state not in (cache_service_pb2.BLOCK_STATE_UNSPECIFIED, *messages.BLOCK_STATES.values()):
             raise CallRefused(invalid("state", request.state, "a BlockState"))
         pool = self._catalog.pool(request.pool)
+        if request.lease_id or not sees_all():
+            self._visible_pool(request.lease_id)
         start = int(request.page_token or 0) + 1
         blocks = listed_blocks(pool, candidate_blocks(pool, request.lease_id, start), request.state)
         response = cache_service_pb2.ListBlocksResponse()
@@ -362,12 +376,12 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
         messages.check_salt("salt", request.salt)
         if not request.token_ids:
             raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
-        tokens = messages.token_bytes(request.token_ids)
+        tokens = messages.int32_bytes(request.token_ids)
         pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
         matches = [
             cache_service_pb2.PrefixMatch(
                 pool=pool.ledger.pool,
-                cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=request.salt),
+                cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=request.salt, tenant=caller().name),
                 block_counts=messages.encode_counts(pool.ledger.counts()),
                 worker_address=pool.worker_address,
             )
@@ -392,9 +406,9 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.AuditPoolResponse:
         ledger = self._catalog.pool(request.pool).ledger
         return cache_service_pb2.AuditPoolResponse(
-            violations=list(ledger.violations()),
+            violations=ledger.violations(),
             block_count=ledger.geometry.num_blocks - 1,
-            sequence_count=sum(len(lease.sequences) for lease in ledger.leases()),
+            sequence_count=ledger.statistics().num_sequences,
         )
 
     @refusing
@@ -406,12 +420,36 @@ class CacheServicer(cache_service_pb2_grpc.CacheServiceServicer):
             pools=[messages.encode_statistics(pool, pool.ledger.statistics()) for pool in pools]
         )
 
+    def _is_own(self, lease_id: str) -> bool:
+        """Whether it is a lease of the caller's tenant."""
+        return self._catalog.tenant_of(lease_id) == caller().name
+
+    def _own_pool(self, lease_id: str) -> AttachedPool:
+        """The pool that a lease of the caller's tenant is for. Raises CallRefused (LEASE_NOT_FOUND)."""
+        if not self._is_own(lease_id):
+            raise lease_not_found(lease_id)
+        return self._catalog.pool_of(lease_id)
+
+    def _visible_pool(self, lease_id: str) -> AttachedPool:
+        """The same, of any lease for who sees all."""
+        return self._catalog.pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
+
     def _refuse_if_draining(self) -> None:
         if self._is_draining:
             raise CallRefused(refuse(Reason.SHUTTING_DOWN, "cachemgr is shutting down"))
 
     def _wall_clock_ns(self, at: float) -> int:
         return int((time.time() + at - self._clock()) * 1e9)
+
+
+def sees_all() -> bool:
+    """Whether the caller may look at what belongs to others."""
+    return Role.OPERATOR in caller().roles
+
+
+def is_visible(lease: Lease) -> bool:
+    """Whether the caller may know of this lease."""
+    return sees_all() or lease.tenant == caller().name
 
 
 def page_key(lease_id: str) -> str:
@@ -423,8 +461,8 @@ def candidate_blocks(pool: AttachedPool, lease_id: str, start: int) -> Iterable[
     """Block ids from start on: all, or those in the block tables of one lease. Raises CallRefused."""
     if not lease_id:
         return range(start, pool.ledger.geometry.num_blocks)
-    sequences = pool.ledger.lease(lease_id).sequences.values()
-    held = {block_id for sequence in sequences for block_id in sequence.block_table}
+    pool.ledger.lease(lease_id)
+    held = {block_id for sequence in pool.ledger.sequences(lease_id) for block_id in sequence.block_table}
     return sorted(block_id for block_id in held if block_id >= start)
 
 

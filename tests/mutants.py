@@ -3,10 +3,14 @@
     python tests/mutants.py                  all of them
     python tests/mutants.py fork "no pin"    those with such words in their names
     python tests/mutants.py --suite machine  by the state machine alone
+    python tests/mutants.py --sample         all in Python, and of those in Rust a few
 
-The tree is never changed: a copy of the package with the bug stands in for quire.cachemgr in a process of its own,
-forked from one that has imported whatever takes long and is none of ours.
-Exits with 1 if a bug survives, or if the text it changes is not there exactly once.
+The tree is never changed. A copy of the package with the bug stands in for quire.cachemgr in a process of its own,
+forked from one that has imported whatever takes long and is none of ours. For a bug in the core, each job has a copy of
+the crate that it builds again and again, starting from what cargo has in core/target.
+
+A test that hangs or takes the process down has noticed the bug. Exits with 1 if a bug survives. A bug whose text is not
+there exactly once, outside of the crate's own tests, or that does not compile, is an error.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ import argparse
 import importlib.util
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import hypothesis.stateful  # noqa: F401 - once, for all processes
@@ -30,25 +36,28 @@ import pytest
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "cachemgr"
-SUITES = {
-    "examples": [
-        "test_ledger.py",
-        "test_pool.py",
-        "test_prefix.py",
-        "test_sequences.py",
-        "test_leases.py",
-        "test_eviction.py",
-        "test_catalog.py",
-    ],
-    "machine": ["test_ledger_machine.py"],
-}
+CRATE = PACKAGE / "core"
+LIBRARY = "_core.abi3.so"
+EXAMPLES = ["test_ledger.py", "test_leases.py", "test_catalog.py"]
+RUST_EXAMPLES = EXAMPLES[:1]
+MACHINE = ["test_ledger_machine.py"]
+SUITES = ["examples", "crate", "machine"]
+"""Examples and state machine in Python; in between the crate's own tests."""
+
 ENVIRONMENT = {
-    "QUIRE_MACHINE_EXAMPLES": "700",
-    "PYTHONDONTWRITEBYTECODE": "1",
+    "CARGO_TERM_COLOR": "never",
+    "PYO3_PYTHON": sys.executable,
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "QUIRE_MACHINE_EXAMPLES": "700",
 }
+CARGO = ["--locked", "--lib", "--profile", "mutant"]
+TEST_CARGO = [*CARGO, "--no-default-features"]
+BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 300
+MEMORY_BYTES = 8 << 30
 NOT_RUN = 70
+ERROR = "ERROR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,68 +67,148 @@ class Mutant:
     old: str
     new: str
 
+    @property
+    def is_rust(self) -> bool:
+        return self.file.endswith(".rs")
 
-NO_BUG = Mutant("no bug", "pool.py", '"""The block pool:', '"""The block pool:')
+    @property
+    def path(self) -> Path:
+        """Where its file is in the package."""
+        return Path("core/src", self.file) if self.is_rust else Path(self.file)
 
-FORKS = """        for fork in request.forks:
-            self._fork(fork)
+    def count(self) -> int:
+        """How often its text is in its file, where once is right."""
+        return product_of((PACKAGE / self.path).read_text()).count(self.old)
+
+    def seed(self, folder: Path) -> None:
+        """Changes its file in a copy of the package or, if it is Rust, of the crate."""
+        if self.count() != 1:
+            raise ValueError(f"{self.name}: its text is {self.count()} times in {self.file}")
+        source = (PACKAGE / self.path).read_text()
+        target = folder / (Path("src", self.file) if self.is_rust else self.file)
+        target.write_text(source.replace(self.old, self.new, 1))
+
+
+def product_of(source: str) -> str:
+    """A file without the tests at the end of it, if it is one of the crate."""
+    return source.split("\n#[cfg(test)]\n")[0]
+
+
+NO_BUG = Mutant("no bug", "ledger.py", '"""The books of one pool', '"""The books of one pool')
+NO_RUST_BUG = Mutant("no bug in Rust", "lib.rs", "//! The books of a pool", "//! The books of a pool")
+
+SAMPLE = {
+    "no pin: released blocks are free at once",
+    "copy-on-write without the copy",
+    "several forks acquire once",
+    "entries behind one taken out stay where they are",
+    "tenant left out of the root",
+    "a parent is kept shorter than its child",
+    "computed beyond a trim",
+    "sampled tokens are taken in the order of the runs",
+}
+"""Rust bugs that CI seeds."""
+
+FINISHED = """        for step in &holdings.in_flight {
+            self.finish(step)?;
+        }
 """
-EXTENDS = """        if len(request.extend_ids):
-            self._extend_all(request)
+RELEASED = """        for row in self.rows_in_order(&holdings) {
+            let sequence = self.table.leave(row);
+            self.pool.release(&sequence.blocks_tail_first(0))?;
+        }
 """
-FINISHED = """        for step in lease.in_flight:
-            self._finish(step)
+FORKS = """        for fork in &request.forks {
+            self.fork(fork)?;
+        }
 """
-RELEASED = """        for sequence in lease.sequences.values():
-            sequence.released = True
-            self._blocks.release(sequence.blocks_tail_first())
+EXTENDS = """        self.extend_all(&request.extends)?;
+"""
+TRIMS = """        for trim in &request.trims {
+            let answer = self.trim(trim)?;
+            self.answer(PlanItem::Trim, trim.seq_id, answer);
+        }
+"""
+ADMISSIONS = """        self.budget = (request.admission_token_budget > 0).then_some(request.admission_token_budget);
+        for admission in &request.admissions {
+            let answer = self.admit(admission, request.admission_reserve)?;
+            self.answer(PlanItem::Admission, admission.seq_id, answer);
+        }
+"""
+NOT_FINDABLE = """            if !self.index.is_findable(block) {
+                continue;
+            }
+"""
+DROPPED = """            dropped += 1;
+"""
+FOUND = """                return Some(entry as u32);
+            }
+"""
+REMOVED = """        blocks.iter().for_each(|block| self.rings.remove(*block));
+"""
+UNCOUNTED = """        self.num_parked -= blocks.len();
 """
 
-MUTANTS = [
+MUTANTS: list[Mutant] = [
     # who may be handed out, and when
     Mutant(
         "no pin: released blocks are free at once",
-        "planner.py",
-        "        if self._lease.in_flight:\n            self._lease.in_flight[-1].pinned",
-        "        if False:\n            self._lease.in_flight[-1].pinned",
+        "planner.rs",
+        "            Some(last) => {\n                self.pool.retire(&tail_first)?;\n"
+        "                last.pinned.push(tail_first);\n                Ok(())\n            }\n",
+        "            Some(_) => self.pool.release(&tail_first),\n",
     ),
     Mutant(
         "no pin for the source of a copy",
-        "planner.py",
-        "        self._step.pinned.append(np.array([source]))\n        self._pool.retire_one(source)\n",
-        "        self._pool.release(np.array([source]))\n",
+        "planner.rs",
+        "        self.step.pinned.push(vec![source]);\n        self.pool.retire(&[source])\n",
+        "        self.pool.release(&[source])\n",
+    ),
+    Mutant(
+        "the source of a copy is pinned by the last step instead of this one",
+        "planner.rs",
+        "        self.step.pinned.push(vec![source]);\n        self.pool.retire(&[source])\n",
+        "        self.let_go(vec![source])\n",
     ),
     Mutant(
         "no pin for a duplicate that steps in flight still use",
-        "ledger.py",
-        "        if lease.in_flight:\n            lease.in_flight[-1].pinned",
-        "        if False:\n            lease.in_flight[-1].pinned",
+        "settle.rs",
+        "            Some(last) => {\n                last.pinned.push(vec![duplicate]);\n"
+        "                self.pool.retire(&[duplicate])\n            }\n",
+        "            Some(_) => self.pool.release(&[duplicate]),\n",
     ),
     Mutant(
         "pins of the first step in flight instead of the last",
-        "planner.py",
-        "self._lease.in_flight[-1].pinned.append(tail_first)",
-        "self._lease.in_flight[0].pinned.append(tail_first)",
+        "planner.rs",
+        "match self.lease.in_flight.back_mut()",
+        "match self.lease.in_flight.front_mut()",
     ),
     Mutant(
-        "pins ignored by a release",
-        "pool.py",
-        "self._rest(resting[pins == 0] if np.count_nonzero(pins) else resting)",
-        "self._rest(resting)",
+        "a duplicate is pinned by the first step in flight",
+        "settle.rs",
+        "match self.lease.in_flight.back_mut()",
+        "match self.lease.in_flight.front_mut()",
     ),
     Mutant(
-        "references and other pins ignored by an unpin",
-        "pool.py",
-        "self._rest(block_ids[held == 0] if np.count_nonzero(held) else block_ids)",
-        "self._rest(block_ids)",
+        "pins ignored where blocks come to rest",
+        "pool.rs",
+        "copied().filter(|block| self.is_idle(*block))",
+        "copied().filter(|block| self.ref_count(*block) == 0)",
+    ),
+    Mutant(
+        "references ignored where blocks come to rest",
+        "pool.rs",
+        "copied().filter(|block| self.is_idle(*block))",
+        "copied().filter(|block| self.pin_count(*block) == 0)",
     ),
     Mutant(
         "unpinned before published",
-        "ledger.py",
-        "        self._count(outcome)\n        if outcome",
-        "        self._count(outcome)\n        self._finish(step)\n        step.pinned.clear()\n"
-        "        step.released_rows.clear()\n        if outcome",
+        "settle.rs",
+        'let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n',
+        'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n'
+        "        for blocks in std::mem::take(&mut step.pinned) {\n            self.pool.unpin(&blocks)?;\n        }\n",
     ),
+    Mutant("a step's pins are kept", "books.rs", "try_for_each(|blocks| self.pool.unpin(blocks))?", "count()"),
     Mutant(
         "a lease's blocks come back when it ends",
         "ledger.py",
@@ -132,628 +221,1374 @@ MUTANTS = [
         "        for lease in expired:\n            lease.state = LeaseState.FENCING",
         "        for lease in expired:\n            self.lease_fenced(lease.lease_id)",
     ),
-    Mutant("a fenced lease's pins are forgotten", "ledger.py", FINISHED + RELEASED, RELEASED),
-    Mutant("what a fenced lease trimmed is kept longest", "ledger.py", FINISHED + RELEASED, RELEASED + FINISHED),
+    Mutant(
+        "a fenced lease's blocks do not come back", "ledger.py", "            self._books.close_lease(lease_id)\n", ""
+    ),
+    Mutant("a fenced lease's pins are forgotten", "books.rs", FINISHED, ""),
+    Mutant("a fenced lease's tables are forgotten", "books.rs", RELEASED, ""),
+    Mutant("what a fenced lease trimmed is kept longest", "books.rs", FINISHED + RELEASED, RELEASED + FINISHED),
+    Mutant(
+        "a fenced lease's last sequence comes first",
+        "books.rs",
+        "sort_unstable_by_key(|row| self.table.get(*row).number)",
+        "sort_unstable_by_key(|row| std::cmp::Reverse(self.table.get(*row).number))",
+    ),
     Mutant(
         "off by one: the last block is never given to a running sequence",
-        "planner.py",
-        "if num_fresh > self._pool.num_allocatable:",
-        "if num_fresh and num_fresh >= self._pool.num_allocatable:",
+        "planner.rs",
+        "if num_fresh > self.pool.num_allocatable() {",
+        "if num_fresh > 0 && num_fresh >= self.pool.num_allocatable() {",
     ),
     Mutant(
         "off by one: the last block is never given to a new sequence",
-        "planner.py",
-        "if num_fresh + reserve > available:",
-        "if num_fresh + reserve >= available:",
+        "planner.rs",
+        "if num_needed + reserve > available {",
+        "if num_needed + reserve >= available {",
     ),
-    Mutant("blocks found count as room", "planner.py", " - self._pool.num_parked(shared)", ""),
-    Mutant("pinned blocks found count as parked", "pool.py", "self._refs[block_ids] + self._pins", "self._refs"),
-    Mutant("reserve ignored", "planner.py", "if num_fresh + reserve > available:", "if num_fresh > available:"),
+    Mutant("blocks found count as room", "planner.rs", " - self.pool.num_parked(&found)", ""),
+    Mutant(
+        "pinned blocks found count as parked",
+        "pool.rs",
+        "filter(|block| self.is_idle(**block)).count()",
+        "filter(|block| self.ref_count(**block) == 0).count()",
+    ),
+    Mutant("reserve ignored", "planner.rs", "if num_needed + reserve > available {", "if num_needed > available {"),
+    Mutant("cached blocks are no room", "pool.rs", "self.free.len() + self.policy.num_parked()\n", "self.free.len()\n"),
+    Mutant(
+        "a refusal does not count the reserve as needed",
+        "planner.rs",
+        "self.out_of_blocks(seq_id, num_needed + reserve, available)",
+        "self.out_of_blocks(seq_id, num_needed, available)",
+    ),
+    Mutant(
+        "room for the tokens computed only",
+        "planner.rs",
+        "let num_fresh = foreign.len() + self.geometry.num_blocks_for(num_tokens).saturating_sub(length)",
+        "let num_fresh = foreign.len() + num_blocks.saturating_sub(length)",
+    ),
     Mutant(
         "released twice",
-        "planner.py",
-        "        sequence.released = True\n",
-        "        sequence.released = True\n        self._let_go(sequence.blocks_tail_first()[-1:])\n",
-    ),
-    Mutant(
-        "rows of released sequences are not counted",
-        "planner.py",
-        "        self._step.released_rows.append(sequence.row)\n",
-        "        self._num_rows -= 1\n",
+        "planner.rs",
+        "        self.let_go(blocks)\n    }\n",
+        "        self.let_go(blocks[..1].to_vec())?;\n        self.let_go(blocks)\n    }\n",
     ),
     Mutant(
         "rows of released sequences are another's at once",
-        "planner.py",
-        "        self._step.released_rows.append(sequence.row)\n",
-        "        self._table.leave([sequence.row])\n        self._num_rows -= 1\n",
+        "planner.rs",
+        "        self.step.released_rows.push(row);\n",
+        "        self.table.leave(row);\n",
     ),
+    Mutant("rows of released sequences are nobody's", "planner.rs", "        self.step.released_rows.push(row);\n", ""),
     Mutant(
         "rows of released sequences are never free again",
-        "ledger.py",
-        "        self._table.leave(step.released_rows)\n",
+        "books.rs",
+        "        step.released_rows.iter().for_each(|row| drop(self.table.leave(*row)));\n",
         "",
+    ),
+    Mutant("a row is given twice", "sequences.rs", "self.free.pop()", "self.free.last().copied()"),
+    Mutant(
+        "rows that were left count as taken", "sequences.rs", "self.rows.len() - self.free.len()", "self.rows.len()"
+    ),
+    Mutant("what comes later has no larger number", "sequences.rs", "        self.next_number += 1;\n", ""),
+    Mutant(
+        "references below none",
+        "pool.rs",
+        "self.ref_count(block).checked_sub(1)",
+        "Some(self.ref_count(block).saturating_sub(1))",
     ),
     Mutant(
-        "a released block is not counted as active no more",
-        "pool.py",
-        "        self._num_active -= self._ref_count[block_id] == 0\n",
-        "",
+        "pins below none",
+        "pool.rs",
+        "self.pin_count(block).checked_sub(1)",
+        "Some(self.pin_count(block).saturating_sub(1))",
     ),
-    Mutant("references below none", "pool.py", "        if refs.min() < 0:\n", "        if False:\n"),
-    Mutant("pins below none", "pool.py", "if len(pins) and pins.min() < 0:", "if False:"),
+    Mutant("what is retired keeps its reference", "pool.rs", "            self.let_go(block)?;\n", ""),
+    Mutant("what is retired has no pin", "pool.rs", "            self.pins[block as usize] += 1;\n", ""),
     Mutant(
         "what has content is free, what has none is cached",
-        "pool.py",
-        "            self._push_free(block_ids[~is_findable])\n            block_ids = block_ids[is_findable]\n",
-        "            self._push_free(block_ids[is_findable])\n            block_ids = block_ids[~is_findable]\n",
+        "pool.rs",
+        "idle.partition(|block| self.index.is_findable(*block))",
+        "idle.partition(|block| !self.index.is_findable(*block))",
     ),
     Mutant(
-        "free blocks are taken from the bottom and the top counted down",
-        "pool.py",
-        "self._free[top : self._num_free][::-1]",
-        "self._free[:num_popped][::-1]",
+        "free blocks are taken from the bottom",
+        "pool.rs",
+        "let mut blocks = self.free.split_off(self.free.len() - num_popped);",
+        "let mut blocks: Vec<BlockId> = self.free.drain(..num_popped).collect();",
     ),
-    Mutant("a table's free blocks come highest first", "pool.py", "self._num_free][::-1]", "self._num_free]"),
+    Mutant("a table's free blocks come highest first", "pool.rs", "        blocks.reverse();\n", ""),
     Mutant(
-        "cached blocks that are acquired stay parked",
-        "pool.py",
-        "        self._policy.unpark(block_ids[pins == 0] if np.count_nonzero(pins) else block_ids)\n",
-        "",
+        "more blocks are taken than there are",
+        "pool.rs",
+        "        if num_missing > self.policy.num_parked() {\n",
+        "        if false {\n",
     ),
+    Mutant("cached blocks that are acquired stay parked", "pool.rs", "        self.policy.unpark(&parked);\n", ""),
     Mutant(
         "retired blocks that are acquired are taken out of the parked ones",
-        "pool.py",
-        "        self._policy.unpark(block_ids[pins == 0] if np.count_nonzero(pins) else block_ids)\n",
-        "        self._policy.unpark(block_ids)\n",
+        "pool.rs",
+        "                if self.pin_count(block) == 0 {\n                    parked",
+        "                if true {\n                    parked",
     ),
-    Mutant("woken blocks are not active", "pool.py", "        self._num_active += len(block_ids)\n", ""),
     Mutant(
         "blocks without content are shared",
-        "pool.py",
-        '            raise BrokenInvariant(f"block {block_ids[is_findable.argmin()]} has no content to share")\n',
-        "            pass\n",
+        "pool.rs",
+        "                if !self.index.is_findable(block) {\n                    return",
+        "                if false {\n                    return",
     ),
+    # what the pool counts as it goes
+    Mutant("handed-out blocks are not active", "pool.rs", "        self.counters.num_active += count;\n", ""),
+    Mutant("woken blocks are not active", "pool.rs", "                self.counters.num_active += 1;\n", ""),
+    Mutant(
+        "a released block is not counted as active no more",
+        "pool.rs",
+        "        self.counters.num_active -= usize::from(refs == 0);\n",
+        "",
+    ),
+    Mutant("handed-out blocks are no references", "pool.rs", "        self.counters.num_references += count;\n", ""),
+    Mutant("references taken together count as one", "pool.rs", "blocks.len() * count as usize", "blocks.len()"),
+    Mutant("references given back are counted on", "pool.rs", "        self.counters.num_references -= 1;\n", ""),
+    Mutant(
+        "what is shared is counted by each who comes",
+        "pool.rs",
+        "usize::from(before < 2 && before + count >= 2)",
+        "usize::from(before + count >= 2)",
+    ),
+    Mutant(
+        "what two take at once is not counted as shared",
+        "pool.rs",
+        "usize::from(before < 2 && before + count >= 2)",
+        "usize::from(before == 1)",
+    ),
+    Mutant(
+        "what one holds is counted as shared",
+        "pool.rs",
+        "        self.counters.num_shared -= usize::from(refs == 1);\n",
+        "",
+    ),
+    Mutant("of blocks handed out the free ones are counted", "pool.rs", "+= count as u64;", "+= num_popped as u64;"),
+    Mutant("all that is handed out counts as evicted", "pool.rs", "+= num_missing as u64;", "+= count as u64;"),
     # who may write
-    Mutant("copy-on-write dropped", "planner.py", "if not self._pool.is_writable(table[index])]", "if False]"),
-    Mutant("copy-on-write without the copy", "planner.py", "is_copied=index * block_size < start", "is_copied=False"),
+    Mutant(
+        "copy-on-write dropped",
+        "planner.rs",
+        "|index: &usize| !self.pool.is_writable(sequence.block_table[*index])",
+        "|_: &usize| false",
+    ),
+    Mutant(
+        "copy-on-write without the copy",
+        "planner.rs",
+        "self.replace(row, index, target, index * block_size < start)?",
+        "self.replace(row, index, target, false)?",
+    ),
+    Mutant(
+        "copies of blocks of which nothing counts",
+        "planner.rs",
+        "self.replace(row, index, target, index * block_size < start)?",
+        "self.replace(row, index, target, index * block_size <= start)?",
+    ),
+    Mutant(
+        "only the first block to be written is made writable",
+        "planner.rs",
+        "let written = start / block_size..num_blocks.min(length);",
+        "let written = start / block_size..(start / block_size + 1).min(length);",
+    ),
     Mutant(
         "shared blocks are written",
-        "pool.py",
-        "return self._ref_count[block_id] == 1 and self._index.hashes[block_id] is None",
-        "return self._index.hashes[block_id] is None",
+        "pool.rs",
+        "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
+        "self.index.past(block) == Past::None",
     ),
     Mutant(
         "published blocks are written",
-        "pool.py",
-        "return self._ref_count[block_id] == 1 and self._index.hashes[block_id] is None",
-        "return self._ref_count[block_id] == 1",
+        "pool.rs",
+        "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
+        "self.ref_count(block) == 1",
     ),
     Mutant(
         "blocks that were published are written after a reset",
-        "pool.py",
-        "return self._ref_count[block_id] == 1 and self._index.hashes[block_id] is None",
-        "return self._ref_count[block_id] == 1 and not self._index.hashes[block_id]",
+        "pool.rs",
+        "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
+        "self.ref_count(block) == 1 && self.index.past(block) != Past::Findable",
     ),
-    Mutant("a reset block has no past", "prefix.py", "        self.hashes[block_id] = DROPPED\n", ""),
-    Mutant("a reset block's past is never over", "pool.py", "        self._index.forget_dropped(block_ids)\n", ""),
-    Mutant("nobody knows that blocks were reset", "prefix.py", "        self._has_dropped = True\n", ""),
+    Mutant("a reset block has no past", "pool.rs", "self.index.drop_hash(block);", "self.index.forget(block);"),
     Mutant(
-        "fork without acquire",
-        "planner.py",
-        "            self._pool.acquire(np.array(children[0].block_table, np.int64), len(children))\n",
+        "a reset block's past is never over",
+        "pool.rs",
+        "        blocks.iter().for_each(|block| self.index.forget_past(*block));\n",
         "",
     ),
-    Mutant("several forks acquire once", "planner.py", ", np.int64), len(children))", ", np.int64))"),
-    Mutant("forks after extends", "planner.py", FORKS + EXTENDS, EXTENDS + FORKS),
-    Mutant("a forked sequence still owns what it owned", "planner.py", "            parent.num_writable = 0\n", ""),
-    Mutant("a failed sequence still owns what it owned", "sequences.py", "        self.num_writable = 0\n", ""),
     Mutant(
-        "a sequence owns the blocks behind the one it got",
-        "planner.py",
-        "np.minimum(starts + self._geometry.block_size, self._geometry.max_tokens)",
-        "np.minimum(starts + 2 * self._geometry.block_size, self._geometry.max_tokens)",
+        "fork without acquire",
+        "planner.rs",
+        "            self.pool.acquire(shared, num_children)?;\n",
+        "            let _: u32 = num_children;\n",
     ),
     Mutant(
-        "longer than allowed in a block that a decode got",
-        "planner.py",
-        "np.minimum(starts + self._geometry.block_size, self._geometry.max_tokens)",
-        "starts + self._geometry.block_size",
+        "several forks acquire once",
+        "planner.rs",
+        "self.pool.acquire(shared, num_children)?",
+        "self.pool.acquire(shared, num_children.min(1))?",
+    ),
+    Mutant(
+        "a fork acquires what is behind its end",
+        "planner.rs",
+        "let shared = parent.blocks_of(fork.num_tokens as usize, self.geometry.block_size);",
+        "let shared = &parent.block_table;",
+    ),
+    Mutant("forks after extends", "planner.rs", FORKS + EXTENDS, EXTENDS + FORKS),
+    Mutant("trims after forks", "planner.rs", TRIMS + FORKS, FORKS + TRIMS),
+    Mutant("admissions before extends", "planner.rs", EXTENDS + ADMISSIONS, ADMISSIONS + EXTENDS),
+    Mutant("a forked sequence still owns what it owned", "planner.rs", "            parent.num_writable = 0;\n", ""),
+    Mutant(
+        "a failed sequence still owns what it owned",
+        "sequences.rs",
+        "        self.num_tokens = self.num_known();\n        self.num_writable = 0;\n",
+        "        self.num_tokens = self.num_known();\n",
+    ),
+    Mutant(
+        "a trimmed sequence still owns what it owned",
+        "sequences.rs",
+        "self.num_scheduled.min(num_tokens);\n        self.num_writable = 0;\n",
+        "self.num_scheduled.min(num_tokens);\n",
+    ),
+    Mutant(
+        "a sequence owns the blocks behind the one it got",
+        "planner.rs",
+        "max_tokens.min(num_blocks * block_size)",
+        "max_tokens.min((num_blocks + 1) * block_size)",
     ),
     Mutant(
         "longer than allowed in a block that was made writable",
-        "planner.py",
-        "min(num_blocks * block_size, self._geometry.max_tokens)",
+        "planner.rs",
+        "max_tokens.min(num_blocks * block_size)",
         "num_blocks * block_size",
     ),
     Mutant(
         "longer than allowed in an admission's last block",
-        "planner.py",
-        "min(len(sequence.block_table) * self._geometry.block_size, self._geometry.max_tokens)",
-        "len(sequence.block_table) * self._geometry.block_size",
+        "planner.rs",
+        "geometry.max_tokens().min(block_table.len() * geometry.block_size)",
+        "block_table.len() * geometry.block_size",
     ),
     Mutant(
-        "longer than allowed by a block more",
-        "planner.py",
-        " and starts.max() < self._geometry.max_tokens",
-        "",
+        "longer than allowed by what is appended",
+        "planner.rs",
+        "end.max(sequence.num_known() + num_appended)",
+        "end",
     ),
     Mutant(
-        "a block more for whoever has one for its next token",
-        "planner.py",
-        "if not is_possible or firsts != list(map(len, block_tables)):",
-        "if not is_possible:",
+        "longer than allowed by what is sampled",
+        "planner.rs",
+        "end.max(sequence.num_known() + num_appended)",
+        "sequence.num_known() + num_appended",
     ),
     Mutant(
-        "blocks for all decodes whether there are as many or not",
-        "planner.py",
-        "is_possible = len(rows) <= self._pool.num_allocatable and ",
-        "is_possible = ",
+        "a decode needs no block",
+        "planner.rs",
+        "Some(row) if is_decode && self.has_slot(row) =>",
+        "Some(row) if is_decode =>",
+    ),
+    Mutant(
+        "a decode has a slot behind its own",
+        "planner.rs",
+        "sequence.num_scheduled < sequence.num_writable",
+        "sequence.num_scheduled <= sequence.num_writable",
     ),
     Mutant(
         "a fork has no copy of the last token to compute",
-        "sequences.py",
-        "min(parent.num_scheduled, num_tokens - 1)",
-        "min(parent.num_scheduled, num_tokens)",
+        "sequences.rs",
+        "self.num_scheduled.min(num_tokens - 1)",
+        "self.num_scheduled.min(num_tokens)",
     ),
     Mutant(
         "a fork does not get the token being sampled",
-        "leases.py",
-        "            self.also.setdefault(index_of, []).append(child)\n",
-        "            pass\n",
+        "steps.rs",
+        "            self.also.entry(index).or_default().push(child);\n",
+        "",
     ),
     Mutant(
-        "a fork's fork does not get the token being sampled",
-        "leases.py",
-        "                forks.append(child)\n",
-        "                pass\n",
+        "a fork's fork does not get the token being sampled", "steps.rs", "                forks.push(child);\n", ""
     ),
     Mutant(
         "a fork gets a token behind its end",
-        "leases.py",
-        "self.receives[index_of] and self.sampled_positions[index_of] < num_tokens:",
-        "self.receives[index_of]:",
+        "steps.rs",
+        "\n            && self.runs[index].sampled_position < num_tokens\n",
+        "\n",
+    ),
+    Mutant(
+        "a fork's fork gets a token behind its end",
+        "steps.rs",
+        "if forks.contains(&parent) && self.runs[*index].sampled_position < num_tokens {",
+        "if forks.contains(&parent) {",
+    ),
+    Mutant(
+        "a fork gets a token that its parent was trimmed of",
+        "steps.rs",
+        "            && self.runs[index].receives\n",
+        "",
     ),
     Mutant(
         "a fork knows where a token behind its end was sampled",
-        "sequences.py",
-        "        if parent.sampled_position < num_tokens:\n",
-        "        if True:\n",
+        "sequences.rs",
+        "sampled_position: self.sampled_position.filter(|position| *position < num_tokens),",
+        "sampled_position: self.sampled_position,",
     ),
     Mutant(
         "a fork's copy of a published block is kept",
-        "sequences.py",
-        "self.num_published = min(published, num_scheduled // size)",
-        "self.num_published = min(published, num_full)",
+        "sequences.rs",
+        "self.num_published.min(num_scheduled / block_size)",
+        "self.num_published.min(num_tokens / block_size)",
+    ),
+    Mutant(
+        "a fork's last token counts as computed",
+        "sequences.rs",
+        "num_computed: self.num_computed.min(num_scheduled)",
+        "num_computed: self.num_computed",
+    ),
+    Mutant(
+        "a fork was found in the cache as far as its parent",
+        "sequences.rs",
+        "num_cached: self.num_cached.min(num_scheduled)",
+        "num_cached: self.num_cached",
+    ),
+    Mutant(
+        "a fork of a token without a slot",
+        "sequences.rs",
+        "num_tokens.div_ceil(block_size).min(self.block_table.len())",
+        "num_tokens.div_ceil(block_size)",
+    ),
+    Mutant(
+        "a tail behind the table's end",
+        "sequences.rs",
+        "self.block_table[first.min(self.block_table.len())..]",
+        "self.block_table[first..]",
+    ),
+    Mutant(
+        "the tail trimmed stays in the table", "planner.rs", "        sequence.block_table.truncate(num_kept);\n", ""
     ),
     # what can be found
     Mutant(
         "published when planned",
-        "planner.py",
-        "            self._step.fills.append(Fill(sequence, first, num_full))\n",
-        "            self._step.fills.append(Fill(sequence, first, num_full))\n"
-        "            hashes = sequence.hash_up_to(num_full)[first - sequence.num_published :]\n"
-        "            self._index.publish(hashes, sequence.block_table[first:num_full])\n",
+        "planner.rs",
+        "        self.step.expect_fill(",
+        "        let num_full = end.min(self.table.get(row).num_known()) / self.geometry.block_size;\n"
+        "        let (first, sequence) = (self.table.get(row).num_published, self.table.get_mut(row));\n"
+        "        if num_full > first {\n"
+        "            for (index, hash) in (first..).zip(sequence.take_hashes(num_full, self.geometry.block_size)) {\n"
+        "                self.pool.publish(&hash, sequence.block_table[index]);\n"
+        "            }\n"
+        "        }\n"
+        "        self.step.expect_fill(",
     ),
     Mutant(
         "published though the step failed",
-        "ledger.py",
-        "        elif len(step.runs) and not step.is_doomed:\n            self._doom_in_flight(lease)",
-        "        elif len(step.runs):\n"
-        "            self._enter_computed(lease, step.runs, np.zeros(len(step.runs), np.int32))\n"
-        "            self._doom_in_flight(lease)",
+        "settle.rs",
+        "            self.doom_in_flight();\n",
+        "            self.enter_computed(&step, &vec![0; step.runs.len()])?;\n            self.doom_in_flight();\n",
     ),
     Mutant(
         "a plan made after a failure still fails",
-        "ledger.py",
-        "            lease.known_step = step.step_number\n",
+        "settle.rs",
+        "            self.lease.known_step = step.step_number;\n",
         "",
     ),
     Mutant(
         "a report of a doomed step takes back what is known",
-        "ledger.py",
-        "lease.known_step = max(lease.known_step, step_number)",
-        "lease.known_step = step_number",
+        "settle.rs",
+        "self.lease.known_step.max(report.step_number)",
+        "report.step_number",
     ),
     Mutant(
-        "a doomed step dooms again",
-        "ledger.py",
-        "        elif len(step.runs) and not step.is_doomed:",
-        "        elif len(step.runs):",
+        "a doomed step dooms again", "settle.rs", "!step.runs.is_empty() && !step.is_doomed", "!step.runs.is_empty()"
     ),
-    Mutant("a doomed step is taken as computed", "ledger.py", "if step.is_doomed and len(step.runs):", "if False:"),
+    Mutant(
+        "a failure of an empty step forgets what is in flight",
+        "settle.rs",
+        "!step.runs.is_empty() && !step.is_doomed",
+        "!step.is_doomed",
+    ),
+    Mutant("a doomed step is taken as computed", "settle.rs", "            refuse_doomed(step)?;\n", ""),
+    Mutant(
+        "an empty doomed step is not taken as computed",
+        "settle.rs",
+        "!step.is_doomed || step.runs.is_empty()",
+        "!step.is_doomed",
+    ),
+    Mutant(
+        "a step before others is taken as the first",
+        "settle.rs",
+        "self.lease.in_flight.front().filter(|step| step.step_number == report.step_number)",
+        "self.lease.in_flight.front()",
+    ),
+    Mutant("reports taken twice", "settle.rs", "if report.step_number <= self.lease.settled_step {", "if false {"),
     Mutant(
         "an evicted block can still be found",
-        "pool.py",
-        "        self._index.forget(block_ids)\n        self._num_evicted += count",
-        "        self._num_evicted += count",
+        "pool.rs",
+        "            blocks[num_popped..].iter().for_each(|block| self.index.forget(*block));\n",
+        "",
     ),
-    Mutant("a forgotten block counts as findable", "prefix.py", "        self.findable[block_ids] = False\n", ""),
+    Mutant(
+        "a forgotten block counts as findable",
+        "prefix.rs",
+        "        self.remove(block);\n        self.past[block as usize] = Past::None;\n",
+        "        self.remove(block);\n",
+    ),
     Mutant(
         "a published block does not count as findable",
-        "prefix.py",
-        "        self.findable[np.array(standing)] = True\n",
+        "prefix.rs",
+        "        self.past[block as usize] = Past::Findable;\n",
         "",
     ),
     Mutant(
         "the block published last stands",
-        "prefix.py",
-        ".setdefault(prefix_hash, block_id)",
-        ".__setitem__(prefix_hash, block_id) or block_id",
+        "prefix.rs",
+        "        if let Some(standing) = self.lookup(hash) {\n            return standing;\n",
+        "        if let Some(standing) = self.lookup(hash) {\n            self.forget(standing);\n",
     ),
-    Mutant("a hole in the prefix is skipped", "prefix.py", "                break\n", "                continue\n"),
-    Mutant("released head first", "sequences.py", "[first:][::-1]", "[first:]"),
+    Mutant(
+        "two blocks can be found by one hash",
+        "prefix.rs",
+        "        if let Some(standing) = self.lookup(hash) {\n            return standing;\n        }\n",
+        "",
+    ),
+    Mutant("a hole in the prefix is skipped", "prefix.rs", "None => return found,", "None => (),"),
+    Mutant(
+        "a hole ends no more than what is looked up with it", "prefix.rs", "None => return found,", "None => break,"
+    ),
+    Mutant(
+        "a prefix ends where looking ahead does",
+        "prefix.rs",
+        "hashes.chunks(LOOK_AHEAD)",
+        "hashes.chunks(LOOK_AHEAD).take(1)",
+    ),
+    Mutant("released head first", "sequences.rs", ".iter().rev().copied().collect()", ".iter().copied().collect()"),
     Mutant(
         "unpinned head first",
-        "pool.py",
-        "self._rest(block_ids[held == 0] if np.count_nonzero(held) else block_ids)",
-        "self._rest((block_ids[held == 0] if np.count_nonzero(held) else block_ids)[::-1])",
-    ),
-    Mutant(
-        "most recently used is evicted first",
-        "eviction.py",
-        "        self._num_parked -= count\n        return self._ring.take(NULL_BLOCK, count)\n",
-        "        block_ids = list(self)[: -count - 1 : -1]\n        self.unpark(np.array(block_ids))\n"
-        "        return block_ids\n",
+        "pool.rs",
+        "            self.pins[block as usize] = pins;\n        }\n        self.rest(blocks);\n",
+        "            self.pins[block as usize] = pins;\n        }\n"
+        "        self.rest(&blocks.iter().rev().copied().collect::<Vec<_>>());\n",
     ),
     Mutant(
         "cached blocks go before free ones",
-        "pool.py",
-        "num_popped = min(count, self._num_free)",
-        "num_popped = max(0, min(count, count - len(self._policy)))",
+        "pool.rs",
+        "let num_popped = count.min(self.free.len());",
+        "let num_popped = count.saturating_sub(self.policy.num_parked());",
     ),
     Mutant(
         "tenant left out of the root",
-        "prefix.py",
-        "(tenant.encode(), salt, model_fingerprint.encode())",
-        "(salt, model_fingerprint.encode())",
+        "prefix.rs",
+        "in [tenant, salt, model_fingerprint]",
+        "in [salt, model_fingerprint]",
     ),
     Mutant(
         "salt left out of the root",
-        "prefix.py",
-        "(tenant.encode(), salt, model_fingerprint.encode())",
-        "(tenant.encode(), model_fingerprint.encode())",
+        "prefix.rs",
+        "in [tenant, salt, model_fingerprint]",
+        "in [tenant, model_fingerprint]",
     ),
-    Mutant("a lease's last root is every prompt's", "leases.py", "or self.last_root[0] != key:", "and False:"),
-    Mutant("hashes not chained", "prefix.py", "sha256(parent + tokens[start", "sha256(tokens[start"),
+    Mutant("model left out of the root", "prefix.rs", "in [tenant, salt, model_fingerprint]", "in [tenant, salt]"),
+    Mutant(
+        "a root without the parts' lengths",
+        "prefix.rs",
+        "        root.update((part.len() as u64).to_le_bytes());\n",
+        "",
+    ),
+    Mutant(
+        "a lease's last root is every prompt's",
+        "books.rs",
+        "if let Some((known, root)) = &self.last_root\n            && known == salt\n",
+        "if let Some((_, root)) = &self.last_root\n",
+    ),
+    Mutant(
+        "a lease looks up as nobody's tenant",
+        "books.rs",
+        "let root = root_hash(&self.tenant, salt, model_fingerprint);",
+        'let root = root_hash(b"", salt, model_fingerprint);',
+    ),
+    Mutant("hashes not chained", "prefix.rs", "        content[..32].copy_from_slice(&parent);\n", ""),
+    Mutant(
+        "a tail that is not full has a hash",
+        "prefix.rs",
+        "tokens.chunks_exact(block_size)",
+        "tokens.chunks(block_size)",
+    ),
+    Mutant("token ids are hashed big end first", "prefix.rs", "token.to_le_bytes()", "token.to_be_bytes()"),
     Mutant(
         "nothing left to compute of a cached prompt",
-        "planner.py",
-        "most = (num_tokens - 1) // self._geometry.block_size",
-        "most = num_tokens // self._geometry.block_size",
+        "planner.rs",
+        "let most = (num_tokens - 1) / self.geometry.block_size;",
+        "let most = num_tokens / self.geometry.block_size;",
     ),
     Mutant(
         "a lookup finds more than an admission",
-        "ledger.py",
-        "(len(tokens) // TOKEN_BYTES - 1) // size",
-        "len(tokens) // TOKEN_BYTES // size",
+        "books.rs",
+        "tokens.len().saturating_sub(1) / size",
+        "tokens.len() / size",
     ),
-    Mutant("what a failed step was to fill is shared", "ledger.py", "            step.fills.clear()\n", ""),
+    Mutant("nobody may look up nothing", "books.rs", "tokens.len().saturating_sub(1)", "(tokens.len() - 1)"),
+    Mutant("what a failed step was to fill is shared", "steps.rs", "        self.fills.clear();\n", ""),
     Mutant(
         "what was trimmed is shared as filled",
-        "leases.py",
-        "        self._limit_fills(sequence, num_tokens // block_size)\n",
+        "steps.rs",
+        "        self.limit_fills(row, num_tokens / block_size);\n",
         "",
     ),
     Mutant(
-        "what others write on is shared as filled", "leases.py", "        self._limit_fills(sequence, num_blocks)\n", ""
+        "a trim takes back what others fill",
+        "steps.rs",
+        "self.fills.iter_mut().filter(|fill| fill.row == row)",
+        "self.fills.iter_mut()",
     ),
+    Mutant("what others write on is shared as filled", "steps.rs", "        self.limit_fills(row, num_blocks);\n", ""),
     Mutant(
         "what others write on counts as computed",
-        "leases.py",
-        "        self.runs.limit(sequence, num_blocks * block_size)\n",
+        "steps.rs",
+        "            run.end = run.end.min(num_blocks * block_size);\n",
         "",
+    ),
+    Mutant(
+        "what is being sampled counts as filled",
+        "steps.rs",
+        "end.min(sequence.num_known()) / block_size",
+        "end / block_size",
     ),
     Mutant(
         "what is being filled is shared after its release",
-        "planner.py",
-        "if block_id is None or not (self._pool.ref_count(block_id) or self._index.hashes[block_id]):",
-        "if block_id is None:",
+        "planner.rs",
+        "Some(block) if self.is_shareable(block) =>",
+        "Some(block) =>",
     ),
     Mutant(
         "what is being filled goes before what was published",
-        "planner.py",
-        "self._index.lookup(prefix_hash) or filled.get(prefix_hash)",
-        "filled.get(prefix_hash) or self._index.lookup(prefix_hash)",
+        "planner.rs",
+        "self.pool.index().lookup(hash).or_else(|| self.find_filled(index, hash))",
+        "self.find_filled(index, hash).or_else(|| self.pool.index().lookup(hash))",
     ),
+    Mutant(
+        "what was published ends where the first block is being filled",
+        "planner.rs",
+        "self.pool.index().lookup(hash).or_else(|| self.find_filled(index, hash))",
+        "self.find_filled(index, hash)",
+    ),
+    Mutant("a hole in what is being filled is skipped", "planner.rs", "_ => break,", "_ => continue,"),
     Mutant(
         "what is being filled counts as published",
-        "planner.py",
-        "return found, num_published\n\n    def",
-        "return found, len(found)\n\n    def",
+        "planner.rs",
+        "        (found, num_published)\n",
+        "        let num_found = found.len();\n        (found, num_found.max(num_published))\n",
     ),
-    Mutant("of what a step fills alike the last is shared", "leases.py", "reversed(self.fills)", "self.fills"),
+    Mutant(
+        "of what a step fills alike the last is shared",
+        "planner.rs",
+        "flat_map(|step| &step.fills)",
+        "flat_map(|step| step.fills.iter().rev())",
+    ),
     Mutant(
         "of what steps fill alike the last is shared",
-        "planner.py",
-        "(self._step, *reversed(self._lease.in_flight))",
-        "(*self._lease.in_flight, self._step)",
+        "planner.rs",
+        "let steps = self.lease.in_flight.iter().chain([&self.step]);",
+        "let steps = [&self.step].into_iter().chain(self.lease.in_flight.iter().rev());",
+    ),
+    Mutant(
+        "what this plan fills is not shared",
+        "planner.rs",
+        "let steps = self.lease.in_flight.iter().chain([&self.step]);",
+        "let steps = self.lease.in_flight.iter();",
+    ),
+    Mutant(
+        "a block that is not filled to its end is shared",
+        "planner.rs",
+        "(fill.first..fill.end).contains(&index)",
+        "(fill.first..=fill.end).contains(&index)",
     ),
     Mutant(
         "a released sequence publishes what others write on",
-        "planner.py",
-        "if self._pool.pin_count(table[index]) and index not in foreign:",
-        "if False:",
+        "planner.rs",
+        "            if self.pool.pin_count(block) > 0 {\n",
+        "            if false {\n",
+    ),
+    Mutant(
+        "a sequence that this plan releases publishes what others write on",
+        "planner.rs",
+        "let steps = || self.lease.in_flight.iter().chain([&self.step]);",
+        "let steps = || self.lease.in_flight.iter();",
     ),
     Mutant(
         "a duplicate is swapped and nobody is told",
-        "ledger.py",
-        "        lease.table_changes.append((sequence, index))\n",
+        "settle.rs",
+        "        self.lease.table_changes.push((row, index));\n",
         "",
     ),
-    Mutant("duplicates are kept", "ledger.py", "if block_id != stands and not sequence.released:", "if False:"),
+    Mutant(
+        "duplicates are kept",
+        "settle.rs",
+        "if standing != sequence.block_table[index] && !sequence.released {",
+        "if false {",
+    ),
     Mutant(
         "a released sequence's duplicates are swapped",
-        "ledger.py",
-        "if block_id != stands and not sequence.released:",
-        "if block_id != stands:",
+        "settle.rs",
+        "if standing != sequence.block_table[index] && !sequence.released {",
+        "if standing != sequence.block_table[index] {",
     ),
     Mutant(
         "a duplicate is swapped without a reference",
-        "ledger.py",
-        "        self._blocks.acquire(np.array([standing]))\n",
+        "settle.rs",
+        "        self.pool.acquire(&[standing], 1)?;\n",
         "",
     ),
     Mutant(
         "changed entries of released sequences are written",
-        "planner.py",
-        "if not sequence.released and index < len(sequence.block_table):",
-        "if index < len(sequence.block_table):",
+        "planner.rs",
+        "if !sequence.released && index < sequence.block_table.len() {",
+        "if index < sequence.block_table.len() {",
     ),
-    Mutant("changed entries are written again", "planner.py", "        self._lease.table_changes.clear()\n", ""),
-    Mutant("full blocks are published late", "ledger.py", "has_more = num_valid >= (", "has_more = num_valid > ("),
-    Mutant("published again and again", "ledger.py", "        self._table.published[rows] = num_full\n", ""),
+    Mutant(
+        "changed entries are written again",
+        "planner.rs",
+        "std::mem::take(&mut self.lease.table_changes)",
+        "self.lease.table_changes.clone()",
+    ),
+    Mutant(
+        "full blocks are published late",
+        "settle.rs",
+        "if num_full > sequence.num_published {",
+        "if num_full > sequence.num_published + 1 {",
+    ),
+    Mutant(
+        "published again and again",
+        "sequences.rs",
+        "        self.num_published = num_full;\n        taken\n",
+        "        taken\n",
+    ),
+    # resets
     Mutant(
         "the cache is reset but for the index",
-        "pool.py",
-        "                index.forget([block_id])\n                self._push_free",
-        "                self._push_free",
+        "pool.rs",
+        "                self.index.forget(block);\n                self.push_free",
+        "                self.push_free",
+    ),
+    Mutant("the cache is reset but for the policy", "pool.rs", "                self.policy.unpark(&[block]);\n", ""),
+    Mutant(
+        "a reset frees what steps in flight use",
+        "pool.rs",
+        "            if self.is_idle(block) {\n                self.policy",
+        "            if self.ref_count(block) == 0 {\n                self.policy",
+    ),
+    Mutant("a reset leaves out its first block", "pool.rs", "in first.max(1)..", "in first.max(1) + 1.."),
+    Mutant(
+        "a reset goes on to the last block",
+        "pool.rs",
+        "..end.min(self.refs.len() as BlockId)",
+        "..end.max(self.refs.len() as BlockId)",
     ),
     Mutant(
-        "the cache is reset but for the policy",
-        "pool.py",
-        "                self._policy.unpark(np.array([block_id]))\n",
+        "what could not be found counts as reset",
+        "pool.rs",
+        NOT_FINDABLE + DROPPED,
+        DROPPED + NOT_FINDABLE,
+    ),
+    # the index's table
+    Mutant(
+        "of an entry only its share of the hash is compared",
+        "prefix.rs",
+        "(entry >> 32) as u32 == mixed && self.hashes[entry as u32 as usize] == *hash",
+        "(entry >> 32) as u32 == mixed",
+    ),
+    Mutant(
+        "an entry is looked for in one place only",
+        "prefix.rs",
+        FOUND,
+        FOUND + "            if place < self.mask {\n                return None;\n            }\n",
+    ),
+    Mutant(
+        "a search does not go on from the first place",
+        "prefix.rs",
+        FOUND + "            place = (place + 1) & self.mask;\n",
+        FOUND + "            place = place + 1;\n",
+    ),
+    Mutant(
+        "no entry goes from the last place to the first",
+        "prefix.rs",
+        "while self.entries[place] != 0 {\n            place = (place + 1) & self.mask;\n",
+        "while self.entries[place] != 0 {\n            place = place + 1;\n",
+    ),
+    Mutant("an entry is put where another one is", "prefix.rs", "while self.entries[place] != 0 {", "while false {"),
+    Mutant(
+        "entries behind one taken out stay where they are",
+        "prefix.rs",
+        "                self.entries[place] = entry;\n                place = next;\n",
         "",
     ),
+    Mutant(
+        "an entry behind one at its own place stays where it is",
+        "prefix.rs",
+        "next.wrapping_sub(home) & self.mask >= next.wrapping_sub(place) & self.mask",
+        "next.wrapping_sub(home) & self.mask > next.wrapping_sub(place) & self.mask",
+    ),
+    Mutant(
+        "an entry moves up beyond its own place",
+        "prefix.rs",
+        "if next.wrapping_sub(home) & self.mask >= next.wrapping_sub(place) & self.mask {",
+        "if true {",
+    ),
+    Mutant(
+        "entries move up as if the table had no end",
+        "prefix.rs",
+        "next.wrapping_sub(home) & self.mask >= next.wrapping_sub(place) & self.mask",
+        "home <= place",
+    ),
+    Mutant("an entry taken out is still there", "prefix.rs", "        self.entries[place] = 0;\n", ""),
+    Mutant("what is indexed is not counted", "prefix.rs", "        self.num_indexed += 1;\n", ""),
+    Mutant("what is forgotten is counted on", "prefix.rs", "        self.num_indexed -= 1;\n", ""),
+    Mutant("what is forgotten was never published", "prefix.rs", "        self.num_forgotten += 1;\n", ""),
     # prefix hashes of a sequence
     Mutant(
         "hashes while decoding begin at the root",
-        "sequences.py",
-        "chain_hashes(self.last_hash, tokens",
-        "chain_hashes(self.root, tokens",
+        "sequences.rs",
+        "let parent = self.hashes.last().copied().unwrap_or(self.last_hash);",
+        "let parent = self.hashes.last().copied().unwrap_or(self.root);",
     ),
     Mutant(
         "hashes go on from the published ones twice",
-        "sequences.py",
-        "parent = self.hashes[-1] if self.hashes else self.last_hash",
-        "parent = self.last_hash",
+        "sequences.rs",
+        "let parent = self.hashes.last().copied().unwrap_or(self.last_hash);",
+        "let parent = self.last_hash;",
     ),
     Mutant(
         "the last hash is one that is not published",
-        "sequences.py",
-        "self.last_hash = hashes[count - 1]",
-        "self.last_hash = hashes[-1]",
+        "sequences.rs",
+        "        self.last_hash = taken.last().copied().unwrap_or(self.last_hash);\n",
+        "        self.last_hash = self.hashes.last().or(taken.last()).copied().unwrap_or(self.last_hash);\n",
     ),
-    Mutant("taken hashes are kept", "sequences.py", "        self.hashes = hashes[count:]\n", ""),
     Mutant(
-        "the hash of a reset block is none", "sequences.py", "        if known:\n", "        if known is not None:\n"
+        "taken hashes are kept",
+        "sequences.rs",
+        "self.hashes.drain(..num_full - self.num_published).collect()",
+        "self.hashes[..num_full - self.num_published].to_vec()",
+    ),
+    Mutant(
+        "the hash of a reset block goes on from the last one",
+        "sequences.rs",
+        "chain_hashes(self.root, &self.tokens[..num_full * block_size]",
+        "chain_hashes(self.last_hash, &self.tokens[..num_full * block_size]",
+    ),
+    Mutant(
+        "the hash of no block is the last one",
+        "sequences.rs",
+        "            return self.root;\n",
+        "            return self.last_hash;\n",
+    ),
+    Mutant(
+        "the hash of a block is that of the next one",
+        "sequences.rs",
+        "index.hash(self.block_table[num_full - 1])",
+        "index.hash(self.block_table[num_full])",
     ),
     Mutant(
         "a fork has hashes of tokens behind its end",
-        "sequences.py",
-        "self.hashes = parent.hashes[: num_full - published]",
-        "self.hashes = parent.hashes[:]",
+        "sequences.rs",
+        "self.hashes[..num_hashes].to_vec()",
+        "self.hashes.clone()",
+    ),
+    Mutant(
+        "a fork goes on from its parent's last hash",
+        "sequences.rs",
+        "(self.prefix_hash(num_published, block_size, index), Vec::new())",
+        "(self.last_hash, Vec::new())",
     ),
     Mutant(
         "hashes of trimmed tokens are kept",
-        "sequences.py",
-        "            del self.hashes[num_full - self.num_published :]\n",
-        "            pass\n",
+        "sequences.rs",
+        "            self.hashes.truncate(num_full - self.num_published);\n",
+        "",
     ),
-    Mutant("hashes of unpublished blocks are kept", "sequences.py", "            self.hashes.clear()\n", ""),
+    Mutant("hashes of unpublished blocks are kept", "sequences.rs", "            self.hashes.clear();\n", ""),
     Mutant(
-        "what was found being filled counts as computed",
-        "sequences.py",
-        "self.num_computed = num_published * size",
-        "self.num_computed = num_cached_blocks * size",
-    ),
-    # steps and tokens
-    Mutant("of many sequences a full tail is kept too late", "sequences.py", "slots == size - 1", "slots == size"),
-    Mutant(
-        "of one sequence a full tail is kept too early",
-        "sequences.py",
-        "slot == self.table.block_size - 1",
-        "slot == self.table.block_size - 2",
-    ),
-    Mutant(
-        "trimmed tokens stay among the full ones",
-        "sequences.py",
-        "            del self.full_tokens[num_full * TOKEN_BYTES :]\n",
+        "a trimmed sequence goes on from its last hash",
+        "sequences.rs",
+        "            self.last_hash = self.prefix_hash(num_full, block_size, index);\n",
         "",
     ),
     Mutant(
-        "tails are lost when the table grows",
-        "sequences.py",
-        "np.concatenate([self.tails, np.zeros((num_rows - old, self.block_size), np.int32)])",
-        "np.zeros((num_rows, self.block_size), np.int32)",
+        "what is trimmed stays published",
+        "sequences.rs",
+        "            self.num_published = num_full;\n            self.hashes.clear();\n",
+        "            self.hashes.clear();\n",
     ),
     Mutant(
-        "a row begins where its last sequence ended",
-        "sequences.py",
-        "            cells[row] = 0\n",
-        "            pass\n",
+        "what was found being filled counts as computed",
+        "sequences.rs",
+        "num_computed: num_published * block_size",
+        "num_computed: num_cached_blocks * block_size",
+    ),
+    Mutant(
+        "hashes of what was found being filled are left out",
+        "sequences.rs",
+        "hashes[num_published..].to_vec()",
+        "hashes[num_cached_blocks..].to_vec()",
+    ),
+    Mutant(
+        "hashes behind a cached prefix begin at the root",
+        "sequences.rs",
+        "if num_published > 0 { hashes[num_published - 1] } else { root }",
+        "root",
+    ),
+    # steps and tokens
+    Mutant("trimmed tokens stay known", "sequences.rs", "        self.tokens.truncate(num_tokens);\n", ""),
+    Mutant(
+        "trimmed tokens count as computed",
+        "sequences.rs",
+        "        self.num_computed = self.num_computed.min(num_tokens);\n",
+        "",
+    ),
+    Mutant(
+        "trimmed tokens count as scheduled",
+        "sequences.rs",
+        "        self.num_scheduled = self.num_scheduled.min(num_tokens);\n",
+        "",
+    ),
+    Mutant(
+        "trimmed tokens count as cached",
+        "sequences.rs",
+        "        self.num_cached = self.num_cached.min(num_tokens);\n",
+        "",
     ),
     Mutant(
         "promised tokens kept after a failure",
-        "sequences.py",
-        "        self.num_tokens = self.num_known\n        self.num_writable",
-        "        self.num_writable",
+        "sequences.rs",
+        "        self.num_scheduled = self.num_computed;\n        self.num_tokens = self.num_known();\n",
+        "        self.num_scheduled = self.num_computed;\n",
     ),
     Mutant(
-        "scheduled tokens kept after a failure", "sequences.py", "        self.num_scheduled = self.num_computed\n", ""
+        "scheduled tokens kept after a failure", "sequences.rs", "        self.num_scheduled = self.num_computed;\n", ""
     ),
     Mutant(
         "the sampled token kept after a failure",
-        "sequences.py",
-        "            self.sampled_position = NOWHERE\n",
-        "            pass\n",
+        "sequences.rs",
+        "        self.sampled_position = self.sampled_position.filter(|position| *position < self.tokens.len());\n",
+        "",
+    ),
+    Mutant(
+        "the sampled token forgotten with a failure",
+        "sequences.rs",
+        "self.sampled_position.filter(|position| *position < self.tokens.len())",
+        "None",
     ),
     Mutant(
         "the sampled token kept after a trim",
-        "planner.py",
-        "            sequence.sampled_position = NOWHERE\n",
-        "            pass\n",
+        "sequences.rs",
+        "        self.sampled_position = self.sampled_position.filter(|position| *position < num_tokens);\n",
+        "",
     ),
     Mutant(
         "what is trimmed is still sampled",
-        "leases.py",
-        "            self.receives[index_of] = False\n",
-        "            pass\n",
+        "steps.rs",
+        "            run.receives &= run.sampled_position < num_tokens;\n",
+        "",
+    ),
+    Mutant(
+        "what a trim keeps is not sampled",
+        "steps.rs",
+        "run.receives &= run.sampled_position < num_tokens;",
+        "run.receives = false;",
     ),
     Mutant(
         "what is trimmed off a fork is still sampled",
-        "leases.py",
-        "                forks.remove(sequence)\n",
-        "                pass\n",
+        "steps.rs",
+        "                forks.retain(|fork| *fork != row);\n",
+        "",
     ),
     Mutant(
-        "computed beyond a trim",
-        "ledger.py",
-        "np.maximum(table.computed[rows], runs.ends)",
-        "np.maximum(table.computed[rows], runs.sampled_positions)",
+        "what a trim keeps of a fork is not sampled",
+        "steps.rs",
+        "if self.runs[*index].sampled_position >= num_tokens {",
+        "if true {",
     ),
-    Mutant(
-        "a failure of an empty step forgets what is in flight",
-        "ledger.py",
-        "        elif len(step.runs) and not step.is_doomed:\n",
-        "        elif not step.is_doomed:\n",
-    ),
+    Mutant("computed beyond a trim", "steps.rs", "            run.end = run.end.min(num_tokens);\n", ""),
     Mutant(
         "sampled tokens go to the first runs",
-        "ledger.py",
-        "tokens[is_received])",
-        "tokens[: np.count_nonzero(is_received)])",
+        "settle.rs",
+        "if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied()) {",
+        "if report.sampled_ids.len() <= step.runs.len() {",
     ),
     Mutant(
         "sampled tokens are taken in the order of the runs",
-        "ledger.py",
-        "if sampled_ids.tobytes() == runs.seq_ids.tobytes():",
-        "if len(sampled_ids) == len(runs.seq_ids):",
+        "settle.rs",
+        "if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied()) {",
+        "if report.sampled_ids.len() == step.runs.len() {",
     ),
-    Mutant("forks get the first run's token", "ledger.py", "tokens.item(index)", "tokens.item(0)"),
+    Mutant(
+        "forks get the first run's token", "settle.rs", "append_promised(tokens[*index])", "append_promised(tokens[0])"
+    ),
     Mutant(
         "a report may leave out a fork's token",
-        "leases.py",
-        "*(index for index, forks in self.also.items() if forks)",
+        "steps.rs",
+        "(run.receives || is_wanted(*index))",
+        "run.receives",
+    ),
+    Mutant(
+        "a report may leave out a token that only the run waits for",
+        "steps.rs",
+        "(run.receives || is_wanted(*index))",
+        "is_wanted(*index)",
+    ),
+    Mutant(
+        "a report has tokens nobody waits for",
+        "steps.rs",
+        "(run.receives || is_wanted(*index)) &&",
         "",
     ),
     Mutant(
-        "a report of other lengths is taken",
-        "ledger.py",
-        " or planned_counts.tobytes() != token_counts.tobytes():",
-        ":",
+        "a report of other runs is taken", "settle.rs", "planned.eq(reported)", "planned.count() == reported.count()"
     ),
     Mutant(
-        "wrong tokens in an extend's digest",
-        "planner.py",
-        "token_bytes(starts.item(index), ends.item(index))",
-        "token_bytes(0, ends.item(index))",
+        "a report with counts left over is taken",
+        "settle.rs",
+        "report.seq_ids.len() == report.token_counts.len() && ",
+        "",
     ),
-    Mutant("wrong tokens in an admission's digest", "planner.py", "token_bytes(start, end)", "token_bytes(0, end)"),
+    Mutant(
+        "a sampled token is the first behind the vocabulary",
+        "settle.rs",
+        "**token as u32 as usize >= vocab_size",
+        "**token as u32 as usize > vocab_size",
+    ),
+    Mutant(
+        "a token is the first behind the vocabulary",
+        "planner.rs",
+        "*token as u32 as usize >= geometry.vocab_size",
+        "*token as u32 as usize > geometry.vocab_size",
+    ),
+    Mutant(
+        "wrong tokens in a digest",
+        "planner.rs",
+        "digest_of(&sequence.tokens[start..end])",
+        "digest_of(&sequence.tokens[..end])",
+    ),
     Mutant(
         "another token than the sampled one is not given",
-        "planner.py",
-        "(table.sampled[rows] != starts) | (ends != starts + 1)",
-        "ends != starts + 1",
+        "planner.rs",
+        "sequence.sampled_position != Some(start) || num_tokens > 1",
+        "num_tokens > 1",
     ),
     Mutant(
         "tokens behind the sampled one are not given",
-        "planner.py",
-        "(table.sampled[rows] != starts) | (ends != starts + 1)",
-        "table.sampled[rows] != starts",
+        "planner.rs",
+        "sequence.sampled_position != Some(start) || num_tokens > 1",
+        "sequence.sampled_position != Some(start)",
+    ),
+    Mutant("what is appended to a decode is lost", "planner.rs", "            && extend.append.is_empty()\n", ""),
+    Mutant(
+        "several tokens pass for a decode",
+        "planner.rs",
+        "        extend.num_tokens == 1\n            && extend",
+        "        extend",
     ),
     Mutant(
-        "what is appended to a decode is lost",
-        "planner.py",
-        "            is_decode &= [seq_id not in appends for seq_id in seq_ids.tolist()]\n",
-        "            pass\n",
+        "tokens may follow those being sampled",
+        "planner.rs",
+        "        if sequence.num_promised() > 0 {\n",
+        "        if false {\n",
+    ),
+    Mutant(
+        "tokens appended are no tokens to compute",
+        "planner.rs",
+        "let num_known = sequence.num_known() + num_appended;",
+        "let num_known = sequence.num_known();",
+    ),
+    Mutant(
+        "a token being sampled can't be computed",
+        "planner.rs",
+        ".max(usize::from(is_sampled))",
+        "",
+    ),
+    Mutant(
+        "a token that was trimmed can be computed",
+        "planner.rs",
+        "sequence.sampled_position == Some(start) && start < sequence.num_tokens",
+        "start <= sequence.num_tokens",
     ),
     Mutant(
         "a run that ends before its sequence samples",
-        "planner.py",
-        "samples = table.tokens[rows] == ends",
-        "samples = table.tokens[rows] >= ends",
+        "planner.rs",
+        "let samples = sequence.num_tokens == end;",
+        "let samples = sequence.num_tokens >= end;",
     ),
-    Mutant("runs of admissions come first", "planner.py", "runs.followed_by(added)", "added.followed_by(runs)"),
+    Mutant("the token being sampled is not promised", "planner.rs", "            sequence.num_tokens = end + 1;\n", ""),
+    Mutant("decodes go before what comes first", "planner.rs", "ready.push((row, 1))", "ready.insert(0, (row, 1))"),
+    Mutant("budget ignored", "planner.rs", "        self.budget = self.budget.map(|budget| budget - count);\n", ""),
     Mutant(
-        "decodes go before what comes first",
-        "planner.py",
-        "        others = (~extends.is_ready).nonzero()[0]\n",
-        "        others = (~extends.is_ready).nonzero()[0]\n"
-        '        others = others[np.argsort(~extends.is_decode[others], kind="stable")]\n',
-    ),
-    Mutant("budget ignored", "planner.py", "            self._budget -= count\n", "            pass\n"),
-    # who is in which row
-    Mutant(
-        "a sequence that left is found", "leases.py", "            self._rows[slot] = NOBODY\n", "            pass\n"
+        "what a prompt may compute ignored",
+        "planner.rs",
+        "[(max_compute > 0).then_some(max_compute), self.budget]",
+        "[None, self.budget]",
     ),
     Mutant(
-        "a sequence is found in place of another",
-        "leases.py",
-        "            rows[is_other] = NOBODY\n",
-        "            pass\n",
+        "an empty budget is a limit",
+        "planner.rs",
+        "(request.admission_token_budget > 0).then_some(request.admission_token_budget)",
+        "Some(request.admission_token_budget)",
+    ),
+    Mutant("a sequence that left is found", "planner.rs", "        self.lease.sequences.remove(&seq_id);\n", ""),
+    Mutant(
+        "a sequence is found by its id's lower half",
+        "planner.rs",
+        "i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())",
+        "self.lease.sequences.get(&(seq_id as i32)).copied()",
     ),
     Mutant(
-        "a sequence whose slot another took is not found",
-        "leases.py",
-        "                rows[index] = sequence.row\n",
-        "                pass\n",
+        "a sequence more than there is room for",
+        "planner.rs",
+        "if self.table.len() < limit {",
+        "if self.table.len() <= limit {",
+    ),
+    Mutant("the first of ids is refused", "planner.rs", "(0..=MAX_SEQUENCE_ID)", "(1..=MAX_SEQUENCE_ID)"),
+    Mutant("a position behind the last one is taken", "planner.rs", "(1..=limit as i64)", "(1..=limit as i64 + 1)"),
+    Mutant("a write is of one block", "plans.rs", "push(blocks.len() as u32)", "push(1)"),
+    Mutant("the next step has this one's number", "planner.rs", "        self.lease.next_step += 1;\n", ""),
+    Mutant("the plan's counts are of before", "planner.rs", "        self.plan.counts = self.pool.counts();\n", ""),
+    Mutant("a step more in flight than allowed", "books.rs", "num_steps < MAX_STEPS", "num_steps <= MAX_STEPS"),
+    Mutant("a sequence is extended twice", "books.rs", "        refuse_repeated(request)?;\n", ""),
+    Mutant("a sequence is extended twice, not in succession", "books.rs", "    seq_ids.sort_unstable();\n", ""),
+    # what was counted
+    Mutant(
+        "forks count as one",
+        "planner.rs",
+        "self.counters.forks += u64::from(num_children);",
+        "self.counters.forks += 1;",
+    ),
+    Mutant("copies are not counted", "planner.rs", "        self.counters.copied_blocks += 1;\n", ""),
+    Mutant(
+        "all that is admitted counts as cached",
+        "planner.rs",
+        "cached_tokens += start as u64",
+        "cached_tokens += num_known as u64",
     ),
     Mutant(
-        "a map that grows forgets",
-        "leases.py",
-        "                self._rows[other.seq_id & self._mask] = other.row\n",
-        "                pass\n",
+        "skipped steps count as failed",
+        "settle.rs",
+        "self.counters.skipped_steps += 1",
+        "self.counters.failed_steps += 1",
     ),
-    Mutant("a left row keeps its sequence's id", "sequences.py", "            self.seq_ids[row] = -1\n", ""),
+    Mutant(
+        "a block that one fills and another does not holds few tokens",
+        "books.rs",
+        "fills.keys().any(|block| self.pool.ref_count(*block) > 1)",
+        "false",
+    ),
+    Mutant(
+        "tokens being computed are not held",
+        "books.rs",
+        "sequence.num_known().max(sequence.num_scheduled)",
+        "sequence.num_known()",
+    ),
+    Mutant(
+        "a block's tokens are those of who fills it least",
+        "books.rs",
+        "num_tokens.saturating_sub(index * size).max(*fill)",
+        "num_tokens.saturating_sub(index * size).min(*fill)",
+    ),
     # eviction
-    Mutant("parked blocks are linked one way", "eviction.py", "        self._all_prev[nodes[1:]] = nodes[:-1]\n", ""),
     Mutant(
-        "blocks are taken out of the ring one by one too far",
-        "eviction.py",
-        "left, right = before[first], after[last]",
-        "left, right = before[first], after[first]",
+        "most recently used is evicted first",
+        "eviction.rs",
+        "let block = self.ring.first(NULL_BLOCK);",
+        "let block = self.ring.prev[NULL_BLOCK as usize];",
+    ),
+    Mutant("parked blocks are linked one way", "eviction.rs", "        self.prev[node as usize] = before;\n", ""),
+    Mutant("a ring's end is its first node", "eviction.rs", "        self.prev[sentinel as usize] = node;\n", ""),
+    Mutant(
+        "blocks are taken out of the ring one too far",
+        "eviction.rs",
+        "        self.next[before as usize] = after;\n        self.prev[after as usize]",
+        "        let after = self.next[after as usize];\n        self.next[before as usize] = after;\n"
+        "        self.prev[after as usize]",
     ),
     Mutant(
         "the ring's head has an evicted block before it",
-        "eviction.py",
-        "        after[sentinel], self._prev[node] = node, sentinel\n        return taken\n\n    def take_alike",
-        "        after[sentinel] = node\n        return taken\n\n    def take_alike",
+        "eviction.rs",
+        "        self.prev[after as usize] = before;\n",
+        "",
     ),
     Mutant(
         "what is unparked is counted under LRU",
-        "eviction.py",
-        "            self._ring.remove(block_ids)\n            self._num_parked -= len(block_ids)\n",
-        "            self._ring.remove(block_ids)\n",
+        "eviction.rs",
+        "        blocks.iter().for_each(|block| self.ring.remove(*block));\n        self.num_parked -= blocks.len();\n",
+        "        blocks.iter().for_each(|block| self.ring.remove(*block));\n",
+    ),
+    Mutant(
+        "what is evicted is counted under LRU",
+        "eviction.rs",
+        "        self.num_parked -= count;\n",
+        "",
     ),
     Mutant(
         "what is unparked is counted by the default",
-        "eviction.py",
-        "            self._rings.remove(block_ids)\n            self._num_parked -= len(block_ids)\n",
-        "            self._rings.remove(block_ids)\n",
+        "lineage.rs",
+        REMOVED + UNCOUNTED,
+        REMOVED,
     ),
+    Mutant("what is evicted is counted by the default", "lineage.rs", "        self.num_parked -= count;\n", ""),
     Mutant(
         "a parent is kept shorter than its child",
-        "eviction.py",
-        "place = max(place, self._segments.place[segment], self._use(segment, event_class, num_uncounted))",
-        "place = self._use(segment, event_class, num_uncounted)",
+        "lineage.rs",
+        "place = place.max(self.segment(number).place).max(worth);",
+        "place = worth;",
+    ),
+    Mutant(
+        "what continues a prefix is forgotten with its next use",
+        "lineage.rs",
+        "place = place.max(self.segment(number).place).max(worth);",
+        "place = place.max(worth);",
     ),
     Mutant(
         "blocks evicted by the default keep their segment",
-        "eviction.py",
-        "                self._segments_of[taken] = UNKNOWN\n",
+        "lineage.rs",
+        "            self.segment_of[block as usize] = UNKNOWN;\n            victims",
+        "            victims",
+    ),
+    Mutant("free blocks keep their segment", "pool.rs", "        self.policy.forget(blocks);\n", ""),
+    Mutant(
+        "a plan that is not trusted is followed",
+        "lineage.rs",
+        "if self.planner.is_trusted { planned } else { BASE_TIME }",
+        "planned",
+    ),
+    Mutant("the share is of those kept short", "lineage.rs", "< choice.share * 65_536.0", ">= choice.share * 65_536.0"),
+    Mutant(
+        "what nothing is known of goes last", "lineage.rs", "if self.rings.first(unknown) != unknown {", "if false {"
+    ),
+    Mutant(
+        "of times that end at once the parent's goes first",
+        "lineage.rs",
+        "for place in (0..NUM_TIMES).rev() {",
+        "for place in 0..NUM_TIMES {",
+    ),
+    Mutant("a time ends at once", "lineage.rs", "parked_at as f64 + self.planner.time(place)", "parked_at as f64"),
+    Mutant("a time begins with the pool", "lineage.rs", "            self.segment(number).parked_at = clock;\n", ""),
+    Mutant(
+        "blocks of other segments go with the first",
+        "lineage.rs",
+        "if block == ring || self.segment_of(block) != number {",
+        "if block == ring {",
+    ),
+    Mutant("what is evicted stays in its segment", "lineage.rs", "        segment.num_blocks -= count;\n", ""),
+    Mutant("what is evicted is not told at the next use", "lineage.rs", "        segment.num_evicted += count;\n", ""),
+    Mutant("what was evicted is told at each use", "lineage.rs", "        segment.num_evicted = 0;\n", ""),
+    Mutant(
+        "what leaves a segment is counted in it",
+        "lineage.rs",
+        "                self.segment(old).num_blocks -= 1;\n",
         "",
     ),
-    Mutant("free blocks keep their segment", "pool.py", "        self._policy.forget(block_ids)\n", ""),
+    Mutant("a segment that was cut begins at its root", "lineage.rs", "        lower.start = end as u32;\n", ""),
+    Mutant("a segment that was cut keeps its key", "lineage.rs", "        lower.key = 0;\n", ""),
+    Mutant(
+        "the upper part of a segment has the blocks of both",
+        "lineage.rs",
+        "Segment { num_blocks: 0, num_evicted: 0, is_forked: true, ..whole }",
+        "Segment { num_evicted: 0, is_forked: true, ..whole }",
+    ),
+    Mutant(
+        "what continues a fork is the fork's",
+        "lineage.rs",
+        "Some(&last) if !self.segment(last).is_forked =>",
+        "Some(&last) =>",
+    ),
+    Mutant(
+        "a prompt that leaves a segment does not cut it",
+        "lineage.rs",
+        "if start + self.segment(number).num_blocks as usize > end {",
+        "if false {",
+    ),
+    Mutant(
+        "blocks without a segment have one each",
+        "lineage.rs",
+        "while start > 0 && self.segment_of(found[start - 1]) == UNKNOWN {",
+        "while false {",
+    ),
+    Mutant(
+        "blocks come to rest in the segment of the one before",
+        "lineage.rs",
+        "for block in blocks.iter().rev() {\n            if self.segment_of",
+        "for block in blocks.iter() {\n            if self.segment_of",
+    ),
+    Mutant(
+        "blocks that came while a sequence ran take no time", "lineage.rs", "                self.clock += 1;\n", ""
+    ),
+    Mutant("fresh blocks take no time", "lineage.rs", "self.clock = now + fresh.len() as i64;", "self.clock = now;"),
+    Mutant("a tail that can't be found is counted", "lineage.rs", "i64::from(has_tail)", "0"),
+    Mutant("every segment has a tail that can't be found", "lineage.rs", "            num_uncounted = 0;\n", ""),
+    Mutant(
+        "a revived segment is a new one",
+        "lineage.rs",
+        "Some(ghost) => self.revive(number, &ghost, now),",
+        "Some(_) => class_of_new(end - first, start > 0),",
+    ),
+    Mutant(
+        "a revived segment has all that is fresh",
+        "lineage.rs",
+        "Some(ghost) if ghost.is_forked =>",
+        "Some(ghost) if false && ghost.is_forked =>",
+    ),
+    Mutant("a revived segment was never forked", "lineage.rs", "        segment.is_forked = ghost.is_forked;\n", ""),
+    Mutant(
+        "a revived segment returns with blocks it does not have",
+        "lineage.rs",
+        "ghost.num_blocks.min(self.segment(number).num_blocks)",
+        "ghost.num_blocks",
+    ),
+    Mutant("a revived segment was used once", "lineage.rs", "MOST_USES.min(ghost.num_uses + 1)", "2"),
+    Mutant("uses are counted without end", "lineage.rs", "MOST_USES.min(segment.num_uses + 1)", "segment.num_uses + 1"),
+    Mutant("a ghost told again is forgotten", "lineage.rs", "            *known = ghost;\n", ""),
+    Mutant(
+        "the oldest ghost may be one that came anew",
+        "lineage.rs",
+        "is_some_and(|(known, _)| *known == number)",
+        "is_some()",
+    ),
+    Mutant(
+        "of many ghosts the order is lost",
+        "lineage.rs",
+        "self.order.retain(|(number, key)| self.by_key.get(key).is_some_and(|(known, _)| known == number))",
+        "self.order.clear()",
+    ),
+    Mutant("ghosts without end", "lineage.rs", "if self.ghosts.len() > self.most_ghosts\n", "if false\n"),
+    Mutant(
+        "all segments are observed whatever it costs",
+        "lineage.rs",
+        "self.sampling = self.sampling * 2 + 1;",
+        "self.sampling *= 2;",
+    ),
+    Mutant("an observed segment stands for itself only", "lineage.rs", "self.sampling as i64 + 1", "1"),
+    # what is worth keeping
+    Mutant("a gap as long as a time is longer", "retention.rs", "(gap * 16 - 1)", "(gap * 16)"),
+    Mutant("the third use is the second", "retention.rs", "usize::from(num_uses > 2)", "usize::from(num_uses > 3)"),
+    Mutant("small segments are large", "retention.rs", "num_blocks > SMALL_SEGMENT", "num_blocks >= SMALL_SEGMENT"),
+    Mutant(
+        "LRU would have kept all",
+        "retention.rs",
+        "if event.gap as f64 <= self.lru_time { event.weight } else { 0 }",
+        "event.weight",
+    ),
+    Mutant(
+        "a trusted plan is judged by what it promised",
+        "retention.rs",
+        "if self.is_trusted { event.found } else { promised }",
+        "promised",
+    ),
+    Mutant(
+        "nothing is learned of what was evicted",
+        "retention.rs",
+        "self.parked_evicted += count as f64 * num_parked as f64;",
+        "self.parked_evicted += num_parked as f64;",
+    ),
+    Mutant("plans are made all the time", "retention.rs", "if is_busy { LEAST_PERIOD } else { MOST_PERIOD }", "1"),
+    Mutant(
+        "plans wait though there is much to do",
+        "retention.rs",
+        "if is_busy { LEAST_PERIOD } else { MOST_PERIOD }",
+        "MOST_PERIOD",
+    ),
+    Mutant(
+        "a plan is trusted without a gain predicted",
+        "retention.rs",
+        "planned >= LEAST_PREDICTED_GAIN * lru_hits\n            && ",
+        "",
+    ),
+    Mutant(
+        "a plan is trusted by chance",
+        "retention.rs",
+        "self.gain > SHOWN_DEVIATIONS * self.gain_squares.sqrt()",
+        "self.gain > 0.0",
+    ),
+    Mutant(
+        "a plan is trusted for little",
+        "retention.rs",
+        "\n            && self.gain >= LEAST_SHOWN_GAIN * self.lru_hits",
+        "",
+    ),
+    Mutant(
+        "a plan is trusted for ever",
+        "retention.rs",
+        "        } else {\n            self.is_trusted = false;\n        }\n",
+        "        }\n",
+    ),
+    Mutant("nothing fades", "retention.rs", "        self.used.iter_mut().for_each(|weight| *weight *= FADE);\n", ""),
+    Mutant(
+        "a class is what was seen of it", "retention.rs", "let prior = PRIOR_EVENTS * total", "let prior = 0.0 * total"
+    ),
+    Mutant(
+        "a hull goes through every time",
+        "retention.rs",
+        "if (hits[place] - hits[b]) * run < rise * (held[place] - held[b]) {",
+        "if true {",
+    ),
+    Mutant(
+        "the flattest piece goes first",
+        "retention.rs",
+        "b.density.total_cmp(&a.density)",
+        "a.density.total_cmp(&b.density)",
+    ),
+    Mutant("the last piece is taken whole", "retention.rs", "share: room / piece.num_blocks", "share: 1.0"),
+    Mutant("what is kept takes no room", "retention.rs", "        room -= piece.num_blocks;\n", ""),
+    Mutant(
+        "a plan's share brings nothing",
+        "retention.rs",
+        "(1.0 - choice.share) * curve.hits[choice.low] + choice.share * curve.hits[choice.high]",
+        "curve.hits[choice.low]",
+    ),
+    Mutant(
+        "one time for all is one of the list",
+        "retention.rs",
+        "let share = (room - last_held) / (held - last_held);",
+        "let share = 0.0;",
+    ),
+    # what the books say of themselves
+    Mutant("wrong references are not told", "audit.rs", "if references != holders {", "if false {"),
+    Mutant("wrong pins are not told", "audit.rs", "if pins != steps {", "if false {"),
+    Mutant("wrong rows are not told", "audit.rs", "if held + released != self.num_rows() {", "if false {"),
+    Mutant(
+        "wrong sharing is not told",
+        "audit.rs",
+        "sequence.root != other.root || sequence.tokens[..shorter] != other.tokens[..shorter]",
+        "false",
+    ),
+    Mutant("sharing under another salt is not told", "audit.rs", "sequence.root != other.root || ", ""),
+    Mutant("wrong counters are not told", "pool.rs", "if counters != self.counters {", "if false {"),
+    Mutant(
+        "a free block's past is not told",
+        "pool.rs",
+        '        wrong.extend(with_past.map(|block| format!("block {block} is free and still has a past")));\n',
+        "",
+    ),
+    Mutant("a block listed twice is not told", "pool.rs", "listed.len() != expected.len() || ", ""),
+    Mutant(
+        "a holder of the null block is not told",
+        "pool.rs",
+        "if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {",
+        "if false {",
+    ),
+    Mutant(
+        "a wrong index is not told",
+        "prefix.rs",
+        "if self.hash(block).and_then(|hash| self.lookup(hash)) != Some(block) {",
+        "if false {",
+    ),
+    # between Python and Rust
+    Mutant("numbers cut short are taken", "python.rs", "if !rest.is_empty() {", "if false {"),
+    Mutant("a token not sampled is the first", "python.rs", "position.map_or(-1,", "position.map_or(0,"),
+    Mutant(
+        "a failed step is skipped", "python.rs", '"failed" => StepOutcome::Failed', '"failed" => StepOutcome::Skipped'
+    ),
+    Mutant(
+        "all that was allocated counts as evicted",
+        "python.rs",
+        '("num_evicted", pool.num_evicted)',
+        '("num_evicted", pool.num_allocated)',
+    ),
     # calls
     Mutant("request_id ignored", "leases.py", "if not request_id or request_id not in self.answers:", "if True:"),
     Mutant(
@@ -763,26 +1598,13 @@ MUTANTS = [
         "        if False:\n",
     ),
     Mutant(
-        "a digest without the parts' lengths",
-        "plans.py",
-        "sha256(repr([len(part) for part in parts]).encode())",
-        "sha256()",
+        "answers are remembered for ever",
+        "leases.py",
+        "                self.answers.popitem(last=False)\n",
+        "                pass\n",
     ),
-    Mutant(
-        "a digest without the forks' children",
-        "plans.py",
-        "(fork.parent_id, list(fork.child_ids), fork.num_tokens)",
-        "(fork.parent_id, fork.num_tokens)",
-    ),
-    Mutant(
-        "a digest without what is appended", "plans.py", 'repr(self.appends).encode() if self.appends else b""', 'b""'
-    ),
-    Mutant(
-        "a digest without limits of admissions",
-        "plans.py",
-        "repr((self.seq_id, self.max_compute))",
-        "repr(self.seq_id)",
-    ),
+    Mutant("the last answer is forgotten first", "leases.py", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("an empty request_id is remembered", "leases.py", "        if request_id:\n", "        if True:\n"),
     Mutant(
         "epoch not checked",
         "ledger.py",
@@ -790,21 +1612,46 @@ MUTANTS = [
         "        if True:\n            return\n",
     ),
     Mutant(
-        "reports taken twice",
+        "an ended lease goes on planning",
         "ledger.py",
-        "if lease is None or step_number <= lease.settled_step:",
-        "if lease is None:",
+        "        if lease is None or lease.state is not LeaseState.OPEN:\n            raise",
+        "        if lease is None:\n            raise",
     ),
     Mutant(
-        "an ended lease goes on planning",
+        "an ended lease is open",
         "ledger.py",
         "return lease is not None and lease.state is LeaseState.OPEN",
         "return lease is not None",
     ),
+    Mutant("extends without counts are taken", "ledger.py", "if len(extend_ids) != len(token_counts):", "if False:"),
+    Mutant(
+        "as many tokens are computed as the sequence's id says",
+        "ledger.py",
+        "extend_token_counts=token_counts,",
+        "extend_token_counts=extend_ids,",
+    ),
+    Mutant(
+        "refusals are not counted",
+        "ledger.py",
+        "            self._refusals.update(refused.refusal.reason for refused in plan.refusals)\n",
+        "            pass\n",
+    ),
+    Mutant("a plan does not renew its lease", "ledger.py", "        lease.renew(now)\n", ""),
     Mutant(
         "a renewal does not count", "leases.py", "            if lease.expires_at > now:\n", "            if False:\n"
     ),
-    Mutant("a lease that starts anew finds old rows", "leases.py", "        self.rows = RowMap()\n", ""),
+    Mutant(
+        "an early entry is not put back", "leases.py", "                self.add(lease)\n", "                pass\n"
+    ),
+    Mutant(
+        "a lease that was fenced expires, too",
+        "leases.py",
+        "if lease is None or lease.state is not LeaseState.OPEN:",
+        "if lease is None:",
+    ),
+    Mutant(
+        "a lease that starts anew gives old answers", "leases.py", "        self.answers.clear()\n", "        pass\n"
+    ),
     Mutant(
         "any worker that is back has its epoch's books",
         "catalog.py",
@@ -820,18 +1667,89 @@ MUTANTS = [
 ]
 
 
-def mutate(mutant: Mutant, folder: Path) -> None:
-    """Makes a copy of the package with the bug."""
-    path = folder / mutant.file
-    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns(f"{path.stem}.*.pyc"))
-    source = path.read_text()
-    if source.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name}: its text is {source.count(mutant.old)} times in {mutant.file}")
-    path.write_text(source.replace(mutant.old, mutant.new, 1))
+class Workshop:
+    """A job's copy of the crate, and where it is built."""
+
+    def __init__(self, folder: Path) -> None:
+        self.crate = folder / "core"
+        self.target = folder / "target"
+        shutil.copytree(CRATE, self.crate, ignore=shutil.ignore_patterns("target"))
+        shutil.copytree(cargo_target() / "mutant", self.target / "mutant")
+        self._seeded: Path | None = None
+
+    def seed(self, mutant: Mutant) -> None:
+        """Puts the bug into the crate in place of the last one."""
+        if self._seeded is not None:
+            (self.crate / "src" / self._seeded.name).write_text(self._seeded.read_text())
+        mutant.seed(self.crate)
+        self._seeded = PACKAGE / mutant.path
+
+    def library(self) -> Path:
+        """The core, built. Raises RuntimeError if it does not compile."""
+        self._cargo("build", *CARGO)
+        return self.target / "mutant" / "lib_core.so"
+
+    def is_noticed(self) -> bool:
+        """Whether one of the crate's own tests fails. Raises RuntimeError if they do not compile."""
+        self._cargo("test", *TEST_CARGO, "--no-run")
+        try:
+            done = self._run("test", *TEST_CARGO, timeout_s=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return True
+        return done.returncode != 0
+
+    def _cargo(self, *arguments: str) -> None:
+        done = self._run(*arguments, timeout_s=BUILD_TIMEOUT_S)
+        if done.returncode != 0:
+            raise RuntimeError(f"it does not compile:\n{done.stderr[-4000:]}")
+
+    def _run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CARGO_TARGET_DIR": str(self.target)}
+        return run_all("cargo", *arguments, folder=self.crate, environment=environment, timeout_s=timeout_s)
+
+
+def run_all(
+    *command: str, folder: Path, environment: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command; after a timeout what it has started is ended, too. Raises subprocess.TimeoutExpired."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def cargo_target() -> Path:
+    return Path(os.environ.get("CARGO_TARGET_DIR", CRATE / "target"))
+
+
+def build_dependencies(*, for_tests: bool) -> None:
+    """What all copies of the crate start from. Cost: half a minute of two cores, once."""
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(cargo_target())}
+    commands = [("build", *CARGO), ("test", *TEST_CARGO, "--no-run")]
+    for command in commands if for_tests else commands[:1]:
+        subprocess.run(["cargo", "--quiet", *command], cwd=CRATE, env=environment, check=True)
+
+
+@lru_cache(maxsize=1)
+def workshop_in(folder: Path) -> Workshop:
+    """The one of this process."""
+    return Workshop(folder / str(os.getpid()))
 
 
 def is_noticed(folder: Path, files: list[str]) -> bool:
-    """Whether a test fails with the package in `folder`."""
+    """Whether a test fails with the package in `folder`, or never ends, or takes its process down."""
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:
@@ -839,28 +1757,34 @@ def is_noticed(folder: Path, files: list[str]) -> bool:
             try:
                 os.dup2(output.fileno(), sys.stdout.fileno())
                 os.dup2(output.fileno(), sys.stderr.fileno())
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
                 signal.alarm(TIMEOUT_S)
                 code = stand_in(folder, [str(TESTS / "unit" / file) for file in files])
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code not in (0, 1):
+        if code > 1:
             output.seek(0)
             raise RuntimeError(f"the tests did not run: {code}\n{output.read().decode()[-4000:]}")
-    return code == 1
+    return code != 0
 
 
-def killer_of(mutant: Mutant, suites: dict[str, list[str]]) -> str | None:
+def killer_of(mutant: Mutant, suites: list[str], scratch: Path) -> str | None:
     """The first suite that notices the bug; None if none does."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "cachemgr"
-        mutate(mutant, folder)
-        first = (f"test_{mutant.file}", "test_ledger.py")  # the most likely to notice it
-        for name, files in suites.items():
-            likely, others = [file for file in files if file in first], [file for file in files if file not in first]
-            if any(is_noticed(folder, part) for part in (likely, others) if part):
-                return name
-        return None
+    with tempfile.TemporaryDirectory(dir=scratch) as copy:
+        folder = Path(copy) / "cachemgr"
+        shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("core", f"{mutant.path.stem}.*.pyc"))
+        if mutant.is_rust:
+            workshop_in(scratch).seed(mutant)
+            shutil.copyfile(workshop_in(scratch).library(), folder / LIBRARY)
+        else:
+            mutant.seed(folder)
+        notices = {
+            "examples": lambda: is_noticed(folder, RUST_EXAMPLES if mutant.is_rust else EXAMPLES),
+            "crate": lambda: mutant.is_rust and workshop_in(scratch).is_noticed(),
+            "machine": lambda: is_noticed(folder, MACHINE),
+        }
+        return next((suite for suite in suites if notices[suite]()), None)
 
 
 def stand_in(folder: Path, arguments: list[str]) -> int:
@@ -874,43 +1798,66 @@ def stand_in(folder: Path, arguments: list[str]) -> int:
                 return importlib.util.spec_from_file_location(
                     name, folder / "__init__.py", submodule_search_locations=where
                 )
+            if name == "quire.cachemgr._core":
+                return importlib.util.spec_from_file_location(name, folder / LIBRARY)
             if name.startswith("quire.cachemgr."):
                 return importlib.util.spec_from_file_location(name, folder / f"{name.split('.')[-1]}.py")
             return None
 
     sys.meta_path.insert(0, StandIn)
+    import quire.cachemgr._core as core
     import quire.cachemgr.ledger as ledger
 
-    assert Path(ledger.__file__).parent == folder
+    assert {Path(module.__file__).parent for module in (core, ledger)} == {folder}
     code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *arguments]))
     sys.stdout.flush()
     return code
 
 
-def judge(mutant: Mutant, *, suites: dict[str, list[str]]) -> tuple[Mutant, str | None, float]:
-    """The bug, who notices it, and how long that took."""
+def judge(mutant: Mutant, *, suites: list[str], scratch: Path) -> tuple[Mutant, str | None, float]:
+    """The bug, who notices it (ERROR if it is none that can be judged), and how long that took."""
     start = time.monotonic()
-    return mutant, killer_of(mutant, suites), time.monotonic() - start
+    try:
+        killer = killer_of(mutant, suites, scratch)
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        print(f"{mutant.name}: {error}", file=sys.stderr, flush=True)
+        killer = ERROR
+    return mutant, killer, time.monotonic() - start
+
+
+def chosen(options: argparse.Namespace) -> list[Mutant]:
+    mutants = MUTANTS
+    if options.sample:
+        mutants = [mutant for mutant in mutants if not mutant.is_rust or mutant.name in SAMPLE]
+    return [mutant for mutant in mutants if not options.words or any(word in mutant.name for word in options.words)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only bugs with one of these in their names")
-    parser.add_argument("--suite", choices=SUITES, help="only these tests; default: one after the other")
+    parser.add_argument(
+        "--suite", choices=SUITES, action="append", help="only these tests; default: all, in this order"
+    )
+    parser.add_argument("--sample", action="store_true", help="leave out most of the bugs in Rust")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    suites = {name: files for name, files in SUITES.items() if options.suite in (None, name)}
-    mutants = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
+    suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
+    mutants = chosen(options)
+    sound = [no_bug for no_bug in (NO_BUG, NO_RUST_BUG) if any(mutant.is_rust == no_bug.is_rust for mutant in mutants)]
 
     os.environ |= ENVIRONMENT
+    if NO_RUST_BUG in sound:
+        build_dependencies(for_tests="crate" in suites)
     num_survivors = 0
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        for mutant, killer, seconds in pool.imap(partial(judge, suites=suites), [NO_BUG, *mutants]):
-            if mutant == NO_BUG:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as scratch, context.Pool(options.jobs) as pool:
+        judged = pool.imap(partial(judge, suites=suites, scratch=Path(scratch)), [*sound, *mutants])
+        for mutant, killer, seconds in judged:
+            if mutant in sound:
                 if killer is not None:
-                    raise SystemExit(f"the {killer} fail without a bug")
+                    raise SystemExit(f"{mutant.name}, and the tests fail: {killer}")
                 continue
-            num_survivors += killer is None
+            num_survivors += killer in (None, ERROR)
             print(f"{killer or 'SURVIVED':9} {seconds:5.1f} s  {mutant.file:12} {mutant.name}", flush=True)
     print(f"{len(mutants)} bugs, {num_survivors} survived")
     return 1 if num_survivors else 0

@@ -14,9 +14,10 @@ from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr import messages
+from quire.cachemgr._core import StepPlan
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import StepPlan, StepRequest
+from quire.cachemgr.plans import StepRequest
 
 EPOCH = 1
 TTL_S = 1e9
@@ -133,7 +134,7 @@ class Report:
 
     def is_doomed(self, ledger: Ledger, lease_id: str) -> bool:
         """Whether a step before it computed nothing, so that the worker refuses it."""
-        return ledger.lease(lease_id).in_flight[0].is_doomed
+        return ledger.steps_in_flight(lease_id)[0].is_doomed
 
     def settle(self, ledger: Ledger, lease_id: str, outcome: StepOutcome = StepOutcome.COMPUTED) -> int:
         """Enters the report as it is decoded; returns nanoseconds."""
@@ -195,7 +196,7 @@ def expire_leases(ledger: Ledger, *, now: float) -> tuple[dict[str, int], int]:
     start = clock()
     expired = ledger.expire_leases(now)
     taken = clock() - start
-    return {lease.lease_id: len(lease.sequences) for lease in expired}, taken
+    return {lease.lease_id: ledger.holdings(lease.lease_id).num_sequences for lease in expired}, taken
 
 
 def fence_lease(ledger: Ledger, lease_id: str) -> int:

@@ -42,6 +42,7 @@ QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 TOKENS = f"""
 alice   client          {sha256("a-token")}
+bob     client          {sha256("b-token")}
 olga    operator        {sha256("o-token")}
 wanda   worker          {sha256("w-token")}
 worker-1.example    client  cert
@@ -251,6 +252,57 @@ def refusal_reason(channel: grpc.Channel, path: str, method: Any, metadata: tupl
     except grpc.RpcError as error:
         return RefusedError.of_call(error).reason
     return ""
+
+
+def test_a_tenant_sees_and_ends_only_what_is_its_own(
+    cluster: Cluster, generate: Callable[[list[int], int], list[int]]
+) -> None:
+    """Alice's leases and prefixes are nobody else's; an operator sees them, and whose they are."""
+    prompt = draw_tokens(40, seed=11)
+
+    async def complete(token: str) -> tuple[int, ...]:
+        services = {"worker": cluster.worker_by_token, "credentials": cluster.credentials(token=token)}
+        async with Engine.connect(cluster.cachemgr_by_token, **services) as engine:
+            (completion,) = await engine.complete([prompt], [SamplingParams(max_tokens=2, temperature=0.0)])
+            return tuple(completion.samples[0].token_ids)
+
+    assert asyncio.run(complete("a-token")) == tuple(generate(prompt, 2))
+    with grpc.insecure_channel(cluster.services.cachemgr_address, options=CHANNEL_OPTIONS) as channel:
+        stub: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+
+        def call(method: str, token: str, **fields: Any) -> Any:
+            metadata = (("authorization", f"Bearer {token}-token"),)
+            request = getattr(cache_service_pb2, f"{method}Request")(**fields)
+            return getattr(stub, method)(request, metadata=metadata, timeout=DEADLINE_S)
+
+        def refusal(method: str, token: str, **fields: Any) -> str:
+            with pytest.raises(grpc.RpcError) as failed:
+                call(method, token, **fields)
+            return RefusedError.of_call(failed.value).reason
+
+        found = {token: call("LookupPrefix", token, token_ids=prompt).matches[0] for token in ("a", "b")}
+        assert {token: match.cached_token_count for token, match in found.items()} == {"a": 36, "b": 0}
+        lease = call("CreateLease", "a", ttl={"seconds": 60})
+        planned = {"lease_id": lease.lease_id, "epoch": lease.epoch}
+        call("PlanStep", "a", **planned, admissions=[{"sequence_id": 1, "token_ids": prompt}])
+        for method, fields in (
+            ("PlanStep", planned),
+            ("RenewLease", {"lease_id": lease.lease_id}),
+            ("GetSequence", {"lease_id": lease.lease_id, "sequence_id": 1}),
+            ("ListBlocks", {"lease_id": lease.lease_id}),
+            ("ListBlocks", {}),
+        ):
+            assert refusal(method, "b", **fields) == "LEASE_NOT_FOUND", method
+        call("DeleteLease", "b", lease_id=lease.lease_id)
+        for token, tenants in (("a", ["alice"]), ("b", []), ("o", ["alice"])):
+            open_leases = [each for each in call("ListLeases", token).leases if each.ttl.seconds == 60]
+            assert [each.tenant for each in open_leases] == tenants
+            sequences = call("ListSequences", token, lease_id=lease.lease_id).sequences
+            assert [each.sequence_id for each in sequences] == ([1] if tenants else [])
+        for token in ("a", "o"):
+            assert call("GetSequence", token, lease_id=lease.lease_id, sequence_id=1).sequence.block_count == 10
+            assert len(call("ListBlocks", token, lease_id=lease.lease_id).blocks) == 10
+        call("DeleteLease", "a", lease_id=lease.lease_id)
 
 
 def test_refusals_name_service_method_and_roles(cluster: Cluster) -> None:

@@ -24,12 +24,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.cachemgr._core import NUM_CLASSES, NUM_TIMES, StepPlan
+from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.eviction import DEFAULT_POLICY, NUM_CLASSES, NUM_TIMES, Choice
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, PlanItem, StepPlan, StepRequest, Trim
-from quire.cachemgr.pool import BlockState
+from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger, StepOutcome
+from quire.cachemgr.plans import Admission, Fork, PlanItem, StepRequest, Trim
 
 VOCAB = 2
 TTL_S = 10.0
@@ -298,6 +298,7 @@ class Books:
         self.ticks = itertools.count()
         self.evicted = 0
         self.allocated = 0
+        self.knows_parents = True
         self.refused: list[tuple[PlanItem, int, Reason]] = []
 
     # what is held, retired, free: counted anew from the tables and the steps in flight
@@ -368,10 +369,16 @@ class Books:
             self.allocated += 1
 
     def check_eviction(self, block: int) -> None:
-        """Of all policies: only what is parked, and a child that was parked before its parent goes before it."""
+        """Of all policies: only what is parked, and a child that was parked before its parent goes before it.
+
+        Where a block stands for another's tokens, the policy does not know it for the parent of what that one continues:
+        two had computed the same, or a copy came after a reset.
+        """
         if self.is_lru:
             assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
         assert block in self.lru, f"block {block} evicted, it is not parked"
+        if not self.knows_parents:
+            return
         key_of = {b: key for key, b in self.index.items()}
         key = key_of[block]
         for child in self.lru[: self.lru.index(block)]:
@@ -677,6 +684,7 @@ class Books:
         while (end := (sequence.published + 1) * self.size) <= min(sequence.computed, sequence.known):
             key, block = sequence.key(end), sequence.table[sequence.published]
             standing = self.index.setdefault(key, block)
+            self.knows_parents &= standing == block
             if standing == block:
                 self.sealed.add(block)
             elif not sequence.released:
@@ -701,53 +709,13 @@ class Books:
 
 def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool = False) -> object:
     """Everything in a ledger that a refusal must leave as it was; what a refused plan may change is left out."""
-    pool, index = ledger._blocks, ledger._index
-    leases = []
-    for lease in ledger.leases():
-        steps = list(lease.in_flight)
-        if but_last_step and lease.lease_id == lease_id:
-            last = steps.pop()
-            assert not len(last.runs)
-            assert not any((last.pinned, last.fills, last.released_rows))
-        sequences = {
-            seq_id: (
-                s.tokens,
-                tuple(s.block_table),
-                s.last_hash,
-                s.num_cached,
-                s.num_computed,
-                s.num_scheduled,
-                s.num_promised,
-                s.num_published,
-                s.sampled_position,
-                s.released,
-                s.row,
-            )
-            for seq_id, s in lease.sequences.items()
-        }
-        in_flight = [
-            (
-                step.step_number,
-                *(array.tobytes() for array in (step.runs.rows, step.runs.sampled_positions, step.runs.ends)),
-                *(array.tobytes() for array in (step.runs.seq_ids, step.runs.samples, step.runs.receives)),
-                {index: list(map(id, forks)) for index, forks in step.runs.also.items()},
-                [block_ids.tolist() for block_ids in step.pinned],
-                [(id(fill.sequence), fill.first, fill.end) for fill in step.fills],
-                tuple(step.released_rows),
-            )
-            for step in steps
-        ]
-        leases.append((lease.lease_id, lease.state, sequences, in_flight, lease.settled_step))
-    return (
-        list(pool._ref_count),
-        list(pool._pin_count),
-        list(pool._free),
-        list(ledger._policy),
-        dict(index.entries()),
-        list(index.hashes),
-        ledger._num_rows,
-        leases,
-    )
+    if not but_last_step:
+        lease_id = None
+    elif lease_id is not None:
+        last = ledger.steps_in_flight(lease_id)[-1]
+        assert not last.run_seq_ids
+        assert not any((last.num_pinned, last.num_fills, last.num_released))
+    return ledger._books.state(lease_id), [(lease.lease_id, lease.state) for lease in ledger.leases()]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------
@@ -1059,6 +1027,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self, _):
         assert self.ledger.reset_prefix_cache() == len(self.books.index)
         self.books.index.clear()
+        self.books.knows_parents = False
         self.books.rest()
 
     def look_up(self, rng):
@@ -1101,20 +1070,21 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
-            self.sequences_agree(ledger._leases[lease_id].sequences, book.sequences)
+            self.sequences_agree(lease_id, book.sequences)
 
     def parked_blocks_agree(self):
-        parked, expected = list(self.ledger._policy), self.books.lru
+        parked, expected = self.ledger.parked_blocks(), self.books.lru
         assert parked == expected if self.policy == "lru" else sorted(parked) == sorted(expected)
 
-    def sequences_agree(self, sequences, book_sequences):
-        assert list(sequences) == list(book_sequences)
+    def sequences_agree(self, lease_id, book_sequences):
+        assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
         for seq_id, book in book_sequences.items():
-            sequence = sequences[seq_id]
-            assert list(sequence.block_table) == book.table
+            sequence = self.ledger.view(lease_id, seq_id)
+            assert sequence.block_table == book.table
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
-            assert bytes(sequence.tokens) == pack(token.value for token in book.tokens if token.known)
+            known = pack(token.value for token in book.tokens if token.known)
+            assert self.ledger.tokens(lease_id, seq_id) == known
 
     def findable_blocks_hold_what_their_hash_says(self):
         size = self.geometry.block_size
@@ -1133,7 +1103,7 @@ class LedgerMachine(RuleBasedStateMachine):
         size = self.geometry.block_size
         for client in self.clients.values():
             targets = {block for step in client.to_run for block in step.plan.copy_targets}
-            for sequence in self.ledger._leases[client.lease_id].sequences.values():
+            for sequence in self.ledger.sequences(client.lease_id):
                 book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
                 for position in range(sequence.num_computed):
                     block = sequence.block_table[position // size]
@@ -1150,7 +1120,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.do_fence(client)
         counts = self.ledger.counts()
         assert counts.free + counts.cached == self.geometry.num_blocks - 1
-        assert self.ledger._num_rows == 0
+        assert self.ledger._books.num_rows() == 0
         statistics = self.ledger.statistics()
         assert (statistics.num_evicted, statistics.num_allocated) == (self.books.evicted, self.books.allocated)
 
@@ -1162,11 +1132,10 @@ class DefaultPolicyMachine(LedgerMachine):
 
     def follow(self, client, rng):
         super().follow(client, rng)
-        planner = self.ledger._policy._planner
         if rng.random() < 0.2:
             places = range(NUM_TIMES)
-            planner.plan = [Choice(rng.choice(places), rng.choice(places), rng.random()) for _ in range(NUM_CLASSES)]
-            planner.is_trusted = rng.random() < 0.8
+            plan = [(rng.choice(places), rng.choice(places), rng.random()) for _ in range(NUM_CLASSES)]
+            self.ledger._books.set_retention(plan, rng.random() < 0.8)
 
 
 def configured(num_examples: int) -> settings:

@@ -928,6 +928,7 @@ class Lease(_message.Message):
     LAST_STEP_NUMBER_FIELD_NUMBER: _builtins.int
     STEP_IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its id."""
     pool: _builtins.str
@@ -940,6 +941,10 @@ class Lease(_message.Message):
     """Steps planned whose outcome is not known."""
     sequence_count: _builtins.int
     """Sequences it holds."""
+    tenant: _builtins.str
+    """Whose it is: the name that the token file or the certificate gave its
+    caller; empty where callers are not asked who they are.
+    """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Its time to live."""
@@ -959,10 +964,11 @@ class Lease(_message.Message):
         last_step_number: _builtins.int = ...,
         step_in_flight_count: _builtins.int = ...,
         sequence_count: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "last_step_number", b"last_step_number", "lease_id_prefix", b"lease_id_prefix", "pool", b"pool", "sequence_count", b"sequence_count", "state", b"state", "step_in_flight_count", b"step_in_flight_count", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "last_step_number", b"last_step_number", "lease_id_prefix", b"lease_id_prefix", "pool", b"pool", "sequence_count", b"sequence_count", "state", b"state", "step_in_flight_count", b"step_in_flight_count", "tenant", b"tenant", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1760,6 +1760,9 @@ type Lease struct {
 	StepInFlightCount int32 `protobuf:"varint,7,opt,name=step_in_flight_count,json=stepInFlightCount,proto3" json:"step_in_flight_count,omitempty"`
 	// Sequences it holds.
 	SequenceCount int32 `protobuf:"varint,8,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
+	// Whose it is: the name that the token file or the certificate gave its
+	// caller; empty where callers are not asked who they are.
+	Tenant        string `protobuf:"bytes,9,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1848,6 +1851,13 @@ func (x *Lease) GetSequenceCount() int32 {
 		return x.SequenceCount
 	}
 	return 0
+}
+
+func (x *Lease) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
 }
 
 // See CacheService.GetSequence.
@@ -3239,7 +3249,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"page_token\x18\x03 \x01(\tR\tpageToken\"k\n" +
 	"\x12ListLeasesResponse\x12-\n" +
 	"\x06leases\x18\x01 \x03(\v2\x15.quire.cache.v1.LeaseR\x06leases\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe1\x02\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xf9\x02\n" +
 	"\x05Lease\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x120\n" +
@@ -3249,7 +3259,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\x12(\n" +
 	"\x10last_step_number\x18\x06 \x01(\x03R\x0elastStepNumber\x12/\n" +
 	"\x14step_in_flight_count\x18\a \x01(\x05R\x11stepInFlightCount\x12%\n" +
-	"\x0esequence_count\x18\b \x01(\x05R\rsequenceCount\"P\n" +
+	"\x0esequence_count\x18\b \x01(\x05R\rsequenceCount\x12\x16\n" +
+	"\x06tenant\x18\t \x01(\tR\x06tenant\"P\n" +
 	"\x12GetSequenceRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +

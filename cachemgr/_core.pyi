@@ -1,0 +1,200 @@
+"""The core, in Rust (`core/src`): the books of a pool of KV blocks.
+
+Token ids, sequence ids and counts go in as bytes, 4 each, little-endian.
+"""
+
+from typing import final
+
+from quire.cachemgr.blocks import BlockCounts
+from quire.cachemgr.plans import RefusedItem, StepRequest
+
+POLICIES: list[str]
+"""Eviction policies; the first is the default."""
+
+MAX_STEPS_IN_FLIGHT: int
+"""Steps a lease may have planned without their outcome being known."""
+
+NUM_CLASSES: int
+NUM_TIMES: int
+"""Sizes of what the default policy plans."""
+
+def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
+    """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
+
+@final
+class StepPlan:
+    """What one step may touch and is to compute.
+
+    Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
+    """
+
+    @property
+    def step_number(self) -> int: ...
+    @property
+    def known_step(self) -> int: ...
+    @property
+    def released_ids(self) -> list[int]: ...
+    @property
+    def fork_parent_ids(self) -> list[int]: ...
+    @property
+    def fork_child_ids(self) -> list[int]: ...
+    @property
+    def write_seq_ids(self) -> list[int]: ...
+    @property
+    def write_first_indexes(self) -> list[int]: ...
+    @property
+    def write_block_counts(self) -> list[int]: ...
+    @property
+    def write_block_ids(self) -> list[int]: ...
+    @property
+    def copy_sources(self) -> list[int]: ...
+    @property
+    def copy_targets(self) -> list[int]: ...
+    @property
+    def run_seq_ids(self) -> list[int]: ...
+    @property
+    def run_starts(self) -> list[int]: ...
+    @property
+    def run_token_counts(self) -> list[int]: ...
+    @property
+    def run_samples(self) -> list[bool]: ...
+    @property
+    def given_run_indexes(self) -> list[int]: ...
+    @property
+    def given_digests(self) -> bytes: ...
+    @property
+    def admitted_ids(self) -> list[int]: ...
+    @property
+    def admitted_cached_counts(self) -> list[int]: ...
+    @property
+    def has_refusals(self) -> bool: ...
+    @property
+    def refusals(self) -> list[RefusedItem]: ...
+    @property
+    def counts(self) -> BlockCounts: ...
+    def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
+        """A serialised StepGrant."""
+
+    def encode_answer(self) -> bytes:
+        """A serialised PlanStepResponse, without its grant and its refusals."""
+
+@final
+class SequenceView:
+    """A sequence as it was when it was asked for."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def num_known(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def num_computed(self) -> int: ...
+    @property
+    def num_scheduled(self) -> int: ...
+    @property
+    def num_published(self) -> int: ...
+    @property
+    def num_promised(self) -> int: ...
+    @property
+    def sampled_position(self) -> int: ...
+    @property
+    def block_table(self) -> list[int]: ...
+
+@final
+class StepView:
+    """A step in flight as it was when it was asked for."""
+
+    @property
+    def step_number(self) -> int: ...
+    @property
+    def is_doomed(self) -> bool: ...
+    @property
+    def run_seq_ids(self) -> list[int]: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def num_fills(self) -> int: ...
+    @property
+    def num_released(self) -> int: ...
+
+@final
+class Books:
+    """Which block of one pool belongs to whom, and which steps may still touch it.
+
+    Raises BrokenInvariant where the books are wrong, CallRefused for a report that does not fit, KeyError for a lease
+    that is not open here.
+    """
+
+    def __new__(
+        cls,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        max_sequence_tokens: int,
+        vocab_size: int,
+        model_fingerprint: str,
+        policy: str,
+    ) -> Books: ...
+    def open_lease(self, lease_id: str, tenant: str) -> None: ...
+    def close_lease(self, lease_id: str) -> None: ...
+    def plan(
+        self,
+        lease_id: str,
+        request: StepRequest,
+        *,
+        extend_ids: bytes,
+        extend_token_counts: bytes,
+        appends: list[bytes] | None,
+    ) -> StepPlan:
+        """Plans the lease's next step. The extends are those of the arguments, each of another sequence.
+
+        Raises CallRefused (TOO_MANY_STEPS, INVALID_ARGUMENT).
+        """
+
+    def settle(
+        self,
+        lease_id: str,
+        step_number: int,
+        outcome: str,
+        *,
+        seq_ids: bytes,
+        token_counts: bytes,
+        sampled_ids: bytes,
+        sampled_tokens: bytes,
+    ) -> None: ...
+    def steps_of(self, lease_id: str) -> tuple[int, int, int]:
+        """The next step's number, the last settled one, and how many are in flight."""
+
+    def in_flight(self, lease_id: str) -> list[StepView]: ...
+    def num_sequences(self, lease_id: str) -> int: ...
+    def sequence_ids(self, lease_id: str) -> list[int]:
+        """As they were admitted."""
+
+    def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None: ...
+    def tokens(self, lease_id: str, seq_id: int) -> bytes | None: ...
+    def num_cached_tokens(self, tokens: bytes, salt: bytes, tenant: str) -> int: ...
+    def block_counts(self) -> tuple[int, int, int, int]:
+        """Free, cached, active and retired ones."""
+
+    def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
+        """State, references, pins and prefix hash."""
+
+    def reset_prefix_cache(self, first: int, end: int) -> int: ...
+    def num_rows(self) -> int:
+        """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
+
+    def num_held_tokens(self) -> int: ...
+    def counters(self) -> list[tuple[str, int]]:
+        """By name, as in LedgerStatistics."""
+
+    def violations(self) -> list[str]: ...
+    def state(self, but_last_step_of: str | None = None) -> str:
+        """All that a refusal leaves as it was; of one lease without its last step."""
+
+    def parked_blocks(self) -> list[int]: ...
+    def set_retention(self, plan: list[tuple[int, int, float]], is_trusted: bool) -> None:
+        """Sets what the default policy plans: low and high place and share by class. For tests."""

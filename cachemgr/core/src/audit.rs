@@ -1,0 +1,253 @@
+//! Checks the books against themselves: I1 to I4 of the ownership protocol.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+
+use crate::books::Books;
+use crate::prefix::BlockId;
+use crate::sequences::Sequence;
+
+impl Books {
+    /// What is wrong, one sentence each. Cost: O(blocks + table entries).
+    pub fn violations(&self) -> Vec<String> {
+        let mut wrong = self.pool.violations();
+        self.check_references(&mut wrong);
+        self.check_pins(&mut wrong);
+        self.check_sharing(&mut wrong);
+        let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
+        let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let released: usize = steps.map(|step| step.released_rows.len()).sum();
+        if held + released != self.num_rows() {
+            wrong.push(format!("{} rows counted in the worker, {} are taken", self.num_rows(), held + released));
+        }
+        wrong
+    }
+
+    fn sequences(&self) -> impl Iterator<Item = &Sequence> {
+        self.leases.values().flat_map(|lease| lease.sequences.values()).map(|row| self.table.get(*row))
+    }
+
+    /// I2: as many references as table entries.
+    fn check_references(&self, wrong: &mut Vec<String>) {
+        let mut holders = vec![0; self.geometry.num_blocks];
+        for block in self.sequences().flat_map(|sequence| &sequence.block_table) {
+            holders[*block as usize] += 1;
+        }
+        for (block, holders) in holders.into_iter().enumerate().skip(1) {
+            let references = self.pool.ref_count(block as BlockId);
+            if references != holders {
+                wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
+            }
+        }
+    }
+
+    fn check_pins(&self, wrong: &mut Vec<String>) {
+        let mut steps = vec![0; self.geometry.num_blocks];
+        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
+        for block in in_flight.flat_map(|step| step.pinned.iter().flatten()) {
+            steps[*block as usize] += 1;
+        }
+        for (block, steps) in steps.into_iter().enumerate().skip(1) {
+            let pins = self.pool.pin_count(block as BlockId);
+            if pins != steps {
+                wrong.push(format!("block {block} is pinned by {steps} steps and has {pins} pins"));
+            }
+        }
+    }
+
+    /// I4: who shares a block agrees on every token up to its end, as far as steps were planned to fill it.
+    fn check_sharing(&self, wrong: &mut Vec<String>) {
+        let size = self.geometry.block_size;
+        let mut seen: HashMap<(usize, BlockId), (&Sequence, usize)> = HashMap::new();
+        for sequence in self.sequences() {
+            let num_filled = sequence.num_known().min(sequence.num_scheduled);
+            for (index, &block) in sequence.block_table.iter().enumerate() {
+                if self.pool.ref_count(block) < 2 {
+                    continue;
+                }
+                let filled = num_filled.min((index + 1) * size);
+                let (other, other_filled) = *seen.entry((index, block)).or_insert((sequence, filled));
+                let shorter = filled.min(other_filled);
+                if sequence.root != other.root || sequence.tokens[..shorter] != other.tokens[..shorter] {
+                    wrong.push(format!("block {block} is shared by sequences with different tokens"));
+                }
+            }
+        }
+    }
+
+    /// All that a refusal leaves as it was, as text; of one lease without its last step, which a plan adds in any case.
+    pub fn state(&self, but_last_step_of: Option<&str>) -> String {
+        let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
+            let pool = &self.pool;
+            (pool.ref_count(block), pool.pin_count(block), pool.index().past(block), pool.index().hash(block))
+        });
+        let mut leases: Vec<String> = Vec::new();
+        for (lease_id, lease) in &self.leases {
+            let num_left_out = usize::from(but_last_step_of == Some(lease_id));
+            let num_steps = lease.in_flight.len().saturating_sub(num_left_out);
+            let steps: Vec<_> = lease.in_flight.iter().take(num_steps).collect();
+            let rows = self.rows_in_order(lease);
+            let sequences: Vec<_> = rows.into_iter().map(|row| (row, bounds(self.table.get(row)))).collect();
+            leases.push(format!("{lease_id} {} {sequences:?} {steps:?}", lease.settled_step));
+        }
+        leases.sort();
+        let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
+        format!("{:?} {free:?} {parked:?} {} {leases:?}", blocks.collect::<Vec<_>>(), self.num_rows())
+    }
+}
+
+/// All of a sequence but the hashes that were computed because somebody asked.
+fn bounds(sequence: &Sequence) -> impl Debug {
+    let Sequence { seq_id, number, root, block_table, tokens, released, .. } = sequence;
+    let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
+    let positions = (sequence.num_writable, sequence.sampled_position);
+    let tables = (block_table, tokens, root, sequence.last_hash());
+    (seq_id, number, released, num_tokens, num_cached, num_computed, num_scheduled, num_published, positions, tables)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::books::tests::Bench;
+    use crate::prefix::PrefixIndex;
+    use crate::steps::StepInFlight;
+
+    /// Sequences 1 and 2 of three tokens each, in blocks 1 to 4, and the steps that compute them.
+    fn bench() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.admit(2, &[4, 5, 6]);
+        bench
+    }
+
+    fn step(bench: &mut Bench, index: usize) -> &mut StepInFlight {
+        &mut bench.0.leases.get_mut("a").unwrap().in_flight[index]
+    }
+
+    /// The second sequence begins with the first one's first block.
+    fn share_the_first_block(bench: &mut Bench) {
+        bench.0.pool.acquire(&[1], 1).unwrap();
+        bench.0.pool.release(&[3]).unwrap();
+        bench.sequence(2).block_table[0] = 1;
+    }
+
+    #[test]
+    fn nothing_is_told_of_books_that_are_right() {
+        let mut bench = bench();
+        bench.settle();
+        bench.fork(1, &[3], 4);
+        bench.extend(3, 1, &[]);
+        bench.release(&[2]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn every_wrong_book_is_told() {
+        type Damage = fn(&mut Bench);
+        let damages: [(Damage, &[&str]); 8] = [
+            (|bench| bench.sequence(1).block_table.push(1), &["block 1 is in 2 tables and has 1 references"]),
+            (|bench| bench.sequence(2).block_table.truncate(1), &["block 4 is in 0 tables and has 1 references"]),
+            (
+                |bench| step(bench, 1).pinned.push(vec![7, 1]),
+                &["block 1 is pinned by 1 steps and has 0 pins", "block 7 is pinned by 1 steps and has 0 pins"],
+            ),
+            (
+                |bench| bench.0.pool.retire(&[4]).unwrap(),
+                &["block 4 is in 1 tables and has 0 references", "block 4 is pinned by 0 steps and has 1 pins"],
+            ),
+            (|bench| step(bench, 0).released_rows.push(5), &["2 rows counted in the worker, 3 are taken"]),
+            (
+                |bench| {
+                    let again = bench.sequence(1).fork(3, 1, 2, &PrefixIndex::new(2));
+                    bench.0.table.enter(again);
+                },
+                &["3 rows counted in the worker, 2 are taken"],
+            ),
+            (share_the_first_block, &["block 1 is shared by sequences with different tokens"]),
+            (
+                |bench| {
+                    share_the_first_block(bench);
+                    bench.sequence(2).tokens = vec![1, 2, 6];
+                    bench.sequence(2).root = [9; 32];
+                },
+                &["block 1 is shared by sequences with different tokens"],
+            ),
+        ];
+        for (damage, told) in damages {
+            let mut bench = bench();
+            assert_eq!(bench.0.violations(), [""; 0]);
+            damage(&mut bench);
+            assert_eq!(bench.0.violations(), told);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_pool_is_told() {
+        let mut bench = bench();
+        bench.0.pool.drop_cached(0, 9);
+        bench.0.pool.policy().park(&[8]);
+        assert_eq!(bench.0.violations().len(), 2, "{:?}", bench.0.violations());
+    }
+
+    #[test]
+    fn who_shares_a_block_agrees_as_far_as_steps_fill_it() {
+        for (num_scheduled, tokens, is_right) in [
+            (3, vec![1, 2, 6], true),
+            (3, vec![1, 9, 6], false),
+            (3, vec![9, 2, 6], false),
+            (1, vec![1, 9, 6], true),
+            (1, vec![9, 2, 6], false),
+            (0, vec![9, 9, 6], true),
+            (3, vec![1], true),
+        ] {
+            let mut bench = bench();
+            share_the_first_block(&mut bench);
+            (bench.sequence(2).num_scheduled, bench.sequence(2).tokens) = (num_scheduled, tokens.clone());
+            assert_eq!(bench.0.violations().is_empty(), is_right, "{num_scheduled} of {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn the_state_tells_whatever_changed() {
+        type Change = fn(&mut Bench);
+        let changes: [Change; 14] = [
+            |bench| bench.settle(),
+            |bench| drop(bench.extend(1, 1, &[])),
+            |bench| drop(bench.admit(3, &[7])),
+            |bench| drop(bench.release(&[1])),
+            |bench| drop(bench.0.pool.allocate(1).unwrap()),
+            |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
+            |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
+            |bench| bench.0.open_lease("c", b""),
+            |bench| bench.sequence(1).num_writable += 1,
+            |bench| bench.sequence(2).sampled_position = None,
+            |bench| bench.sequence(2).num_cached = 1,
+            |bench| bench.sequence(2).released = true,
+            |bench| step(bench, 0).runs[0].end = 2,
+            |bench| bench.0.leases.get_mut("b").unwrap().settled_step = 1,
+        ];
+        for (number, change) in changes.iter().enumerate() {
+            let mut bench = bench();
+            let before = bench.0.state(None);
+            assert_eq!(bench.0.state(None), before);
+            change(&mut bench);
+            assert_ne!(bench.0.state(None), before, "change {number}");
+        }
+    }
+
+    #[test]
+    fn a_plan_whose_items_are_refused_leaves_all_but_its_step() {
+        let mut bench = bench();
+        let before = bench.0.state(None);
+        assert_eq!(bench.admit(3, &[1, 2, 100]).refusals.len(), 1);
+        assert_ne!(bench.0.state(None), before);
+        assert_eq!(bench.0.state(Some("a")), before);
+    }
+
+    #[test]
+    fn a_hash_that_somebody_asked_for_is_no_change() {
+        let mut bench = bench();
+        let before = bench.0.state(None);
+        bench.sequence(1).hash_at(0, 2);
+        assert_eq!(bench.0.state(None), before);
+    }
+}

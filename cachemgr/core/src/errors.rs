@@ -1,0 +1,83 @@
+//! What a call ends with if not with an answer.
+
+use std::fmt::Display;
+
+/// Why something is refused; the names of `quire.cache.v1.ErrorReason` without their prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    InvalidArgument,
+    EmptyPrompt,
+    SequenceTooLong,
+    TokenOutOfRange,
+    PositionOutOfRange,
+    SequenceNotFound,
+    SequenceExists,
+    NothingToCompute,
+    OutOfBlocks,
+    TooManySequences,
+    TooManySteps,
+    TokenBudgetSpent,
+}
+
+impl Reason {
+    pub fn name(self) -> &'static str {
+        match self {
+            Reason::InvalidArgument => "INVALID_ARGUMENT",
+            Reason::EmptyPrompt => "EMPTY_PROMPT",
+            Reason::SequenceTooLong => "SEQUENCE_TOO_LONG",
+            Reason::TokenOutOfRange => "TOKEN_OUT_OF_RANGE",
+            Reason::PositionOutOfRange => "POSITION_OUT_OF_RANGE",
+            Reason::SequenceNotFound => "SEQUENCE_NOT_FOUND",
+            Reason::SequenceExists => "SEQUENCE_EXISTS",
+            Reason::NothingToCompute => "NOTHING_TO_COMPUTE",
+            Reason::OutOfBlocks => "OUT_OF_BLOCKS",
+            Reason::TooManySequences => "TOO_MANY_SEQUENCES",
+            Reason::TooManySteps => "TOO_MANY_STEPS",
+            Reason::TokenBudgetSpent => "TOKEN_BUDGET_SPENT",
+        }
+    }
+}
+
+/// One no: the reason, a sentence, and every number of the sentence by name.
+#[derive(Debug, Clone)]
+pub struct Refusal {
+    pub reason: Reason,
+    pub message: String,
+    pub metadata: Vec<(&'static str, String)>,
+}
+
+impl Refusal {
+    pub fn new(reason: Reason, message: String) -> Refusal {
+        Refusal { reason, message, metadata: Vec::new() }
+    }
+
+    /// The same with one more number of its sentence.
+    pub fn with(mut self, name: &'static str, value: impl Display) -> Refusal {
+        self.metadata.push((name, value.to_string()));
+        self
+    }
+}
+
+/// A field that is out of range: names the field, its value and the limit.
+pub fn invalid(field: &str, value: impl Display, limit: impl Display) -> Refusal {
+    Refusal::new(Reason::InvalidArgument, format!("{field} is {value}; must be {limit}"))
+        .with("field", field)
+        .with("value", value)
+        .with("limit", limit)
+}
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub enum Failure {
+    /// The whole call is refused, and nothing was changed.
+    Refused(Refusal),
+    /// The books are wrong. Nothing may be granted any more.
+    Broken(String),
+}
+
+pub type Result<T> = std::result::Result<T, Failure>;
+
+/// The books are wrong, for this reason.
+pub fn broken<T>(what: String) -> Result<T> {
+    Err(Failure::Broken(what))
+}

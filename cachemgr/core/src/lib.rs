@@ -1,0 +1,29 @@
+//! The books of a pool of KV blocks.
+//!
+//!     books       one pool in one epoch: leases' sequences and steps in flight
+//!       planner   plans a step            settle    enters what was computed      audit   checks I1 to I4
+//!       sequences tokens and tables       steps     what is in flight             plans   requests and plans
+//!       pool      who holds a block       prefix    what is found                 eviction, lineage, retention
+//!     wire        plans as bytes
+//!     python      the only one that knows Python
+//!
+//! Pure: no I/O, no clock, no threads.
+
+#![forbid(unsafe_code)]
+
+pub mod audit;
+pub mod books;
+pub mod errors;
+pub mod eviction;
+pub mod lineage;
+pub mod planner;
+pub mod plans;
+pub mod pool;
+pub mod prefix;
+#[cfg(feature = "python")]
+mod python;
+pub mod retention;
+pub mod sequences;
+pub mod settle;
+pub mod steps;
+pub mod wire;

@@ -1,0 +1,117 @@
+//! What a client asks of its next step, and what it gets: plain values.
+
+use crate::errors::Refusal;
+use crate::pool::BlockCounts;
+use crate::prefix::BlockId;
+
+/// The kinds of items that are answered one by one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlanItem {
+    Trim,
+    Fork,
+    Extend,
+    Admission,
+}
+
+impl PlanItem {
+    pub fn name(self) -> &'static str {
+        match self {
+            PlanItem::Trim => "trim",
+            PlanItem::Fork => "fork",
+            PlanItem::Extend => "extend",
+            PlanItem::Admission => "admission",
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Trim {
+    pub seq_id: i64,
+    /// Tokens to keep.
+    pub num_tokens: i64,
+}
+
+#[derive(Debug, Default)]
+pub struct Fork {
+    pub parent_id: i64,
+    pub child_ids: Vec<i64>,
+    /// Tokens each child begins with.
+    pub num_tokens: i64,
+}
+
+#[derive(Debug, Default)]
+pub struct Extend {
+    pub seq_id: i32,
+    /// Tokens to compute.
+    pub num_tokens: i64,
+    /// Tokens to append before computing.
+    pub append: Vec<i32>,
+}
+
+#[derive(Debug, Default)]
+pub struct Admission {
+    pub seq_id: i64,
+    pub tokens: Vec<i32>,
+    /// The most tokens to compute in this step; 0: no limit of its own.
+    pub max_compute: usize,
+    pub salt: Vec<u8>,
+}
+
+/// Everything a client wants of one step.
+#[derive(Debug, Default)]
+pub struct StepRequest {
+    pub releases: Vec<i64>,
+    pub trims: Vec<Trim>,
+    pub forks: Vec<Fork>,
+    pub extends: Vec<Extend>,
+    pub admissions: Vec<Admission>,
+    /// The most tokens admissions may compute together; 0: no limit.
+    pub admission_token_budget: usize,
+    /// Blocks that admissions leave allocatable.
+    pub admission_reserve: usize,
+}
+
+#[derive(Debug, Clone)]
+pub struct RefusedItem {
+    pub item: PlanItem,
+    pub seq_id: i64,
+    pub refusal: Refusal,
+}
+
+/// What one step may touch and is to compute; grows while it is planned, constant afterwards.
+///
+/// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
+#[derive(Debug, Clone, Default)]
+pub struct StepPlan {
+    pub step_number: u64,
+    pub known_step: u64,
+    pub released_ids: Vec<i32>,
+    pub fork_parent_ids: Vec<i32>,
+    pub fork_child_ids: Vec<i32>,
+    pub write_seq_ids: Vec<i32>,
+    pub write_first_indexes: Vec<u32>,
+    pub write_block_counts: Vec<u32>,
+    pub write_block_ids: Vec<BlockId>,
+    pub copy_sources: Vec<BlockId>,
+    pub copy_targets: Vec<BlockId>,
+    pub run_seq_ids: Vec<i32>,
+    pub run_starts: Vec<u32>,
+    pub run_token_counts: Vec<u32>,
+    pub run_samples: Vec<bool>,
+    pub given_run_indexes: Vec<u32>,
+    pub given_digests: Vec<u8>,
+    pub refusals: Vec<RefusedItem>,
+    pub admitted_ids: Vec<i32>,
+    pub admitted_cached_counts: Vec<u32>,
+    pub counts: BlockCounts,
+}
+
+impl StepPlan {
+    /// Adds a block table write.
+    pub fn write(&mut self, seq_id: i32, first_index: usize, blocks: &[BlockId]) {
+        self.write_seq_ids.push(seq_id);
+        self.write_first_indexes.push(first_index as u32);
+        self.write_block_counts.push(blocks.len() as u32);
+        self.write_block_ids.extend_from_slice(blocks);
+    }
+}

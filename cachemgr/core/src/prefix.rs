@@ -1,0 +1,334 @@
+//! The prefix index: which block holds the KV of which tokens.
+//!
+//! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, salt and model: equal hashes mean
+//! equal tokens from position 0 on, so a hit needs no verification.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::hint::black_box;
+
+use sha2::{Digest, Sha256};
+
+pub type BlockId = u32;
+pub type Hash = [u8; 32];
+
+pub const NULL_BLOCK: BlockId = 0;
+
+/// The parent of a sequence's first block. Each part is hashed with its length: no two splits collide.
+pub fn root_hash(tenant: &[u8], salt: &[u8], model_fingerprint: &[u8]) -> Hash {
+    let mut root = Sha256::new();
+    root.update(b"quire prefix v1");
+    for part in [tenant, salt, model_fingerprint] {
+        root.update((part.len() as u64).to_le_bytes());
+        root.update(part);
+    }
+    root.finalize().into()
+}
+
+/// Appends the prefix hashes of the full blocks of `tokens`, each chained on the one before, the first on `parent`.
+///
+/// A token id is hashed as a little-endian int32; a partial tail is ignored. Cost: one SHA-256 per block.
+pub fn chain_hashes(mut parent: Hash, tokens: &[i32], block_size: usize, hashes: &mut Vec<Hash>) {
+    hashes.reserve(tokens.len() / block_size);
+    let mut content = vec![0; 32 + 4 * block_size];
+    for block in tokens.chunks_exact(block_size) {
+        content[..32].copy_from_slice(&parent);
+        write_tokens(block, &mut content[32..]);
+        parent = Sha256::digest(&content).into();
+        hashes.push(parent);
+    }
+}
+
+/// SHA-256 of token ids.
+pub fn digest_of(tokens: &[i32]) -> Hash {
+    let mut content = vec![0; 4 * tokens.len()];
+    write_tokens(tokens, &mut content);
+    Sha256::digest(&content).into()
+}
+
+fn write_tokens(tokens: &[i32], bytes: &mut [u8]) {
+    for (cell, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+        cell.copy_from_slice(&token.to_le_bytes());
+    }
+}
+
+/// What a block was since it was handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Past {
+    /// Never findable.
+    None,
+    /// It can be found by its hash.
+    Findable,
+    /// It could be found once, and can't any more.
+    Dropped,
+}
+
+/// From prefix hash to block and back. Holds only blocks whose content was computed.
+///
+/// A hash table with open addressing, twice the slots of what it can hold: it never grows. An entry is 32 bits of the
+/// mixed hash and the block, 0 where there is none. The mix has a key of its own in every process, so that nobody can
+/// choose tokens whose entries meet.
+#[derive(Debug)]
+pub struct PrefixIndex {
+    hashes: Vec<Hash>,
+    past: Vec<Past>,
+    entries: Vec<u64>,
+    mask: usize,
+    mix_key: u64,
+    num_indexed: usize,
+    num_forgotten: u64,
+}
+
+impl PrefixIndex {
+    pub fn new(num_blocks: usize) -> PrefixIndex {
+        let num_entries = (2 * num_blocks).next_power_of_two();
+        PrefixIndex {
+            hashes: vec![[0; 32]; num_blocks],
+            past: vec![Past::None; num_blocks],
+            entries: vec![0; num_entries],
+            mask: num_entries - 1,
+            mix_key: RandomState::new().build_hasher().finish() | 1,
+            num_indexed: 0,
+            num_forgotten: 0,
+        }
+    }
+
+    pub fn past(&self, block: BlockId) -> Past {
+        self.past[block as usize]
+    }
+
+    pub fn is_findable(&self, block: BlockId) -> bool {
+        self.past(block) == Past::Findable
+    }
+
+    /// The hash by which the block can be found.
+    pub fn hash(&self, block: BlockId) -> Option<&Hash> {
+        self.is_findable(block).then(|| &self.hashes[block as usize])
+    }
+
+    pub fn num_indexed(&self) -> usize {
+        self.num_indexed
+    }
+
+    /// Blocks that were made findable since the index was made.
+    pub fn num_published(&self) -> u64 {
+        self.num_indexed as u64 + self.num_forgotten
+    }
+
+    /// The block that holds this prefix's last block.
+    pub fn lookup(&self, hash: &Hash) -> Option<BlockId> {
+        let mixed = self.mix(hash);
+        let mut place = mixed as usize & self.mask;
+        loop {
+            let entry = self.entries[place];
+            if entry == 0 {
+                return None;
+            }
+            if (entry >> 32) as u32 == mixed && self.hashes[entry as u32 as usize] == *hash {
+                return Some(entry as u32);
+            }
+            place = (place + 1) & self.mask;
+        }
+    }
+
+    /// The blocks of the longest known prefix, in order.
+    pub fn find(&self, hashes: &[Hash]) -> Vec<BlockId> {
+        let mut found = Vec::new();
+        for ahead in hashes.chunks(LOOK_AHEAD) {
+            self.warm(ahead);
+            for hash in ahead {
+                match self.lookup(hash) {
+                    Some(block) => found.push(block),
+                    None => return found,
+                }
+            }
+        }
+        found
+    }
+
+    /// Makes a computed block findable, unless another one is by this hash; returns the one that is from now on.
+    pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
+        if let Some(standing) = self.lookup(hash) {
+            return standing;
+        }
+        let mixed = self.mix(hash);
+        let mut place = mixed as usize & self.mask;
+        while self.entries[place] != 0 {
+            place = (place + 1) & self.mask;
+        }
+        self.entries[place] = u64::from(mixed) << 32 | u64::from(block);
+        self.hashes[block as usize] = *hash;
+        self.past[block as usize] = Past::Findable;
+        self.num_indexed += 1;
+        block
+    }
+
+    /// A findable block is handed out anew: what it held can't be found any more.
+    pub fn forget(&mut self, block: BlockId) {
+        self.remove(block);
+        self.past[block as usize] = Past::None;
+    }
+
+    /// A findable block can't be found any more, but stays one whose content was published.
+    pub fn drop_hash(&mut self, block: BlockId) {
+        self.remove(block);
+        self.past[block as usize] = Past::Dropped;
+    }
+
+    /// A block that can't be found is free: it does not matter any more what it held.
+    pub fn forget_past(&mut self, block: BlockId) {
+        self.past[block as usize] = Past::None;
+    }
+
+    /// Reads the places of these entries, so that looking them up one by one does not wait for memory each time.
+    pub fn warm(&self, hashes: &[Hash]) {
+        let read = |hash| self.entries[self.mix(hash) as usize & self.mask];
+        black_box(hashes.iter().map(read).fold(0, |all, entry| all ^ entry));
+    }
+
+    /// Disagreements between the two directions, one sentence each.
+    pub fn violations(&self) -> Vec<String> {
+        let mut wrong = Vec::new();
+        let mut num_entries = 0;
+        for entry in self.entries.iter().filter(|entry| **entry != 0) {
+            num_entries += 1;
+            let block = *entry as u32;
+            if self.hash(block).and_then(|hash| self.lookup(hash)) != Some(block) {
+                wrong.push(format!("index finds block {block} by a hash that the block does not have"));
+            }
+        }
+        let num_findable = self.past.iter().filter(|past| **past == Past::Findable).count();
+        if num_findable != num_entries || num_entries != self.num_indexed {
+            let counted = self.num_indexed;
+            wrong.push(format!("{num_findable} blocks have a hash, the index finds {num_entries}, counted {counted}"));
+        }
+        wrong
+    }
+
+    fn mix(&self, hash: &Hash) -> u32 {
+        let head = u64::from_le_bytes(hash[..8].try_into().expect("a hash is 32 bytes"));
+        (head.wrapping_mul(self.mix_key) >> 32) as u32
+    }
+
+    /// Takes out an entry and moves those behind it up, so that no search ends too early.
+    fn remove(&mut self, block: BlockId) {
+        let mut place = self.mix(&self.hashes[block as usize]) as usize & self.mask;
+        while self.entries[place] as u32 != block {
+            assert!(self.entries[place] != 0, "block {block} is not in the index");
+            place = (place + 1) & self.mask;
+        }
+        let mut next = place;
+        loop {
+            next = (next + 1) & self.mask;
+            let entry = self.entries[next];
+            if entry == 0 {
+                break;
+            }
+            let home = (entry >> 32) as usize & self.mask;
+            if next.wrapping_sub(home) & self.mask >= next.wrapping_sub(place) & self.mask {
+                self.entries[place] = entry;
+                place = next;
+            }
+        }
+        self.entries[place] = 0;
+        self.num_indexed -= 1;
+        self.num_forgotten += 1;
+    }
+}
+
+const LOOK_AHEAD: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(number: u64) -> Hash {
+        digest_of(&[number as i32, (number >> 32) as i32])
+    }
+
+    #[test]
+    fn a_chain_depends_on_everything_before() {
+        let chain = |root: Hash, tokens: &[i32]| {
+            let mut hashes = Vec::new();
+            chain_hashes(root, tokens, 2, &mut hashes);
+            hashes
+        };
+        let hashes = chain([0; 32], &[1, 2, 3, 4, 5]);
+        assert_eq!(hashes.len(), 2);
+        assert_eq!(hashes[0], <Hash>::from(Sha256::digest([&[0; 32][..], &[1, 0, 0, 0, 2, 0, 0, 0]].concat())));
+        assert_eq!(hashes[1], <Hash>::from(Sha256::digest([&hashes[0][..], &[3, 0, 0, 0, 4, 0, 0, 0]].concat())));
+        assert_ne!(chain([0; 32], &[9, 2, 3, 4])[1], hashes[1]);
+        assert_ne!(chain([1; 32], &[1, 2, 3, 4])[1], hashes[1]);
+    }
+
+    #[test]
+    fn no_two_splits_of_a_root_collide() {
+        assert_ne!(root_hash(b"ab", b"c", b""), root_hash(b"a", b"bc", b""));
+        assert_ne!(root_hash(b"", b"x", b""), root_hash(b"x", b"", b""));
+    }
+
+    #[test]
+    fn the_first_block_published_stands() {
+        let mut index = PrefixIndex::new(4);
+        assert_eq!(index.publish(&hash(1), 2), 2);
+        assert_eq!(index.publish(&hash(1), 3), 2);
+        assert_eq!((index.past(2), index.past(3)), (Past::Findable, Past::None));
+        assert_eq!((index.hash(2), index.hash(3)), (Some(&hash(1)), None));
+        assert_eq!((index.num_indexed(), index.num_published()), (1, 1));
+    }
+
+    #[test]
+    fn a_prefix_ends_where_a_block_is_missing() {
+        let mut index = PrefixIndex::new(8);
+        for block in [1, 2, 4] {
+            index.publish(&hash(block.into()), block);
+        }
+        assert_eq!(index.find(&[hash(1), hash(2), hash(3), hash(4)]), [1, 2]);
+        assert_eq!(index.find(&[hash(3), hash(4)]), [0; 0]);
+    }
+
+    #[test]
+    fn what_is_dropped_has_a_past_until_it_is_free() {
+        let mut index = PrefixIndex::new(4);
+        index.publish(&hash(1), 1);
+        index.drop_hash(1);
+        assert_eq!((index.past(1), index.lookup(&hash(1)), index.hash(1)), (Past::Dropped, None, None));
+        index.forget_past(1);
+        assert_eq!(index.past(1), Past::None);
+    }
+
+    /// Entries come and go at random in a table of four slots a time; what a plain map says holds after every change.
+    #[test]
+    fn it_agrees_with_a_map() {
+        for num_blocks in [2, 3, 5, 17, 64] {
+            let mut index = PrefixIndex::new(num_blocks);
+            let mut map = std::collections::HashMap::new();
+            let mut state = num_blocks as u64;
+            for _ in 0..2_000 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let block = (state >> 33) as u32 % num_blocks as u32;
+                if block == 0 {
+                    continue;
+                }
+                if index.is_findable(block) {
+                    map.remove(index.hash(block).unwrap());
+                    index.forget(block);
+                } else {
+                    let published = hash(state);
+                    assert_eq!(index.publish(&published, block), block);
+                    map.insert(published, block);
+                }
+                assert!(map.iter().all(|(hash, block)| index.lookup(hash) == Some(*block)));
+                assert_eq!(index.violations(), [""; 0]);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_told() {
+        let mut index = PrefixIndex::new(4);
+        index.publish(&hash(1), 1);
+        index.past[1] = Past::None;
+        assert_eq!(index.violations().len(), 2);
+    }
+}

@@ -1,0 +1,487 @@
+//! The books as Python calls them: messages in and out, nothing decided here.
+//!
+//! Token ids, sequence ids and counts come as bytes, 4 each, little-endian: what `array.tobytes()` gives.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use pyo3::exceptions::{PyKeyError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::books::{Books, Geometry, MAX_STEPS_IN_FLIGHT};
+use crate::errors::{Failure, Refusal, Result, broken};
+use crate::eviction::POLICIES;
+use crate::plans::{Admission, Extend, Fork, RefusedItem, StepPlan, StepRequest, Trim};
+use crate::pool::BlockState;
+use crate::prefix::{BlockId, Hash};
+use crate::retention::Choice;
+use crate::sequences::Row;
+use crate::settle::{StepOutcome, StepReport};
+use crate::wire::{Grantor, encode_answer, encode_grant};
+
+/// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
+fn changing<T>(py: Python<'_>, change: impl FnOnce() -> Result<T>) -> PyResult<T> {
+    let told = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().cloned();
+        text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
+    };
+    let changed = catch_unwind(AssertUnwindSafe(change)).unwrap_or_else(|panic| broken(told(panic)));
+    changed.map_err(|failure| to_python(py, failure))
+}
+
+/// A refusal or a broken book as the exception that Python knows.
+fn to_python(py: Python<'_>, failure: Failure) -> PyErr {
+    let raised = || -> PyResult<Bound<'_, PyAny>> {
+        let errors = py.import("quire.cachemgr.errors")?;
+        match failure {
+            Failure::Refused(refusal) => errors.getattr("CallRefused")?.call1((refusal_of(py, &refusal)?,)),
+            Failure::Broken(what) => errors.getattr("BrokenInvariant")?.call1((what,)),
+        }
+    };
+    raised().map_or_else(|error| error, PyErr::from_value)
+}
+
+fn refusal_of<'py>(py: Python<'py>, refusal: &Refusal) -> PyResult<Bound<'py, PyAny>> {
+    let errors = py.import("quire.cachemgr.errors")?;
+    let reason = errors.getattr("Reason")?.call1((refusal.reason.name(),))?;
+    let metadata = PyDict::new(py);
+    for (name, value) in &refusal.metadata {
+        metadata.set_item(name, value)?;
+    }
+    errors.getattr("Refusal")?.call1((reason, &refusal.message, metadata))
+}
+
+fn refused_item<'py>(py: Python<'py>, refused: &RefusedItem) -> PyResult<Bound<'py, PyAny>> {
+    let plans = py.import("quire.cachemgr.plans")?;
+    let item = plans.getattr("PlanItem")?.call1((refused.item.name(),))?;
+    plans.getattr("RefusedItem")?.call1((item, refused.seq_id, refusal_of(py, &refused.refusal)?))
+}
+
+fn ids(bytes: &[u8]) -> PyResult<Vec<i32>> {
+    let (cells, rest) = bytes.as_chunks::<4>();
+    if !rest.is_empty() {
+        return Err(PyValueError::new_err(format!("{} bytes are no list of 4-byte numbers", bytes.len())));
+    }
+    Ok(cells.iter().map(|cell| i32::from_le_bytes(*cell)).collect())
+}
+
+fn bytes_of(tokens: &[i32]) -> Vec<u8> {
+    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+fn position(position: Option<usize>) -> i64 {
+    position.map_or(-1, |position| position as i64)
+}
+
+/// What one step may touch and is to compute. Lists named alike belong together by index.
+#[pyclass(name = "StepPlan", module = "quire.cachemgr._core", frozen)]
+struct PyStepPlan(StepPlan);
+
+macro_rules! lists {
+    ($($name:ident: $type:ty),* $(,)?) => {
+        #[pymethods]
+        impl PyStepPlan {
+            #[getter]
+            fn step_number(&self) -> u64 {
+                self.0.step_number
+            }
+
+            #[getter]
+            fn known_step(&self) -> u64 {
+                self.0.known_step
+            }
+
+            #[getter]
+            fn given_digests<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+                PyBytes::new(py, &self.0.given_digests)
+            }
+
+            #[getter]
+            fn has_refusals(&self) -> bool {
+                !self.0.refusals.is_empty()
+            }
+
+            #[getter]
+            fn refusals<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+                self.0.refusals.iter().map(|refused| refused_item(py, refused)).collect()
+            }
+
+            /// Blocks by state after the step was planned.
+            #[getter]
+            fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+                let counts = self.0.counts;
+                let make = py.import("quire.cachemgr.blocks")?.getattr("BlockCounts")?;
+                make.call1((counts.free, counts.cached, counts.active, counts.retired))
+            }
+
+            /// A serialised StepGrant.
+            fn encode_grant<'py>(
+                &self,
+                py: Python<'py>,
+                pool: &str,
+                epoch: i64,
+                term: i64,
+                lease_id: &str,
+            ) -> Bound<'py, PyBytes> {
+                PyBytes::new(py, &encode_grant(&self.0, &Grantor { pool, epoch, term, lease_id }))
+            }
+
+            /// A serialised PlanStepResponse, without its grant and its refusals.
+            fn encode_answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+                PyBytes::new(py, &encode_answer(&self.0))
+            }
+
+            $(#[getter]
+            fn $name(&self) -> $type {
+                self.0.$name.clone()
+            })*
+        }
+    };
+}
+
+lists! {
+    released_ids: Vec<i32>,
+    fork_parent_ids: Vec<i32>,
+    fork_child_ids: Vec<i32>,
+    write_seq_ids: Vec<i32>,
+    write_first_indexes: Vec<u32>,
+    write_block_counts: Vec<u32>,
+    write_block_ids: Vec<BlockId>,
+    copy_sources: Vec<BlockId>,
+    copy_targets: Vec<BlockId>,
+    run_seq_ids: Vec<i32>,
+    run_starts: Vec<u32>,
+    run_token_counts: Vec<u32>,
+    run_samples: Vec<bool>,
+    given_run_indexes: Vec<u32>,
+    admitted_ids: Vec<i32>,
+    admitted_cached_counts: Vec<u32>,
+}
+
+/// A sequence as it was when it was asked for.
+#[pyclass(name = "SequenceView", module = "quire.cachemgr._core", frozen, get_all)]
+struct SequenceView {
+    seq_id: i32,
+    num_known: usize,
+    num_tokens: usize,
+    num_cached: usize,
+    num_computed: usize,
+    num_scheduled: usize,
+    num_published: usize,
+    num_promised: usize,
+    sampled_position: i64,
+    block_table: Vec<BlockId>,
+}
+
+/// A step in flight as it was when it was asked for.
+#[pyclass(name = "StepView", module = "quire.cachemgr._core", frozen, get_all)]
+struct StepView {
+    step_number: u64,
+    is_doomed: bool,
+    run_seq_ids: Vec<i32>,
+    num_pinned: usize,
+    num_fills: usize,
+    num_released: usize,
+}
+
+/// A StepRequest of Python, but for its extends.
+#[derive(FromPyObject)]
+struct PyStepRequest {
+    releases: Vec<i64>,
+    trims: Vec<PyTrim>,
+    forks: Vec<PyFork>,
+    admissions: Vec<PyAdmission>,
+    admission_token_budget: usize,
+    admission_reserve: usize,
+}
+
+#[derive(FromPyObject)]
+struct PyTrim {
+    seq_id: i64,
+    num_tokens: i64,
+}
+
+#[derive(FromPyObject)]
+struct PyFork {
+    parent_id: i64,
+    child_ids: Vec<i64>,
+    num_tokens: i64,
+}
+
+#[derive(FromPyObject)]
+struct PyAdmission {
+    seq_id: i64,
+    tokens: PyBackedBytes,
+    max_compute: usize,
+    salt: PyBackedBytes,
+}
+
+impl PyStepRequest {
+    fn decode(self, extends: Vec<Extend>) -> PyResult<StepRequest> {
+        let admission = |PyAdmission { seq_id, tokens, max_compute, salt }| {
+            Ok(Admission { seq_id, tokens: ids(&tokens)?, max_compute, salt: salt.to_vec() })
+        };
+        let fork = |PyFork { parent_id, child_ids, num_tokens }| Fork { parent_id, child_ids, num_tokens };
+        let trim = |PyTrim { seq_id, num_tokens }| Trim { seq_id, num_tokens };
+        Ok(StepRequest {
+            releases: self.releases,
+            trims: self.trims.into_iter().map(trim).collect(),
+            forks: self.forks.into_iter().map(fork).collect(),
+            extends,
+            admissions: self.admissions.into_iter().map(admission).collect::<PyResult<_>>()?,
+            admission_token_budget: self.admission_token_budget,
+            admission_reserve: self.admission_reserve,
+        })
+    }
+}
+
+#[pyclass(name = "Books", module = "quire.cachemgr._core")]
+struct PyBooks(Books);
+
+impl PyBooks {
+    fn row(&self, lease_id: &str, seq_id: i64) -> Option<Row> {
+        let seq_id = i32::try_from(seq_id).ok()?;
+        self.0.holdings(lease_id)?.sequences.get(&seq_id).copied()
+    }
+
+    fn view(&self, row: Row) -> SequenceView {
+        let sequence = self.0.sequence(row);
+        SequenceView {
+            seq_id: sequence.seq_id,
+            num_known: sequence.num_known(),
+            num_tokens: sequence.num_tokens,
+            num_cached: sequence.num_cached,
+            num_computed: sequence.num_computed,
+            num_scheduled: sequence.num_scheduled,
+            num_published: sequence.num_published,
+            num_promised: sequence.num_promised(),
+            sampled_position: position(sequence.sampled_position),
+            block_table: sequence.block_table.clone(),
+        }
+    }
+}
+
+#[pymethods]
+impl PyBooks {
+    #[new]
+    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy))]
+    fn new(
+        num_blocks: usize,
+        block_size: usize,
+        max_sequences: usize,
+        max_sequence_tokens: usize,
+        vocab_size: usize,
+        model_fingerprint: &str,
+        policy: &str,
+    ) -> PyResult<PyBooks> {
+        let model_fingerprint = model_fingerprint.as_bytes().to_vec();
+        let geometry =
+            Geometry { block_size, num_blocks, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint };
+        Books::new(geometry, policy).map(PyBooks).ok_or_else(|| PyKeyError::new_err(policy.to_string()))
+    }
+
+    fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str) -> PyResult<()> {
+        changing(py, || Ok(self.0.open_lease(lease_id, tenant.as_bytes())))
+    }
+
+    fn close_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
+        changing(py, || self.0.close_lease(lease_id))
+    }
+
+    /// Plans the lease's next step. The extends are those of the arguments.
+    #[pyo3(signature = (lease_id, request, *, extend_ids, extend_token_counts, appends))]
+    fn plan(
+        &mut self,
+        py: Python<'_>,
+        lease_id: &str,
+        request: PyStepRequest,
+        extend_ids: &[u8],
+        extend_token_counts: &[u8],
+        appends: Option<Vec<PyBackedBytes>>,
+    ) -> PyResult<PyStepPlan> {
+        let extend = |(seq_id, count): (i32, i32)| Extend { seq_id, num_tokens: count.into(), append: Vec::new() };
+        let mut extends: Vec<Extend> =
+            ids(extend_ids)?.into_iter().zip(ids(extend_token_counts)?).map(extend).collect();
+        for (extend, tokens) in extends.iter_mut().zip(appends.unwrap_or_default()) {
+            extend.append = ids(&tokens)?;
+        }
+        let request = request.decode(extends)?;
+        let plan = changing(py, || self.0.plan(lease_id, &request))?;
+        plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
+    }
+
+    #[pyo3(signature = (lease_id, step_number, outcome, *, seq_ids, token_counts, sampled_ids, sampled_tokens))]
+    fn settle(
+        &mut self,
+        py: Python<'_>,
+        lease_id: &str,
+        step_number: u64,
+        outcome: &str,
+        seq_ids: &[u8],
+        token_counts: &[u8],
+        sampled_ids: &[u8],
+        sampled_tokens: &[u8],
+    ) -> PyResult<()> {
+        let outcome = match outcome {
+            "computed" => StepOutcome::Computed,
+            "failed" => StepOutcome::Failed,
+            "skipped" => StepOutcome::Skipped,
+            _ => return Err(PyValueError::new_err(format!("{outcome:?} is no outcome of a step"))),
+        };
+        let report = StepReport {
+            step_number,
+            outcome,
+            seq_ids: ids(seq_ids)?,
+            token_counts: ids(token_counts)?,
+            sampled_ids: ids(sampled_ids)?,
+            sampled_tokens: ids(sampled_tokens)?,
+        };
+        changing(py, || self.0.settle(lease_id, &report))
+    }
+
+    // -- looking ------------------------------------------------------------------------------------------------------
+
+    /// The next step's number, the last settled one, and how many are in flight.
+    fn steps_of(&self, lease_id: &str) -> PyResult<(u64, u64, usize)> {
+        let holdings = self.0.holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        Ok((holdings.next_step, holdings.settled_step, holdings.in_flight.len()))
+    }
+
+    fn in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
+        let holdings = self.0.holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        let view = |step: &crate::steps::StepInFlight| StepView {
+            step_number: step.step_number,
+            is_doomed: step.is_doomed,
+            run_seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
+            num_pinned: step.pinned.iter().map(Vec::len).sum(),
+            num_fills: step.fills.len(),
+            num_released: step.released_rows.len(),
+        };
+        Ok(holdings.in_flight.iter().map(view).collect())
+    }
+
+    fn num_sequences(&self, lease_id: &str) -> usize {
+        self.0.holdings(lease_id).map_or(0, |holdings| holdings.sequences.len())
+    }
+
+    /// Ids of a lease's sequences, as they were admitted.
+    fn sequence_ids(&self, lease_id: &str) -> Vec<i32> {
+        let rows = self.0.holdings(lease_id).map(|holdings| self.0.rows_in_order(holdings)).unwrap_or_default();
+        rows.into_iter().map(|row| self.0.sequence(row).seq_id).collect()
+    }
+
+    fn sequence(&self, lease_id: &str, seq_id: i64) -> Option<SequenceView> {
+        self.row(lease_id, seq_id).map(|row| self.view(row))
+    }
+
+    /// All known tokens of a sequence.
+    fn tokens<'py>(&self, py: Python<'py>, lease_id: &str, seq_id: i64) -> Option<Bound<'py, PyBytes>> {
+        let row = self.row(lease_id, seq_id)?;
+        Some(PyBytes::new(py, &bytes_of(&self.0.sequence(row).tokens)))
+    }
+
+    fn num_cached_tokens(&self, tokens: &[u8], salt: &[u8], tenant: &str) -> PyResult<usize> {
+        Ok(self.0.num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
+    }
+
+    /// Free, cached, active and retired blocks.
+    fn block_counts(&self) -> (usize, usize, usize, usize) {
+        let counts = self.0.pool().counts();
+        (counts.free, counts.cached, counts.active, counts.retired)
+    }
+
+    /// State, references, pins and prefix hash of a block.
+    fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
+        let pool = self.0.pool();
+        let state = match pool.state(block_id) {
+            BlockState::Free => "free",
+            BlockState::Cached => "cached",
+            BlockState::Active => "active",
+            BlockState::Retired => "retired",
+        };
+        (state, pool.ref_count(block_id), pool.pin_count(block_id), pool.index().hash(block_id).copied())
+    }
+
+    fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId) -> PyResult<usize> {
+        changing(py, || Ok(self.0.pool_mut().drop_cached(first, end)))
+    }
+
+    /// Rows taken in the worker.
+    fn num_rows(&self) -> usize {
+        self.0.num_rows()
+    }
+
+    fn num_held_tokens(&self) -> usize {
+        self.0.num_held_tokens()
+    }
+
+    /// Every counter by its name.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let (counters, pool) = (self.0.counters(), self.0.pool().counters());
+        vec![
+            ("planned_steps", counters.planned_steps),
+            ("computed_steps", counters.computed_steps),
+            ("failed_steps", counters.failed_steps),
+            ("skipped_steps", counters.skipped_steps),
+            ("admissions", counters.admissions),
+            ("admitted_tokens", counters.admitted_tokens),
+            ("cached_tokens", counters.cached_tokens),
+            ("forks", counters.forks),
+            ("copied_blocks", counters.copied_blocks),
+            ("num_table_entries", pool.num_references as u64),
+            ("num_shared_blocks", pool.num_shared as u64),
+            ("num_allocated", pool.num_allocated),
+            ("num_evicted", pool.num_evicted),
+            ("num_published", self.0.pool().index().num_published()),
+        ]
+    }
+
+    // -- checking -----------------------------------------------------------------------------------------------------
+
+    fn violations(&self) -> Vec<String> {
+        self.0.violations()
+    }
+
+    #[pyo3(signature = (but_last_step_of = None))]
+    fn state(&self, but_last_step_of: Option<&str>) -> String {
+        self.0.state(but_last_step_of)
+    }
+
+    /// The parked blocks in the policy's order.
+    fn parked_blocks(&self) -> Vec<BlockId> {
+        self.0.pool().parked_blocks()
+    }
+
+    /// Sets what the default policy plans: low and high place and share by class. For tests.
+    fn set_retention(&mut self, plan: Vec<(usize, usize, f64)>, is_trusted: bool) -> PyResult<()> {
+        let Some(lineage) = self.0.pool_mut().policy().lineage() else {
+            return Err(PyValueError::new_err("the policy does not plan"));
+        };
+        lineage.planner.plan = Some(plan.into_iter().map(|(low, high, share)| Choice { low, high, share }).collect());
+        lineage.planner.is_trusted = is_trusted;
+        Ok(())
+    }
+}
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::{PyBooks, PyStepPlan, SequenceView, StepView};
+
+    use super::*;
+
+    #[pyfunction]
+    fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str) -> Hash {
+        crate::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
+    }
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("POLICIES", POLICIES.to_vec())?;
+        module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
+        module.add("NUM_CLASSES", crate::retention::NUM_CLASSES)?;
+        module.add("NUM_TIMES", crate::retention::NUM_TIMES)
+    }
+}
