@@ -6,6 +6,8 @@ and writes are exact, so for them the dtype is that of the pool.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,10 @@ def paged_attention(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of ragged queries over keys and values that lie in blocks.
+    """Attention of ragged queries over keys and values that lie in blocks.
 
     Sizes: N query tokens of n sequences, Hq query heads, H kv heads, M blocks per table, B blocks, S block size.
         q               [N, Hq, Dk]             Hq a multiple of H; query head h reads kv head h // (Hq // H)
@@ -64,22 +68,54 @@ def paged_attention(
         seq_lens        [n]                     int32, keys of each sequence, its new ones included
         cu_seqlens_q    [n+1]                   int32; sequence i has queries cu[i] .. cu[i+1] - 1, its last tokens
         sinks           [Hq]                    one more score per head, with no value, or None
+        alibi_slopes    [Hq]                    or None
         returns         [N, Hq, Dv]             float64
 
     A query at position p sees keys at positions <= p, of those the last `window` if given, and only those with
-    position // chunk == p // chunk if given. Scores are q . k * scaling; softcap c makes them c * tanh(score / c);
-    then comes the softmax over the visible keys and the sink. Keys that are not visible are not read.
+    position // chunk == p // chunk if given; without `causal` it sees all keys of its sequence. Scores are
+    q . k * scaling; softcap c makes them c * tanh(score / c); slopes add slope * (key's position - p); then comes the
+    softmax over the visible keys and the sink. Keys that are not visible are not read. A query that sees none, as one
+    of a sequence of length 0, gets zeros.
+    """
+    return paged_attention_states(
+        q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, scaling=scaling,
+        window=window, chunk=chunk, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, causal=causal,
+    )[0]  # fmt: skip
+
+
+def paged_attention_states(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """What paged_attention() returns, and the log-sum-exp of each row's scores, the sink among them, base 2: [N, Hq].
+
+    That is log2 of the sum of exp(score), -inf for a query that sees no key.
     """
     num_tokens, num_query_heads, _ = q.shape
     heads_per_kv = num_query_heads // k_pool.shape[2]
     block_size = k_pool.shape[1]
     out = torch.zeros(num_tokens, num_query_heads, v_pool.shape[3], dtype=torch.float64, device=q.device)
+    lse = torch.full((num_tokens, num_query_heads), -math.inf, dtype=torch.float64, device=q.device)
     bounds = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
         start = seq_len - (bounds[seq + 1] - bounds[seq])
         for token in range(bounds[seq], bounds[seq + 1]):
             position = start + token - bounds[seq]
-            visible = _visible(position, window=window, chunk=chunk)
+            visible = visible_keys(position if causal else seq_len - 1, window=window, chunk=chunk)
+            if not visible:
+                continue
             block_ids = block_tables[seq, torch.tensor([p // block_size for p in visible])].long()
             offsets = torch.tensor([p % block_size for p in visible])
             for head in range(num_query_heads):
@@ -88,18 +124,80 @@ def paged_attention(
                 scores = keys @ q[token, head].double() * scaling
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores += alibi_slopes[head].double() * (torch.tensor(visible, device=q.device) - position)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[head].double().view(1)])
                 out[token, head] = torch.softmax(scores, 0)[: len(visible)] @ values
-    return out
+                lse[token, head] = torch.logsumexp(scores, 0) / math.log(2)
+    return out, lse
 
 
-def _visible(position: int, *, window: int | None, chunk: int | None) -> list[int]:
+def visible_keys(position: int, *, window: int | None = None, chunk: int | None = None) -> list[int]:
+    """The positions of the keys that a causal query at `position` sees, rising."""
     return [
         key
         for key in range(position + 1)
         if (window is None or key > position - window) and (chunk is None or key // chunk == position // chunk)
     ]
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of K disjoint sets of keys, from that over each.
+
+    Sizes: K sets, N tokens, H heads, D head dim.
+        outs        [K, N, H, D]    anything for a set without keys
+        lses        [K, N, H]       log-sum-exp of the scores, base 2; -inf for a set without keys
+        returns     [N, H, D] and [N, H], float64; zeros and -inf for a row without keys
+    """
+    num_sets, num_tokens, num_heads, head_dim = outs.shape
+    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=outs.device)
+    lse = torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float64, device=outs.device)
+    for token in range(num_tokens):
+        for head in range(num_heads):
+            present = [each for each in range(num_sets) if lses[each, token, head] > -math.inf]
+            if not present:
+                continue
+            exponents = lses[present, token, head].double() * math.log(2)
+            out[token, head] = torch.softmax(exponents, 0) @ outs[present, token, head].double()
+            lse[token, head] = torch.logsumexp(exponents, 0) / math.log(2)
+    return out, lse
+
+
+def check_decode_plan(
+    splits: list[tuple[int, int, int]],
+    program_bounds: list[int],
+    seq_splits: list[tuple[int, int]],
+    *,
+    seq_lens: list[int],
+    q_lens: list[int],
+    tile: int,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> None:
+    """Raises AssertionError unless the splits hold each sequence's keys once and each program's are a run of them.
+
+    A split is (sequence, first key, one past the last key); program p has splits program_bounds[p] up to
+    program_bounds[p + 1], sequence i seq_splits[i] = (first, number). Splits begin at multiples of `tile`, a
+    sequence's first one at the tile of the first key that its first query sees, and its last ends at its length.
+    """
+    assert program_bounds[0] == 0
+    assert program_bounds == sorted(program_bounds)
+    count = program_bounds[-1]
+    assert count == sum(number for _, number in seq_splits)
+    expected_first = 0
+    for seq, (first, number) in enumerate(seq_splits):
+        assert first == expected_first
+        expected_first += number
+        visible = visible_keys(max(seq_lens[seq] - q_lens[seq], 0), window=window, chunk=chunk)
+        begin = visible[0] // tile * tile
+        for split in splits[first : first + number]:
+            assert split[0] == seq
+            assert split[1] == begin
+            assert split[1] % tile == 0
+            assert split[2] > split[1]
+            begin = split[2]
+        assert begin == seq_lens[seq] if seq_lens[seq] else number == 0
 
 
 def copy_blocks(pool: Tensor, *, sources: Tensor, targets: Tensor) -> None:

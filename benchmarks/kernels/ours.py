@@ -1,0 +1,91 @@
+"""Quire's rows: its kernels as a step runs them, and the decode of a tutorial."""
+
+from __future__ import annotations
+
+import torch
+from naive import MAX_BLOCKS, naive_decode
+from peers import Row, UnfitError
+from timing import Call
+from workload import Tensors
+
+from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
+from quire.kernels.paged_prefill import paged_prefill
+
+
+class Quire(Row):
+    """Sequences with one query by paged_decode, whose plan is made beforehand, as once a step; the others, which come
+    first, by paged_prefill."""
+
+    name = "Quire"
+
+    def calls(self, tensors: Tensors) -> list[Call]:
+        num_prompts = sum(count > 1 for count in tensors.cell.query_lens)
+        if any(count > 1 for count in tensors.cell.query_lens[num_prompts:]):
+            raise UnfitError("sequences with one query must come last")
+        parts = []
+        if num_prompts:
+            parts.append(self._prefill_calls(tensors, num_prompts))
+        if num_prompts < len(tensors.cell.query_lens):
+            parts.append(self._decode_calls(tensors, num_prompts))
+        return [lambda together=together: [call() for call in together] for together in zip(*parts, strict=True)]
+
+    @staticmethod
+    def _prefill_calls(tensors: Tensors, num_prompts: int) -> list[Call]:
+        num_tokens = sum(tensors.cell.query_lens[:num_prompts])
+        batch = {
+            "block_tables": tensors.block_tables[:num_prompts],
+            "seq_lens": tensors.seq_lens[:num_prompts],
+            "cu_seqlens_q": tensors.cu_seqlens_q[: num_prompts + 1],
+            "scaling": tensors.scaling,
+            "out": tensors.out[:num_tokens],
+        }
+        return [lambda k=k, v=v: paged_prefill(tensors.q[:num_tokens], k, v, **batch) for k, v in tensors.pools]
+
+    @staticmethod
+    def _decode_calls(tensors: Tensors, first: int) -> list[Call]:
+        plan = decode_plan(tensors, first)
+        first_token = sum(tensors.cell.query_lens[:first])
+        heads = tensors.cell.heads
+        size = workspace_size(plan, num_query_heads=heads.num_query_heads, head_dim=heads.head_dim)
+        batch = {
+            "block_tables": tensors.block_tables[first:],
+            "seq_lens": tensors.seq_lens[first:],
+            "plan": plan,
+            "scaling": tensors.scaling,
+            "out": tensors.out[first_token:],
+            "workspace": torch.empty(size, dtype=torch.float32, device=tensors.device),
+        }
+        return [lambda k=k, v=v: paged_decode(tensors.q[first_token:], k, v, **batch) for k, v in tensors.pools]
+
+
+def decode_plan(tensors: Tensors, first: int = 0, *, out: DecodePlan | None = None) -> DecodePlan:
+    """For the sequences from `first` on, one query each."""
+    heads = tensors.cell.heads
+    return build_decode_plan(
+        tensors.seq_lens[first:],
+        block_tables=tensors.block_tables[first:],
+        block_size=tensors.cell.block_size,
+        num_programs=num_decode_programs(
+            num_query_heads=heads.num_query_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            kv_itemsize=tensors.cell.kv_dtype.itemsize,
+            device=tensors.device,
+        ),
+        out=out,
+    )
+
+
+class Naive(Row):
+    name = "tutorial"
+
+    def calls(self, tensors: Tensors) -> list[Call]:
+        cell = tensors.cell
+        width = tensors.block_tables.shape[1]
+        if not cell.is_decode or cell.kv_dtype.itemsize == 1:
+            raise UnfitError("decodes only, and no fp8")
+        if width > MAX_BLOCKS:
+            raise UnfitError(f"its loop over {width} blocks would be unrolled")
+        batch = {"block_tables": tensors.block_tables, "seq_lens": tensors.seq_lens, "scaling": tensors.scaling}
+        return [lambda k=k, v=v: naive_decode(tensors.q, k, v, tensors.out, **batch) for k, v in tensors.pools]

@@ -1,0 +1,342 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""The work list of a step's decode attention, built on the device from the lengths alone.
+
+The keys that a sequence's queries see, in tiles of TILE tokens, are laid end to end for all sequences. Each program of
+the attention kernel takes an equal run of that row of tiles, so that long and short sequences load all of them alike;
+where a run crosses from one sequence to the next, or ends inside one, the keys are split:
+
+    tiles       |aaaaaaaaaaaa|bbb|ccccc|        20 tiles, 4 programs
+    programs    |00000|11111|22222|33333|       5 tiles each
+    splits      |aaaaa|aaaaa|aa|bbb|ccccc|      program 2 has two of them
+
+Lengths never reach the host, and one launch serves all layers with the same mask. The equal runs are those of HPC-Ops'
+and of stream-K schedules, found here without sorting or locks: where a sequence's tiles begin in the row says which
+splits it has, so each sequence writes its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launching import (
+    BLOCK_SIZES,
+    ceil_div,
+    require_at_least,
+    require_dtype,
+    require_in,
+    require_last_contiguous,
+    require_same_device,
+    require_shape,
+)
+
+# A multiple of every tile of the attention kernel, so that a plan serves layers of any head dim.
+TILE = 64
+MIN_SPLIT = 128
+
+# A window or chunk that hides nothing, and that an int32 position can be reduced by.
+UNBOUNDED = 2**30
+
+_TILE = tl.constexpr(TILE)
+_LANES = tl.constexpr(128)
+_INT64 = ("positions", "slot_mapping")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Which program attends to which keys, and where the step's tokens go.
+
+    Sizes: n sequences, N query tokens, P programs per kv head, W the most splits there can be.
+        splits          [W, 3]      int32, (sequence, first key, one past the last key), in the order of sequences
+        program_bounds  [P+1]       int32, program p has splits program_bounds[p] .. program_bounds[p + 1] - 1
+        seq_splits      [n, 2]      int32, (first split, number of splits) of each sequence
+        token_seqs      [N]         int32, the sequence of each token, -1 for a pad
+        positions       [N]         int64, 0 for a pad
+        slot_mapping    [N]         int64, -1 for a pad
+    max_q_len, window, chunk and causal are what it was built for. A first key is a multiple of TILE, so up to TILE - 1
+    keys before what is visible belong to a split. Splits and bounds of no program hold anything.
+    """
+
+    splits: Tensor
+    program_bounds: Tensor
+    seq_splits: Tensor
+    token_seqs: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    max_q_len: int
+    window: int | None
+    chunk: int | None
+    causal: bool
+
+    @property
+    def num_programs(self) -> int:
+        return self.program_bounds.shape[0] - 1
+
+    @property
+    def max_splits(self) -> int:
+        return self.splits.shape[0]
+
+
+def build_decode_plan(
+    seq_lens: Tensor,
+    *,
+    block_tables: Tensor,
+    block_size: int,
+    num_programs: int,
+    cu_seqlens_q: Tensor | None = None,
+    num_tokens: int | None = None,
+    max_q_len: int = 1,
+    window: int | None = None,
+    chunk: int | None = None,
+    causal: bool = True,
+    min_split: int = MIN_SPLIT,
+    fixed_split: int | None = None,
+    out: DecodePlan | None = None,
+) -> DecodePlan:
+    """Divide the visible keys of n sequences over programs, and say where each query token lies.
+
+    Sizes: n sequences, N query tokens, M blocks per table.
+        seq_lens        [n]     int32, keys of each sequence, its new ones included; 0 for a sequence that is a pad
+        block_tables    [n, M]  int32, any stride between rows; entries beyond a sequence's length are not read
+        cu_seqlens_q    [n+1]   int32; sequence i has queries cu[i] .. cu[i+1] - 1, its last tokens; tokens from cu[n]
+                                on are pads. None for one query each
+        num_tokens      N, needed with cu_seqlens_q; num_programs P, as paged_decode.num_decode_programs() says
+        window, chunk, causal   which keys a query sees, as in paged_attention of the reference; without causal a
+                                query sees all keys of its sequence
+        min_split       keys, a program with fewer is not worth starting; rounded up to TILE
+        fixed_split     keys, rounded up to TILE: every sequence is split at multiples of it from its first visible
+                        tile, so that its result does not depend on the rest of the batch; None for equal runs
+        out             a plan to write again, made by a call with the same arguments but for the tensors' contents:
+                        what a captured graph replays
+
+    There are at most n + P - 1 splits, with fixed_split at most n * ceil(M * block_size / fixed_split). Raises
+    ValueError if a shape, dtype, device or number does not fit. Cost: one launch of n programs, each of which reads
+    all lengths twice; no sync, no allocation with `out`.
+    """
+    num_seqs = seq_lens.shape[0]
+    if cu_seqlens_q is None:
+        num_tokens = num_seqs
+    elif num_tokens is None:
+        raise ValueError("num_tokens is None: it must be given with cu_seqlens_q")
+    _check_tensors(seq_lens, block_tables, cu_seqlens_q)
+    _check_visibility(window=window, chunk=chunk, causal=causal)
+    require_in("block_size", block_size, BLOCK_SIZES)
+    for name, value in (("num_programs", num_programs), ("min_split", min_split), ("max_q_len", max_q_len)):
+        require_at_least(name, value, 1)
+    require_at_least("num_tokens", num_tokens, 0)
+    max_splits = num_seqs + num_programs - 1
+    run = ceil_div(min_split, TILE)
+    if fixed_split is not None:
+        require_at_least("fixed_split", fixed_split, 1)
+        run = ceil_div(fixed_split, TILE)
+        max_splits = num_seqs * ceil_div(block_tables.shape[1] * block_size, run * TILE)
+    made_for = _MadeFor(max_q_len=max_q_len, window=window, chunk=chunk, causal=causal)
+    shapes = _shapes(num_seqs=num_seqs, num_tokens=num_tokens, num_programs=num_programs, max_splits=max_splits)
+    plan = _empty_plan(shapes, made_for, device=seq_lens.device) if out is None else _reusable(out, shapes, made_for)
+    decode_plan_kernel[(num_seqs,)](
+        seq_lens, cu_seqlens_q, block_tables,
+        plan.splits, plan.program_bounds, plan.seq_splits, plan.token_seqs, plan.positions, plan.slot_mapping,
+        num_seqs, num_tokens, num_programs, run, block_tables.stride(0),
+        UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
+        BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None, num_warps=4,
+    )  # fmt: skip
+    return plan
+
+
+class _MadeFor(TypedDict):
+    max_q_len: int
+    window: int | None
+    chunk: int | None
+    causal: bool
+
+
+def _shapes(*, num_seqs: int, num_tokens: int, num_programs: int, max_splits: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "splits": (max_splits, 3),
+        "program_bounds": (num_programs + 1,),
+        "seq_splits": (num_seqs, 2),
+        "token_seqs": (num_tokens,),
+        "positions": (num_tokens,),
+        "slot_mapping": (num_tokens,),
+    }
+
+
+def _empty_plan(shapes: dict[str, tuple[int, ...]], made_for: _MadeFor, *, device: torch.device) -> DecodePlan:
+    tensors = {
+        name: torch.empty(shape, dtype=torch.int64 if name in _INT64 else torch.int32, device=device)
+        for name, shape in shapes.items()
+    }
+    return DecodePlan(**tensors, **made_for)
+
+
+def _reusable(plan: DecodePlan, shapes: dict[str, tuple[int, ...]], made_for: _MadeFor) -> DecodePlan:
+    for name, shape in shapes.items():
+        require_shape(f"out.{name}", getattr(plan, name), shape)
+    for name, value in made_for.items():
+        if getattr(plan, name) != value:
+            raise ValueError(f"{name}={value}, but out was made for {getattr(plan, name)}")
+    return plan
+
+
+def _check_tensors(seq_lens: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    require_shape("seq_lens", seq_lens, (None,))
+    require_at_least("len(seq_lens)", seq_lens.shape[0], 1)
+    require_shape("block_tables", block_tables, (seq_lens.shape[0], None))
+    if cu_seqlens_q is not None:
+        require_shape("cu_seqlens_q", cu_seqlens_q, (seq_lens.shape[0] + 1,))
+    named = {"seq_lens": seq_lens, "block_tables": block_tables, "cu_seqlens_q": cu_seqlens_q}
+    for name, tensor in named.items():
+        if tensor is not None:
+            require_dtype(name, tensor, torch.int32)
+            require_last_contiguous(name, tensor)
+    require_same_device(**named)
+
+
+def _check_visibility(*, window: int | None, chunk: int | None, causal: bool) -> None:
+    for name, value in (("window", window), ("chunk", chunk)):
+        if value is None:
+            continue
+        require_at_least(name, value, 1)
+        if not causal:
+            raise ValueError(f"causal=False with {name}={value}: this needs queries with positions")
+
+
+@triton.jit
+def first_visible(position, window, chunk):
+    """The first key that a query at `position`, int32 of any shape, sees."""
+    return tl.maximum(0, tl.maximum(position - window + 1, position // chunk * chunk))
+
+
+@triton.jit
+def _count_queries(cu_seqlens_q_ptr, seqs, mask, RAGGED: tl.constexpr):
+    counts = tl.where(mask, 1, 0)
+    if RAGGED:
+        begin = tl.load(cu_seqlens_q_ptr + seqs, mask=mask, other=0)
+        counts = tl.load(cu_seqlens_q_ptr + seqs + 1, mask=mask, other=0) - begin
+    return counts
+
+
+@triton.jit
+def _tiles(seq_lens_ptr, cu_seqlens_q_ptr, seqs, num_seqs, window, chunk, RAGGED: tl.constexpr):
+    """The first tile and the number of tiles that each of the sequences sees."""
+    mask = seqs < num_seqs
+    seq_len = tl.load(seq_lens_ptr + seqs, mask=mask, other=0)
+    first_query = seq_len - _count_queries(cu_seqlens_q_ptr, seqs, mask, RAGGED)
+    first_tile = first_visible(first_query, window, chunk) // _TILE
+    return first_tile, tl.cdiv(seq_len, _TILE) - first_tile
+
+
+@triton.jit
+def _first_and_count(begin, tiles, run):
+    """Which run of the row the tiles begin in, and over how many runs they reach."""
+    first = begin // run
+    return first, tl.where(tiles > 0, tl.cdiv(begin + tiles, run) - first, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "num_programs", "run", "table_stride", "window", "chunk"],
+    do_not_specialize_on_alignment=[
+        "seq_lens_ptr", "cu_seqlens_q_ptr", "block_tables_ptr", "splits_ptr", "program_bounds_ptr", "seq_splits_ptr",
+        "token_seqs_ptr", "positions_ptr", "slot_mapping_ptr",
+    ],
+)  # fmt: skip
+def decode_plan_kernel(
+    seq_lens_ptr,  # [n]
+    cu_seqlens_q_ptr,  # [n+1], None if not RAGGED
+    block_tables_ptr,  # [n, M]
+    splits_ptr,  # [W, 3]
+    program_bounds_ptr,  # [P+1]
+    seq_splits_ptr,  # [n, 2]
+    token_seqs_ptr,  # [N]
+    positions_ptr,  # [N]
+    slot_mapping_ptr,  # [N]
+    num_seqs,
+    num_tokens,
+    num_programs,
+    run,  # tiles: the least of a program, or those of a split if FIXED
+    table_stride,
+    window,
+    chunk,
+    BLOCK_SIZE: tl.constexpr,
+    FIXED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    lanes = tl.arange(0, _LANES)
+
+    total_tiles = 0
+    for base in range(0, num_seqs, _LANES):
+        _, tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, base + lanes, num_seqs, window, chunk, RAGGED)
+        total_tiles += tl.sum(tiles)
+    if not FIXED:
+        run = tl.maximum(run, tl.cdiv(total_tiles, num_programs))
+
+    begin = 0
+    first_split = 0
+    total_splits = 0
+    tiles_before = 0
+    for base in range(0, num_seqs, _LANES):
+        _, tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, base + lanes, num_seqs, window, chunk, RAGGED)
+        # With fixed splits the tiles of every sequence begin a run.
+        begins = tl.zeros_like(tiles) if FIXED else tiles_before + tl.cumsum(tiles) - tiles
+        _, counts = _first_and_count(begins, tiles, run)
+        begin += tl.sum(tl.where(base + lanes == seq, begins, 0))
+        first_split += tl.sum(tl.where(base + lanes < seq, counts, 0))
+        total_splits += tl.sum(counts)
+        tiles_before += tl.sum(tiles)
+
+    first_tile, num_tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, seq, num_seqs, window, chunk, RAGGED)
+    first_run, num_splits = _first_and_count(begin, num_tiles, run)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    tl.store(seq_splits_ptr + 2 * seq, first_split)
+    tl.store(seq_splits_ptr + 2 * seq + 1, num_splits)
+    for base in range(0, num_splits, _LANES):
+        split = base + lanes
+        mine = split < num_splits
+        run_begin = (first_run + split) * run
+        first_key = (tl.maximum(run_begin, begin) - begin + first_tile) * _TILE
+        end_key = tl.minimum((run_begin + run - begin + first_tile) * _TILE, seq_len)
+        row = splits_ptr + 3 * (first_split + split)
+        tl.store(row, tl.zeros_like(split) + seq, mask=mine)
+        tl.store(row + 1, first_key, mask=mine)
+        tl.store(row + 2, end_key, mask=mine)
+        if not FIXED:
+            tl.store(program_bounds_ptr + first_run + split, first_split + split, mask=mine & (run_begin >= begin))
+
+    if seq == 0:
+        num_runs = 0 if FIXED else tl.cdiv(total_tiles, run)
+        for base in range(0, num_programs + 1, _LANES):
+            program = base + lanes
+            bound = tl.zeros_like(program) + total_splits
+            if FIXED:
+                bound = (program.to(tl.int64) * total_splits // num_programs).to(tl.int32)
+            tl.store(program_bounds_ptr + program, bound, mask=(program >= num_runs) & (program <= num_programs))
+
+    q_len = _count_queries(cu_seqlens_q_ptr, seq, seq < num_seqs, RAGGED)
+    first_token = seq
+    if RAGGED:
+        first_token = tl.load(cu_seqlens_q_ptr + seq)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    for base in range(0, q_len, _LANES):
+        query = base + lanes
+        mine = query < q_len
+        position = seq_len - q_len + query
+        real = mine & (position >= 0)
+        block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+        slot = tl.where(real, block_id * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(token_seqs_ptr + first_token + query, tl.zeros_like(query) + seq, mask=mine)
+        tl.store(positions_ptr + first_token + query, tl.maximum(position, 0).to(tl.int64), mask=mine)
+        tl.store(slot_mapping_ptr + first_token + query, slot, mask=mine)
+    if seq == num_seqs - 1:
+        for base in range(first_token + q_len, num_tokens, _LANES):
+            token = base + lanes
+            mine = token < num_tokens
+            tl.store(token_seqs_ptr + token, tl.full([_LANES], -1, tl.int32), mask=mine)
+            tl.store(positions_ptr + token, tl.zeros([_LANES], tl.int64), mask=mine)
+            tl.store(slot_mapping_ptr + token, tl.full([_LANES], -1, tl.int64), mask=mine)

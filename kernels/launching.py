@@ -1,0 +1,151 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""What every launcher needs: how Triton runs here, checks of arguments, a few sizes.
+
+Triton either compiles a kernel for the GPU or, with TRITON_INTERPRET=1, runs it in NumPy. It decides when a kernel is
+decorated, so the variable must be set before the first import of triton.
+
+A file of kernels opens with the line above, as a function under @triton.jit has no types that mypy could check, and
+with `# ruff: noqa: N803` if it has compile-time constants, which are written in capitals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+# The interpreter multiplies the raw bits of bfloat16 and of fp8, so operands go through float32 there.
+UPCAST = tl.constexpr(INTERPRET)
+
+BLOCK_SIZES = (16, 32, 64, 128)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KV_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+MAX_HEAD_DIM = 256
+
+# exp2 is one instruction where exp is two: scores are multiplied by this once, with the scaling.
+LOG2_E = 1.4426950408889634
+
+# Of an H100 and an H200; what plans are made for where there is no GPU.
+DEFAULT_MULTIPROCESSORS = 132
+
+
+class Variant(NamedTuple):
+    """What one compilation of a kernel is made for, besides the types of its arguments: a launcher's choice, pure."""
+
+    constants: Mapping[str, int | bool]
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def dot(a, b):
+    """a [M, K] @ b [K, N] in float32; float32 operands are not rounded to tf32."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """x, float32, as the nearest number of another dtype, of two the even one."""
+    if UPCAST and tl.bfloat16 == DTYPE:
+        # Casting to bfloat16, the interpreter cuts off what does not fit.
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least `value`, which is at least 1."""
+    return 1 << (value - 1).bit_length()
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device, or DEFAULT_MULTIPROCESSORS for a CPU. No sync."""
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _num_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def require_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+    """Raises ValueError if the tensor's shape is another; None stands for any size."""
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, not [{wanted}]")
+
+
+def require_dtype(name: str, tensor: Tensor, dtypes: torch.dtype | Collection[torch.dtype]) -> None:
+    """Raises ValueError if the tensor's dtype is not the one, or none of those, given."""
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} is {tensor.dtype}, not {' or '.join(str(dtype) for dtype in allowed)}")
+
+
+def require_last_contiguous(name: str, tensor: Tensor) -> None:
+    """Raises ValueError if neighbours in the last dimension are not neighbours in memory."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, not 1")
+
+
+def require_contiguous(name: str, tensor: Tensor) -> None:
+    """Raises ValueError if the tensor is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}, not those of a contiguous tensor")
+
+
+def require_same_device(**tensors: Tensor | None) -> None:
+    """Raises ValueError if the tensors, by the names of their arguments, lie on several devices; None is skipped."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(devices))
+    for name, device in devices.items():
+        if device != devices[first]:
+            raise ValueError(f"{name} is on {device}, {first} on {devices[first]}")
+
+
+def require_in(name: str, value: object, allowed: Collection[object]) -> None:
+    """Raises ValueError if the value is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value} is not one of {', '.join(str(each) for each in allowed)}")
+
+
+def require_at_least(name: str, value: float, limit: float) -> None:
+    """Raises ValueError if the value is below the limit."""
+    if not value >= limit:
+        raise ValueError(f"{name}={value} is below {limit}")
+
+
+def require_pool(k_pool: Tensor, v_pool: Tensor) -> None:
+    """Raises ValueError unless both are [B, S, H, D] with D contiguous, of one dtype, and of sizes kernels support.
+
+    S is one of BLOCK_SIZES, D at most MAX_HEAD_DIM and a multiple of 8, the dtype one of KV_DTYPES. D may differ.
+    """
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        require_shape(name, pool, (*k_pool.shape[:3], None))
+        require_dtype(name, pool, KV_DTYPES)
+        require_last_contiguous(name, pool)
+        if not 0 < pool.shape[3] <= MAX_HEAD_DIM or pool.shape[3] % 8:
+            raise ValueError(f"{name} has head dim {pool.shape[3]}, not a multiple of 8 in 8 .. {MAX_HEAD_DIM}")
+    if k_pool.dtype != v_pool.dtype:
+        raise ValueError(f"v_pool is {v_pool.dtype}, k_pool {k_pool.dtype}")
+    require_in("block size", k_pool.shape[1], BLOCK_SIZES)

@@ -1,0 +1,144 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""Attention over several sets of keys made one: the merge of partial results by their log-sum-exp.
+
+Attention over the union of disjoint sets of keys is the mean of the attention over each, weighted by the sums of their
+exponentials. Used for a prefix that many sequences share, attended to once for all of them, and for context that lies
+on several devices. The identity is that of FlashAttention's split-KV and of FlashInfer's cascade.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launching import (
+    FLOAT_DTYPES,
+    Variant,
+    next_power_of_2,
+    require_at_least,
+    require_contiguous,
+    require_dtype,
+    require_last_contiguous,
+    require_same_device,
+    require_shape,
+    round_to,
+)
+
+_PARTS_AT_ONCE = tl.constexpr(16)
+
+
+def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
+    """Merge K partial results of attention, each over its own keys, and return the result over all keys.
+
+    Sizes: K parts, N tokens, H heads, D head dim of values.
+        outs        [K, N, H, D]    fp32/fp16/bf16, D contiguous
+        lses        [K, N, H]       float32, contiguous, base 2: log2 of the sum of 2 ** (score * log2(e)) over a
+                                    part's keys; -inf for a part without keys, whose outs are then not looked at
+        out         [N, H, D]       where to write, any floating dtype and strides, D contiguous; by default of outs'
+                                    dtype, new
+        lse         [N, H]          where to write the merged lses, float32, contiguous, or None
+        returns     out
+
+    A row whose parts are all without keys becomes exactly 0, its lse -inf. Raises ValueError if a shape, dtype,
+    stride or device does not fit. Cost: reads outs once; one launch of N * H programs, no sync. Equal inputs give
+    equal bits, as parts are summed in their order.
+    """
+    require_shape("outs", outs, (None, None, None, None))
+    num_parts, num_tokens, num_heads, head_dim = outs.shape
+    require_at_least("outs.shape[0]", num_parts, 1)
+    require_shape("lses", lses, (num_parts, num_tokens, num_heads))
+    if out is None:
+        out = outs.new_empty(num_tokens, num_heads, head_dim)
+    require_shape("out", out, (num_tokens, num_heads, head_dim))
+    for name, tensor in (("outs", outs), ("out", out)):
+        require_dtype(name, tensor, FLOAT_DTYPES)
+        require_last_contiguous(name, tensor)
+    if lse is not None:
+        require_shape("lse", lse, (num_tokens, num_heads))
+    for name, each in (("lses", lses), ("lse", lse)):
+        if each is not None:
+            require_dtype(name, each, torch.float32)
+            require_contiguous(name, each)
+    require_same_device(outs=outs, lses=lses, out=out, lse=lse)
+    if num_tokens == 0:
+        return out
+    variant = merge_variant(head_dim=head_dim, has_lse=lse is not None)
+    merge_states_kernel[(num_tokens, num_heads)](
+        outs, lses, out, lse,
+        num_parts, num_tokens * num_heads, *outs.stride()[:3], *out.stride()[:2],
+        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def merge_variant(*, head_dim: int, has_lse: bool) -> Variant:
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim), "HAS_LSE": has_lse}
+    return Variant(constants, num_warps=2, num_stages=2)
+
+
+@triton.jit
+def merge_rows(
+    outs_ptr, lses_ptr, num_parts, out_stride, lse_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge one row: part i lies at outs_ptr + i * out_stride, its lse at lses_ptr + i * lse_stride, strides int64.
+
+    Returns the row [BLOCK_D] in float32 and its lse.
+    """
+    parts = tl.arange(0, _PARTS_AT_ONCE)
+    dims = tl.arange(0, BLOCK_D)
+    highest = float("-inf")
+    weight_sum = 0.0
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for base in range(0, num_parts, _PARTS_AT_ONCE):
+        part = (base + parts).to(tl.int64)
+        lse = tl.load(lses_ptr + part * lse_stride, mask=part < num_parts, other=float("-inf"))
+        present = lse > float("-inf")
+        rows = tl.load(
+            outs_ptr + part[:, None] * out_stride + dims[None, :],
+            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(lse - shift)
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights[:, None] * rows.to(tl.float32), 0)
+        weight_sum = weight_sum * decay + tl.sum(weights, 0)
+        highest = new_highest
+    divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
+    return total / divisor, highest + tl.log2(divisor)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_rows", "outs_part_stride"])
+def merge_states_kernel(
+    outs_ptr,  # [K, N, H, D]
+    lses_ptr,  # [K, N, H]
+    out_ptr,  # [N, H, D]
+    lse_ptr,  # [N, H], None if not HAS_LSE
+    num_parts,
+    num_rows,  # N * H
+    outs_part_stride,
+    outs_token_stride,
+    outs_head_stride,
+    out_token_stride,
+    out_head_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lse_row = token * tl.num_programs(1) + head
+    row, lse = merge_rows(
+        outs_ptr + token * outs_token_stride + head * outs_head_stride, lses_ptr + lse_row,
+        num_parts, outs_part_stride, num_rows, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    dims = tl.arange(0, BLOCK_D)
+    target = out_ptr + token * out_token_stride + head * out_head_stride + dims
+    tl.store(target, round_to(row, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    if HAS_LSE:
+        tl.store(lse_ptr + lse_row, lse)

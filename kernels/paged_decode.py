@@ -1,0 +1,480 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""Attention of a few queries per sequence over keys and values in blocks, split over all multiprocessors.
+
+Decode attention reads every key and value once and computes little, so what counts is that enough bytes are on their
+way to each multiprocessor at all times:
+
+    equal work      each program takes an equal run of keys, made by decode_plan
+    read once       the G query heads that share a kv head, times the queries of a sequence, are the rows of one tile
+    in flight       the ids of the next tile's blocks are loaded a tile ahead and carried through the loop. With the
+                    load of an id in front of the load of its keys Triton keeps one tile in flight, this way several
+    no masks        on scores, but in tiles that some query sees a part of; these are in the same loop, so that their
+                    keys are on the way early too
+
+Programs that have a sequence to themselves write its result, others a partial one, which combine() merges.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.combine import combine
+from quire.kernels.decode_plan import TILE, UNBOUNDED, DecodePlan, first_visible
+from quire.kernels.launching import (
+    FLOAT_DTYPES,
+    LOG2_E,
+    Variant,
+    ceil_div,
+    dot,
+    next_power_of_2,
+    num_multiprocessors,
+    require_at_least,
+    require_contiguous,
+    require_dtype,
+    require_last_contiguous,
+    require_pool,
+    require_same_device,
+    require_shape,
+    round_to,
+)
+
+# Programs that run on a multiprocessor at a time. Two of any variant fit, and with 64 bytes or more per key and head
+# they have at least 48 KB on the way, where 29 KB cover the latency of an H200's memory.
+RESIDENT = 2
+
+_TILE = tl.constexpr(TILE)
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    plan: DecodePlan,
+    scaling: float,
+    cu_seqlens_q: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Attention of few queries per sequence over keys and values that lie in blocks.
+
+    Sizes: N query tokens of n sequences, Hq query heads, H kv heads, M blocks per table, B blocks, S block size.
+        q               [N, Hq, Dk]             fp32/fp16/bf16, Dk contiguous; query head h reads kv head h // (Hq // H)
+        k_pool, v_pool  [B, S, H, Dk], [B, S, H, Dv]    any strides, D contiguous, head dims multiples of 8 up to 256;
+                                                dtype of q, or fp8 e4m3
+        block_tables    [n, M]                  int32, any stride between rows; entries beyond a sequence's length are
+                                                not read
+        seq_lens        [n]                     int32, keys of each sequence, its new ones included
+        plan            of build_decode_plan() for the same seq_lens and cu_seqlens_q: says what queries see (causal,
+                        window, chunk) and how many queries a sequence has at most
+        cu_seqlens_q    [n+1]                   int32, as in build_decode_plan(), or None for one query each
+        softcap         makes scores softcap * tanh(score / softcap), or None
+        sinks           [Hq]                    float32, one more score per head, with no value, or None
+        alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
+                                                (capped) scores, or None
+        k_scale, v_scale    what the pool's keys and values are multiples of
+        out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
+        lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
+                                                2 ** (score * log2(e)) over the visible keys and the sink
+        workspace       [>= workspace_size()]   float32, contiguous, contents of no interest; new by default
+        returns         out
+
+    Rows of sequences without keys and of tokens of no sequence become exactly 0, their lse -inf. Slots that no query
+    sees are not read. Raises ValueError if a shape, dtype, stride or device does not fit. Cost: reads visible keys and
+    values from memory once; a kv head with more than 64 rows of queries and heads (16 where a key takes more than 256
+    bytes) reads them again from the L2 cache. Two launches, no sync, no allocation with out and workspace. Equal
+    inputs give equal bits; with a plan of fixed_split also whatever else is in the batch.
+    """
+    _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, plan=plan, cu_seqlens_q=cu_seqlens_q)
+    num_tokens, num_heads, head_dim_k = q.shape
+    head_dim_v = v_pool.shape[3]
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, head_dim_v)
+    if workspace is None:
+        size = workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim_v)
+        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+    _check_results(q, out=out, lse=lse, workspace=workspace, head_dim=head_dim_v, plan=plan)
+    _check_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} is not above 0")
+    partial_outs, partial_lses = _divide(workspace, plan, num_query_heads=num_heads, head_dim=head_dim_v)
+    variant = decode_variant(
+        num_query_heads=num_heads,
+        num_kv_heads=k_pool.shape[2],
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        block_size=k_pool.shape[1],
+        kv_itemsize=k_pool.dtype.itemsize,
+        max_q_len=plan.max_q_len,
+        ragged=cu_seqlens_q is not None,
+        causal=plan.causal,
+        bounded=plan.window is not None or plan.chunk is not None,
+        has_softcap=softcap is not None,
+        has_sinks=sinks is not None,
+        has_alibi=alibi_slopes is not None,
+        has_lse=lse is not None,
+    )
+    row_tiles = ceil_div(num_heads // k_pool.shape[2] * plan.max_q_len, variant.constants["BLOCK_M"])
+    grid = (plan.num_programs, k_pool.shape[2], row_tiles)
+    paged_decode_kernel[grid](
+        q, k_pool, v_pool, out, lse, partial_outs, partial_lses,
+        plan.splits, plan.program_bounds, plan.seq_splits, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes,
+        scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
+        UNBOUNDED if plan.window is None else plan.window, UNBOUNDED if plan.chunk is None else plan.chunk,
+        block_tables.stride(0), *q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3], *out.stride()[:2],
+        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
+    )  # fmt: skip
+    combine(partial_outs, partial_lses, plan=plan, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse)
+    return out
+
+
+def num_decode_programs(
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_itemsize: int,
+    max_q_len: int = 1,
+    device: torch.device,
+) -> int:
+    """Programs per kv head that fill the device once: the num_programs of build_decode_plan(). No sync.
+
+    head_dim is the greater one of keys and values, kv_itemsize the bytes of an element of the pool.
+    """
+    rows = num_query_heads // num_kv_heads * max_q_len
+    row_tiles = ceil_div(rows, _block_m(rows, _row_bytes(head_dim, kv_itemsize)))
+    return max(1, num_multiprocessors(device) * RESIDENT // (num_kv_heads * row_tiles))
+
+
+def workspace_size(plan: DecodePlan, *, num_query_heads: int, head_dim: int) -> int:
+    """Elements, float32, that paged_decode() needs for partial results; head_dim is that of the values."""
+    return plan.max_splits * plan.max_q_len * num_query_heads * (head_dim + 1)
+
+
+def decode_variant(
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    block_size: int,
+    kv_itemsize: int,
+    max_q_len: int,
+    ragged: bool,
+    causal: bool,
+    bounded: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+    has_alibi: bool,
+    has_lse: bool,
+) -> Variant:
+    """What paged_decode_kernel is compiled for; bounded if a window or chunk hides earlier keys."""
+    heads_per_kv = num_query_heads // num_kv_heads
+    row_bytes = _row_bytes(max(head_dim_k, head_dim_v), kv_itemsize)
+    block_n, num_stages = _block_n_and_stages(row_bytes)
+    constants = {
+        "HEADS_PER_KV": heads_per_kv,
+        "HEAD_DIM_K": head_dim_k,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_DK": max(16, next_power_of_2(head_dim_k)),
+        "BLOCK_DV": max(16, next_power_of_2(head_dim_v)),
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": _block_m(heads_per_kv * max_q_len, row_bytes),
+        "BLOCK_N": block_n,
+        "MAX_Q_LEN": max_q_len,
+        "RAGGED": ragged,
+        "CAUSAL": causal,
+        "BOUNDED": bounded,
+        "HAS_SOFTCAP": has_softcap,
+        "HAS_SINKS": has_sinks,
+        "HAS_ALIBI": has_alibi,
+        "HAS_LSE": has_lse,
+    }
+    return Variant(constants, num_warps=4 if row_bytes <= 512 else 8, num_stages=num_stages)
+
+
+def _row_bytes(head_dim: int, kv_itemsize: int) -> int:
+    """What a key or value takes in registers, where fp8 is widened."""
+    return next_power_of_2(head_dim) * max(kv_itemsize, 2)
+
+
+def _block_m(rows: int, row_bytes: int) -> int:
+    """Rows of a tile: a kv head's query heads times queries, or the most that fit the registers of 4 warps."""
+    return min(64 if row_bytes <= 256 else 16, max(16, next_power_of_2(rows)))
+
+
+def _block_n_and_stages(row_bytes: int) -> tuple[int, int]:
+    """Keys of a tile, and stages: one fewer tiles of keys and of values are on the way."""
+    if row_bytes <= 128:
+        return 64, 4
+    if row_bytes <= 256:
+        return 64, 3
+    return 32 if row_bytes <= 512 else 16, 3
+
+
+def _divide(workspace: Tensor, plan: DecodePlan, *, num_query_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The partial results [W, Q, Hq, D] and their lses [W, Q, Hq]."""
+    rows = plan.max_splits * plan.max_q_len * num_query_heads
+    shape = (plan.max_splits, plan.max_q_len, num_query_heads)
+    return workspace[: rows * head_dim].view(*shape, head_dim), workspace[rows * head_dim :][:rows].view(shape)
+
+
+def _check(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    plan: DecodePlan,
+    cu_seqlens_q: Tensor | None,
+) -> None:
+    require_pool(k_pool, v_pool)
+    require_shape("q", q, (plan.token_seqs.shape[0], None, k_pool.shape[3]))
+    require_at_least("q.shape[0]", q.shape[0], 1)
+    require_last_contiguous("q", q)
+    require_dtype("q", q, FLOAT_DTYPES if k_pool.dtype.itemsize == 1 else k_pool.dtype)
+    if q.shape[1] == 0 or q.shape[1] % k_pool.shape[2]:
+        raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the pool's {k_pool.shape[2]}")
+    num_seqs = plan.seq_splits.shape[0]
+    require_shape("seq_lens", seq_lens, (num_seqs,))
+    require_shape("block_tables", block_tables, (num_seqs, None))
+    if cu_seqlens_q is not None:
+        require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    elif q.shape[0] != num_seqs:
+        raise ValueError(f"q has {q.shape[0]} tokens for {num_seqs} sequences, but cu_seqlens_q is None")
+    for name, tensor in (("seq_lens", seq_lens), ("block_tables", block_tables), ("cu_seqlens_q", cu_seqlens_q)):
+        if tensor is not None:
+            require_dtype(name, tensor, torch.int32)
+            require_last_contiguous(name, tensor)
+    require_same_device(
+        q=q, k_pool=k_pool, v_pool=v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+        plan=plan.splits,
+    )  # fmt: skip
+
+
+def _check_results(
+    q: Tensor, *, out: Tensor, lse: Tensor | None, workspace: Tensor, head_dim: int, plan: DecodePlan
+) -> None:
+    require_shape("out", out, (*q.shape[:2], head_dim))
+    require_dtype("out", out, q.dtype)
+    require_last_contiguous("out", out)
+    if lse is not None:
+        require_shape("lse", lse, q.shape[:2])
+        require_dtype("lse", lse, torch.float32)
+        require_contiguous("lse", lse)
+    require_shape("workspace", workspace, (None,))
+    require_dtype("workspace", workspace, torch.float32)
+    require_contiguous("workspace", workspace)
+    size = workspace_size(plan, num_query_heads=q.shape[1], head_dim=head_dim)
+    require_at_least("len(workspace)", workspace.shape[0], size)
+    require_same_device(q=q, out=out, lse=lse, workspace=workspace)
+
+
+def _check_per_head(q: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_shape(name, tensor, (q.shape[1],))
+            require_dtype(name, tensor, torch.float32)
+            require_contiguous(name, tensor)
+    require_same_device(q=q, **tensors)
+
+
+@triton.jit
+def _load_block_ids(table_ptr, first_key, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of the tile at first_key, a scalar if it lies in one; past the end the last block, to be safe."""
+    keys = first_key if BLOCK_SIZE >= BLOCK_N else first_key + tl.arange(0, BLOCK_N)
+    return tl.load(table_ptr + tl.minimum(keys // BLOCK_SIZE, last_block))
+
+
+@triton.jit
+def _load_tile(
+    pool_ptr, block_ids, offsets, block_stride, slot_stride, present, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The rows [BLOCK_N, BLOCK_D] at `offsets` of blocks; zeros where not present and beyond HEAD_DIM."""
+    dims = tl.arange(0, BLOCK_D)
+    # As many elements as a pool has do not fit int32.
+    starts = block_ids.to(tl.int64) * block_stride + offsets * slot_stride
+    mask = present[:, None]
+    if HEAD_DIM < BLOCK_D:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return tl.load(pool_ptr + starts[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _score(products, scale, softcap, slopes, distances, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Scores times log2(e) from q . k; distances [M, N] are key - query positions."""
+    if HAS_SOFTCAP:
+        # tanh in the form that neither overflows nor divides inf by inf.
+        scores = softcap * _LOG2_E * (1 - 2 / (tl.exp2(products * (scale * 2 * _LOG2_E / softcap)) + 1))
+    else:
+        scores = products * (scale * _LOG2_E)
+    if HAS_ALIBI:
+        scores += (slopes * _LOG2_E)[:, None] * distances.to(tl.float32)
+    return scores
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "window", "chunk"],
+    do_not_specialize_on_alignment=[
+        "splits_ptr", "program_bounds_ptr", "seq_splits_ptr", "block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr",
+        "sinks_ptr", "alibi_slopes_ptr", "lse_ptr", "partial_lses_ptr",
+    ],
+)  # fmt: skip
+def paged_decode_kernel(
+    q_ptr,  # [N, Hq, Dk]
+    k_ptr,  # [B, S, H, Dk]
+    v_ptr,  # [B, S, H, Dv]
+    out_ptr,  # [N, Hq, Dv]
+    lse_ptr,  # [N, Hq], None if not HAS_LSE
+    partial_outs_ptr,  # [W, Q, Hq, Dv]
+    partial_lses_ptr,  # [W, Q, Hq]
+    splits_ptr,  # [W, 3]
+    program_bounds_ptr,  # [P+1]
+    seq_splits_ptr,  # [n, 2]
+    block_tables_ptr,  # [n, M]
+    seq_lens_ptr,  # [n]
+    cu_seqlens_q_ptr,  # [n+1], None if not RAGGED
+    sinks_ptr,  # [Hq], None if not HAS_SINKS
+    alibi_slopes_ptr,  # [Hq], None if not HAS_ALIBI
+    scale,  # of scores, and of the pool's keys
+    v_scale,
+    softcap,
+    window,
+    chunk,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    out_token_stride,
+    out_head_stride,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM_K: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_Q_LEN: tl.constexpr,
+    RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    num_heads = tl.num_programs(1) * HEADS_PER_KV
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = rows // HEADS_PER_KV
+    heads = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
+    dims_k = tl.arange(0, BLOCK_DK)
+    dims_v = tl.arange(0, BLOCK_DV)
+    lanes = tl.arange(0, BLOCK_N)
+    k_ptr += kv_head.to(tl.int64) * k_head_stride
+    v_ptr += kv_head.to(tl.int64) * v_head_stride
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + heads)
+
+    for split in range(tl.load(program_bounds_ptr + program), tl.load(program_bounds_ptr + program + 1)):
+        seq = tl.load(splits_ptr + 3 * split)
+        begin = tl.multiple_of(tl.load(splits_ptr + 3 * split + 1), _TILE)
+        end = tl.load(splits_ptr + 3 * split + 2)
+        first_split = tl.load(seq_splits_ptr + 2 * seq)
+        num_splits = tl.load(seq_splits_ptr + 2 * seq + 1)
+        seq_len = tl.load(seq_lens_ptr + seq)
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+        last_block = (end - 1) // BLOCK_SIZE
+        block_ids = _load_block_ids(table_ptr, begin, last_block, BLOCK_SIZE, BLOCK_N)
+        first_token = seq
+        q_len = 1
+        if RAGGED:
+            first_token = tl.load(cu_seqlens_q_ptr + seq)
+            q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+        tokens = (first_token + queries).to(tl.int64)
+        owned = queries < q_len
+
+        q = tl.load(
+            q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims_k[None, :],
+            mask=owned[:, None] & (dims_k < HEAD_DIM_K)[None, :],
+            other=0.0,
+        )
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if HAS_SINKS:
+            highest = tl.where(split == first_split, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
+            weight_sum = tl.where(split == first_split, 1.0, weight_sum)
+
+        positions = seq_len - q_len + queries
+        first_keys = tl.zeros_like(positions)
+        last_keys = positions if CAUSAL else tl.zeros_like(positions) + seq_len - 1
+        # Keys least .. end - 1 are seen by some query, keys shared_begin .. shared_end - 1 by all.
+        least = 0
+        shared_begin = 0
+        shared_end = tl.minimum(seq_len - q_len + 1 if CAUSAL else seq_len, end)
+        if BOUNDED:
+            first_keys = first_visible(positions, window, chunk)
+            least = first_visible(seq_len - q_len, window, chunk)
+            shared_begin = first_visible(seq_len - 1, window, chunk)
+
+        for first_key in tl.range(begin, end, BLOCK_N):
+            keys = first_key + lanes
+            offsets = keys % BLOCK_SIZE
+            ids = block_ids
+            block_ids = _load_block_ids(table_ptr, first_key + BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
+            # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
+            present = (keys >= least) & (keys < end)
+            k = _load_tile(k_ptr, ids, offsets, k_block_stride, k_slot_stride, present, HEAD_DIM_K, BLOCK_DK)
+            v = _load_tile(v_ptr, ids, offsets, v_block_stride, v_slot_stride, present, HEAD_DIM_V, BLOCK_DV)
+            products = dot(q, tl.trans(k.to(q.dtype)))
+            distances = keys[None, :] - positions[:, None]
+            scores = _score(products, scale, softcap, slopes, distances, HAS_SOFTCAP, HAS_ALIBI)
+            if (first_key < shared_begin) | (first_key + BLOCK_N > shared_end):
+                visible = (keys[None, :] >= first_keys[:, None]) & (keys[None, :] <= last_keys[:, None])
+                scores = tl.where(visible & (keys < end)[None, :], scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(highest - shift)
+            weight_sum = weight_sum * decay + tl.sum(weights, 1)
+            total = total * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
+            highest = new_highest
+
+        divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
+        result = total * (v_scale / divisor)[:, None]
+        lse = highest + tl.log2(divisor)
+        stored = owned[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+        if num_splits == 1:
+            out_rows = tokens * out_token_stride + heads * out_head_stride
+            tl.store(
+                out_ptr + out_rows[:, None] + dims_v[None, :], round_to(result, out_ptr.dtype.element_ty), mask=stored
+            )
+            if HAS_LSE:
+                tl.store(lse_ptr + tokens * num_heads + heads, lse, mask=owned)
+        else:
+            partial_rows = (tl.cast(split, tl.int64) * MAX_Q_LEN + queries) * num_heads + heads
+            tl.store(partial_outs_ptr + partial_rows[:, None] * HEAD_DIM_V + dims_v[None, :], result, mask=stored)
+            tl.store(partial_lses_ptr + partial_rows, lse, mask=owned)

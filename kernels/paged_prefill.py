@@ -1,0 +1,505 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""Attention of prompts: ragged queries over keys and values that lie in blocks, earlier ones and new ones alike.
+
+A program takes one tile of rows of one kv head. Rows are the query tokens of a sequence times the G query heads that
+read this kv head, token by token, so that any G fills a tile. Tiles never span sequences: sequence i has the tiles
+from cu_seqlens_q[i] * G // BLOCK_M + i on, which a program inverts by a binary search. That bounds the number of tiles
+by the shapes alone, so neither the grid nor a captured graph depends on lengths. What lies behind the last sequence is
+a sequence without keys, whose rows become zero.
+
+    keys of a tile      begin .. full_begin     masked: some rows are past them (window, chunk)
+                        full_begin .. full_end  seen by every row, no mask
+                        full_end .. end         masked: the diagonal
+
+The block ids of the next tile of keys are loaded one iteration ahead and carried: a load of keys that waits for another
+load of the same iteration is one that Triton does not pipeline. Tiles with the most keys come first. Where there are
+fewer tiles than multiprocessors, as with the rest of a prompt behind a long prefix, keys are split, and merge_states()
+makes one result of the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.decode_plan import UNBOUNDED, first_visible
+from quire.kernels.launching import (
+    FLOAT_DTYPES,
+    LOG2_E,
+    Variant,
+    dot,
+    next_power_of_2,
+    num_multiprocessors,
+    require_at_least,
+    require_contiguous,
+    require_dtype,
+    require_last_contiguous,
+    require_pool,
+    require_same_device,
+    require_shape,
+    round_to,
+)
+from quire.kernels.merge_states import merge_states
+
+# A split of fewer keys costs more to merge than it saves.
+MIN_SPLIT = 512
+MAX_SPLITS = 32
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def paged_prefill(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ragged queries over keys and values that lie in blocks, the queries' own included.
+
+    Sizes: N query tokens of n sequences, Hq query heads, H kv heads, M blocks per table, B blocks, S block size.
+        q               [N, Hq, Dk]             fp32/fp16/bf16, Dk contiguous; query head h reads kv head h // (Hq // H)
+        k_pool, v_pool  [B, S, H, Dk], [B, S, H, Dv]    any strides, D contiguous, head dims multiples of 8 up to 256;
+                                                dtype of q, or fp8 e4m3
+        block_tables    [n, M]                  int32, any stride between rows; n and M at least 1. Entries beyond a
+                                                sequence's length are not read
+        seq_lens        [n]                     int32, keys of each sequence, its new ones included; 0 for a pad, else
+                                                at least its number of queries
+        cu_seqlens_q    [n+1]                   int32, rising, from 0; sequence i has queries cu[i] .. cu[i+1] - 1, its
+                                                last tokens. Tokens from cu[n] on are pads
+        scaling         above 0, of scores
+        window, chunk   a query at position p sees keys at positions <= p, of those the last `window`, and those with
+                        position // chunk == p // chunk; None hides nothing
+        softcap         makes scores softcap * tanh(score / softcap), or None
+        sinks           [Hq]                    float32, one more score per head, with no value, or None
+        alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
+                                                (capped) scores, or None
+        k_scale, v_scale    what the pool's keys and values are multiples of
+        num_splits      in how many parts the keys of a tile are taken; by default as many as keep the GPU busy, from
+                        shapes alone. 1 makes a sequence's result independent of the rest of the batch, but for
+                        rounding where the choice of tile differs
+        out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
+        lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
+                                                2 ** (score * log2(e)) over the visible keys and the sink
+        returns         out
+
+    Rows of pads become exactly 0, their lse -inf. Slots that no query sees are not read. Raises ValueError if a shape,
+    dtype, stride, device or number does not fit. Cost: 2 * (Dk + Dv) flops per query head and visible key; reads the
+    visible keys and values once per tile of rows, so mostly from L2. One launch, two and a float32 workspace if keys
+    are split; no sync. Equal inputs give equal bits.
+    """
+    _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    _check_numbers(scaling=scaling, window=window, chunk=chunk, softcap=softcap, num_splits=num_splits)
+    _check_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    num_tokens, num_heads, head_dim_k = q.shape
+    num_seqs, max_blocks = block_tables.shape
+    block_size, num_kv_heads, head_dim_v = v_pool.shape[1:]
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, head_dim_v)
+    _check_results(q, out=out, lse=lse, head_dim=head_dim_v)
+    if num_tokens == 0:
+        return out
+    heads_per_kv = num_heads // num_kv_heads
+    block_m = choose_block_m(
+        num_tokens * heads_per_kv,
+        num_seqs=num_seqs,
+        dtype=q.dtype,
+        head_dim=max(head_dim_k, head_dim_v),
+        kv_itemsize=k_pool.dtype.itemsize,
+    )
+    num_tiles = num_tokens * heads_per_kv // block_m + num_seqs + 1
+    if num_splits is None:
+        num_splits = choose_num_splits(
+            num_tiles * num_kv_heads,
+            max_keys=max_blocks * block_size,
+            multiprocessors=num_multiprocessors(q.device),
+        )
+    variant = prefill_variant(
+        dtype=q.dtype,
+        block_m=block_m,
+        num_query_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        block_size=block_size,
+        bounded=window is not None or chunk is not None,
+        has_softcap=softcap is not None,
+        has_sinks=sinks is not None,
+        has_alibi=alibi_slopes is not None,
+        has_lse=lse is not None or num_splits > 1,
+    )
+    outs, lses = out[None], lse
+    if num_splits > 1:
+        outs = q.new_empty(num_splits, num_tokens, num_heads, head_dim_v, dtype=torch.float32)
+        lses = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
+    score_scale = scaling * k_scale * LOG2_E
+    paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
+        q, k_pool, v_pool, outs, lses, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes,
+        score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
+        0.0 if softcap is None else softcap * LOG2_E,
+        UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk, num_tokens, num_seqs,
+        block_tables.stride(0), *q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3],
+        outs.stride(0) if num_splits > 1 else 0, *outs.stride()[1:3],
+        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        assert lses is not None
+        merge_states(outs, lses, out=out, lse=lse)
+    return out
+
+
+def choose_block_m(num_rows: int, *, num_seqs: int, dtype: torch.dtype, head_dim: int, kv_itemsize: int) -> int:
+    """Rows of a tile, a row being one query head of one token; dtype is that of q.
+
+    128 where the mean sequence of the step fills it, else 64: two such programs share a multiprocessor. More than 64
+    rows of wide fp8 heads spill, as do more than 16 of float32, which has no tensor cores of its full precision.
+    """
+    if dtype == torch.float32:
+        return 16
+    if head_dim > 128 and kv_itemsize == 1:
+        return 64
+    return 128 if num_rows >= 128 * num_seqs else 64
+
+
+def choose_num_splits(num_programs: int, *, max_keys: int, multiprocessors: int) -> int:
+    """Parts to take keys in: 1 if the programs fill the GPU, and none of fewer than MIN_SPLIT keys."""
+    return max(1, min(multiprocessors // num_programs, max_keys // MIN_SPLIT, MAX_SPLITS))
+
+
+def prefill_variant(
+    *,
+    dtype: torch.dtype,
+    block_m: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    block_size: int,
+    bounded: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+    has_alibi: bool,
+    has_lse: bool,
+) -> Variant:
+    """What paged_prefill_kernel is compiled for: dtype is that of q, bounded says that window or chunk hides keys."""
+    block_dk, block_dv = (max(16, next_power_of_2(head_dim)) for head_dim in (head_dim_k, head_dim_v))
+    block_n, num_warps = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv))
+    constants = {
+        "HEADS_PER_KV": num_query_heads // num_kv_heads,
+        "HEAD_DIM_K": head_dim_k,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_DK": block_dk,
+        "BLOCK_DV": block_dv,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BOUNDED": bounded,
+        "HAS_SOFTCAP": has_softcap,
+        "HAS_SINKS": has_sinks,
+        "HAS_ALIBI": has_alibi,
+        "HAS_LSE": has_lse,
+    }
+    return Variant(constants, num_warps=num_warps, num_stages=3)
+
+
+def _tile(dtype: torch.dtype, *, block_m: int, block_d: int) -> tuple[int, int]:
+    """Keys in a tile, and warps: as compiled for sm_90, the largest without a spill and with two tiles in flight."""
+    if dtype == torch.float32 or block_d > 128:
+        return 32, 8
+    return 64, 8 if block_m == 128 else 4
+
+
+def _check(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, *, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor
+) -> None:
+    require_pool(k_pool, v_pool)
+    require_shape("q", q, (None, None, k_pool.shape[3]))
+    require_last_contiguous("q", q)
+    require_dtype("q", q, FLOAT_DTYPES if k_pool.dtype.itemsize == 1 else k_pool.dtype)
+    if q.shape[1] == 0 or q.shape[1] % k_pool.shape[2]:
+        raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the pool's {k_pool.shape[2]}")
+    require_shape("block_tables", block_tables, (None, None))
+    num_seqs, max_blocks = block_tables.shape
+    require_at_least("block_tables.shape[0]", num_seqs, 1)
+    require_at_least("block_tables.shape[1]", max_blocks, 1)
+    require_shape("seq_lens", seq_lens, (num_seqs,))
+    require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    for name, tensor in (("seq_lens", seq_lens), ("block_tables", block_tables), ("cu_seqlens_q", cu_seqlens_q)):
+        require_dtype(name, tensor, torch.int32)
+        require_last_contiguous(name, tensor)
+    require_same_device(
+        q=q, k_pool=k_pool, v_pool=v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
+    )
+
+
+def _check_numbers(
+    *, scaling: float, window: int | None, chunk: int | None, softcap: float | None, num_splits: int | None
+) -> None:
+    for name, number in (("scaling", scaling), ("softcap", softcap)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{name}={number} is not above 0")
+    for name, count in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
+        if count is not None:
+            require_at_least(name, count, 1)
+
+
+def _check_results(q: Tensor, *, out: Tensor, lse: Tensor | None, head_dim: int) -> None:
+    require_shape("out", out, (*q.shape[:2], head_dim))
+    require_dtype("out", out, q.dtype)
+    require_last_contiguous("out", out)
+    if lse is not None:
+        require_shape("lse", lse, q.shape[:2])
+        require_dtype("lse", lse, torch.float32)
+        require_contiguous("lse", lse)
+    require_same_device(q=q, out=out, lse=lse)
+
+
+def _check_per_head(q: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_shape(name, tensor, (q.shape[1],))
+            require_dtype(name, tensor, torch.float32)
+            require_contiguous(name, tensor)
+    require_same_device(q=q, **tensors)
+
+
+@triton.jit
+def _load_block_ids(table_ptr, first_key, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of the tile at first_key, a scalar if it lies in one; past the end the last block, to be safe."""
+    index = first_key // BLOCK_SIZE
+    if BLOCK_SIZE < BLOCK_N:
+        index += tl.arange(0, BLOCK_N) // BLOCK_SIZE
+    return tl.load(table_ptr + tl.minimum(index, last_block))
+
+
+@triton.jit
+def _load_tile(
+    pool_ptr, block_ids, offsets, block_stride, slot_stride, mask,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The rows [BLOCK_N, BLOCK_D] at `offsets` of blocks; zeros beyond HEAD_DIM and where MASKED and not mask."""
+    dims = tl.arange(0, BLOCK_D)
+    rows = block_ids.to(tl.int64) * block_stride + offsets.to(tl.int64) * slot_stride
+    pointers = pool_ptr + rows[:, None] + dims[None, :]
+    if MASKED:
+        tile = tl.load(pointers, mask=mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        tile = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _attend(
+    q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, end, last_block, first_key, positions, slopes,
+    score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Take keys begin .. end - 1 into the running softmax, begin a multiple of BLOCK_N.
+
+    highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    next_ids = _load_block_ids(table_ptr, begin, last_block, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        block_ids = next_ids
+        next_ids = _load_block_ids(table_ptr, start + BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
+        offsets = lanes % BLOCK_SIZE
+        if BLOCK_SIZE >= BLOCK_N:
+            offsets += start % BLOCK_SIZE
+        keys = start + lanes
+        seen = (keys >= first_key) & (keys < end)
+        k = _load_tile(k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED)
+        v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
+        scores = dot(q, tl.trans(k.to(q.dtype)))
+        scale = score_scale
+        if HAS_SOFTCAP:
+            # tanh in the form that neither overflows nor divides inf by inf.
+            scores = cap - 2 * cap / (tl.exp2(scores * scale) + 1)
+            scale = 1.0
+        if HAS_ALIBI:
+            scores = scores * scale + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+            scale = 1.0
+        if MASKED:
+            visible = keys[None, :] <= positions[:, None]
+            if BOUNDED:
+                visible &= keys[None, :] >= first_visible(positions, window, chunk)[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+        # The scale is positive, so it can wait for the exponent, where it is half of a multiply-add.
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+        shift = new_highest
+        if MASKED:
+            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores * scale - shift[:, None])
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
+        highest = new_highest
+    return highest, total, acc
+
+
+@triton.jit
+def _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence, num_seqs for the pads behind all of them, whose first tile is the last one up to `tile`."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        beyond = tl.load(cu_seqlens_q_ptr + middle) * HEADS_PER_KV // BLOCK_M + middle > tile
+        low = tl.where(beyond, low, middle)
+        high = tl.where(beyond, middle - 1, high)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
+)
+def paged_prefill_kernel(
+    q_ptr,  # [N, Hq, Dk]
+    k_pool_ptr,  # [B, S, H, Dk]
+    v_pool_ptr,  # [B, S, H, Dv]
+    outs_ptr,  # [splits, N, Hq, Dv]
+    lses_ptr,  # [splits, N, Hq], None if not HAS_LSE
+    block_tables_ptr,  # [n, M]
+    seq_lens_ptr,  # [n]
+    cu_seqlens_q_ptr,  # [n+1]
+    sinks_ptr,  # [Hq], None if not HAS_SINKS
+    alibi_slopes_ptr,  # [Hq], None if not HAS_ALIBI
+    score_scale,  # scaling * k_scale * log2(e), with a softcap * 2 / softcap
+    v_scale,
+    cap,  # softcap * log2(e)
+    window,
+    chunk,
+    num_tokens,
+    num_seqs,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    out_split_stride,
+    out_token_stride,
+    out_head_stride,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM_K: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    seq = _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV, BLOCK_M)
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    end_token = tl.load(cu_seqlens_q_ptr + seq + 1, mask=seq < num_seqs, other=num_tokens)
+    seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    first_row = (tile - first_token * HEADS_PER_KV // BLOCK_M - seq) * BLOCK_M
+    num_rows = (end_token - first_token) * HEADS_PER_KV
+    if first_row >= num_rows:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    tokens = (first_token + rows // HEADS_PER_KV).to(tl.int64)
+    heads = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
+    start = seq_len - (end_token - first_token)
+    positions = start + rows // HEADS_PER_KV
+    first_position = tl.maximum(start + first_row // HEADS_PER_KV, 0)
+    last_position = start + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // HEADS_PER_KV
+
+    # The keys that some row sees, of them this split's share, and of these the ones that every row sees.
+    end = tl.maximum(last_position + 1, 0)
+    last_block = tl.maximum(last_position, 0) // BLOCK_SIZE
+    first_key = 0
+    if BOUNDED:
+        first_key = first_visible(first_position, window, chunk)
+    begin = first_key // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    begin += split * share
+    end = tl.minimum(begin + share, end)
+    full_begin = begin
+    if BOUNDED:
+        full_begin = tl.cdiv(first_visible(last_position, window, chunk), BLOCK_N) * BLOCK_N
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end), full_begin)
+
+    dims = tl.arange(0, BLOCK_DK)
+    q = tl.load(
+        q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :],
+        mask=row_mask[:, None] & (dims < HEAD_DIM_K)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    slopes = total
+    if HAS_SINKS:
+        counts_sink = (split == 0) & (last_position >= 0)
+        highest = tl.where(counts_sink, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
+        total += tl.where(counts_sink, 1.0, 0.0)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + heads) * _LOG2_E
+
+    k_ptr = k_pool_ptr + kv_head * k_head_stride
+    v_ptr = v_pool_ptr + kv_head * v_head_stride
+    table_ptr = block_tables_ptr + tl.minimum(seq, num_seqs - 1).to(tl.int64) * table_stride
+    if BOUNDED:
+        highest, total, acc = _attend(
+            q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, full_begin, last_block, first_key, positions,
+            slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+    highest, total, acc = _attend(
+        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_begin, full_end, last_block, first_key, positions,
+        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, False, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+    )  # fmt: skip
+    highest, total, acc = _attend(
+        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_end, end, last_block, first_key, positions,
+        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+    )  # fmt: skip
+
+    total = tl.where(total == 0, 1.0, total)
+    dims = tl.arange(0, BLOCK_DV)
+    out_rows = split.to(tl.int64) * out_split_stride + tokens * out_token_stride + heads * out_head_stride
+    tl.store(
+        outs_ptr + out_rows[:, None] + dims[None, :],
+        round_to(acc * (v_scale / total)[:, None], outs_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (dims < HEAD_DIM_V)[None, :],
+    )
+    if HAS_LSE:
+        lse_rows = (split.to(tl.int64) * num_tokens + tokens) * (tl.num_programs(1) * HEADS_PER_KV) + heads
+        tl.store(lses_ptr + lse_rows, highest + tl.log2(total), mask=row_mask)

@@ -1,0 +1,124 @@
+"""The definition of correct for the small kernels: norms, activations, block moves and the sampler.
+
+As in reference.py: float64, one thing at a time, used by tests only. What is only moved is exact, in the pool's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK_64 = 2**64 - 1
+
+
+def add_rmsnorm(
+    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the norm in float64 and the residual stream after the addition, in the dtype of x.
+
+    Sizes: N rows, C columns.
+        x, residual     [N, C]  of one dtype; None for residual adds nothing
+        weight          [C]
+        returns         [N, C] float64, [N, C] dtype of x
+    """
+    total = x.clone() if residual is None else (x.double() + residual.double()).to(x.dtype)
+    norms = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    for row, values in enumerate(total.double()):
+        root_mean_square = math.sqrt(float(values.square().mean()) + eps)
+        norms[row] = values / root_mean_square * (weight.double() + weight_offset)
+    return norms, total
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate / (1 + exp(-gate)) * up in float64; gate and up are of one shape."""
+    return gate.double() / (1 + torch.exp(-gate.double())) * up.double()
+
+
+def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:
+    """One block's bytes of all tensors [B, ...], one after another in the order in which they lie in memory: [n] uint8.
+
+    A block of each tensor is one run of memory.
+    """
+    return torch.cat([_in_memory_order(pool[block_id]).contiguous().view(-1).view(torch.uint8) for pool in pools])
+
+
+def gather_blocks(pools: Sequence[Tensor], *, block_ids: Sequence[int]) -> Tensor:
+    """Return the bytes of P blocks, [P, bytes_per_block] uint8."""
+    return torch.stack([block_bytes(pools, block_id) for block_id in block_ids])
+
+
+def scatter_blocks(pools: Sequence[Tensor], staging: Tensor, *, block_ids: Sequence[int]) -> None:
+    """Write row i of staging [P, bytes_per_block] uint8 to block block_ids[i] of the tensors, in place."""
+    for row, block_id in zip(staging, block_ids, strict=True):
+        begin = 0
+        for pool in pools:
+            block = _in_memory_order(pool[block_id])
+            num_bytes = block.numel() * block.element_size()
+            block.copy_(row[begin : begin + num_bytes].clone().view(pool.dtype).view(block.shape))
+            begin += num_bytes
+
+
+def _in_memory_order(block: Tensor) -> Tensor:
+    strides = block.stride()
+    return block.permute(sorted(range(block.dim()), key=lambda dim: -strides[dim]))
+
+
+def uniform(seed: int, position: int) -> float:
+    """Output `position` of the splitmix64 stream that `seed` selects, as 0 <= u < 1."""
+    counter = _mix(seed) + (position + 1) * 0x9E3779B97F4A7C15
+    return (_mix(counter & _MASK_64) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK_64
+    return x ^ (x >> 31)
+
+
+def kept_tokens(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> list[int]:
+    """The tokens, rising, of one row of logits [V] that the filters keep.
+
+    A token is kept if its gap, (greatest - logit) / temperature in float32, is at most the least of three: that of the
+    k-th token by falling logit; that of the last of those k tokens (or of all) before which their weights exp(-gap) add
+    up to less than the share top_p of their sum; -log(min_p).
+    """
+    gaps = ((logits.float().max() - logits.float()) / temperature).tolist()
+    rising = sorted(gaps)
+    if top_k:
+        rising = rising[:top_k]
+    weights = [math.exp(-gap) for gap in rising]
+    share = top_p * math.fsum(weights)
+    limits = [rising[-1]]
+    if top_p < 1:
+        limits.append(max(gap for i, gap in enumerate(rising) if math.fsum(weights[:i]) < share))
+    if min_p:
+        limits.append(float(torch.tensor(-math.log(min_p), dtype=torch.float32)))
+    return [token for token, gap in enumerate(gaps) if gap <= min(limits)]
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float,
+    seed: int,
+    position: int,
+    top_k: int = 0,
+    top_p: float = 1,
+    min_p: float = 0,
+) -> int:
+    """Draw one token from one row of logits [V]: the first at which the cumulative weight exceeds u times the whole."""
+    if temperature == 0:
+        return int(logits.argmax())
+    kept = kept_tokens(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    gaps = ((logits.float().max() - logits.float()) / temperature).tolist()
+    weights = [math.exp(-gaps[token]) for token in kept]
+    target = uniform(seed, position) * math.fsum(weights)
+    cumulative = 0.0
+    for token, weight in zip(kept, weights, strict=True):
+        cumulative += weight
+        if cumulative > target:
+            return token
+    return kept[-1]

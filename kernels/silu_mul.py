@@ -1,0 +1,86 @@
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+# ruff: noqa: N803
+"""The middle of a gated MLP, silu(gate) * up, in one pass over what one merged projection wrote."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launching import (
+    FLOAT_DTYPES,
+    ceil_div,
+    require_dtype,
+    require_last_contiguous,
+    require_same_device,
+    require_shape,
+    round_to,
+)
+
+# 16 bytes a thread of a 16-bit dtype.
+_COLUMNS = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_ptr,  # [N, C]
+    up_ptr,  # [N, C]
+    out_ptr,  # [N, C]
+    num_columns,
+    stride_gate,
+    stride_up,
+    stride_out,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < num_columns
+    gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * stride_out + columns, round_to(y, out_ptr.dtype.element_ty), mask=inside)
+
+
+def plan_launch() -> tuple[dict[str, int | bool], int, int]:
+    """Return (constexprs, num_warps, num_stages), the same for all sizes."""
+    return {"COLUMNS": _COLUMNS}, _NUM_WARPS, 1
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, where silu(x) = x / (1 + exp(-x)).
+
+    Sizes: N rows, C columns (intermediate size). One merged projection's [N, 2C] comes as its .chunk(2, -1).
+        gate, up        [N, C]  fp32/fp16/bf16 alike, C contiguous, rows at any stride
+        out, returns    [N, C]  dtype of gate; may be gate or up itself. None allocates
+
+    All arithmetic is float32, rounded once. Raises ValueError if a shape, stride, dtype or device is another. No sync.
+    Cost: one launch; moves 3 * N * C * itemsize bytes.
+    """
+    out = gate.new_empty(gate.shape) if out is None else out
+    require_shape("gate", gate, (None, None))
+    require_dtype("gate", gate, FLOAT_DTYPES)
+    require_last_contiguous("gate", gate)
+    for name, tensor in (("up", up), ("out", out)):
+        require_shape(name, tensor, gate.shape)
+        require_dtype(name, tensor, gate.dtype)
+        require_last_contiguous(name, tensor)
+    require_same_device(gate=gate, up=up, out=out)
+    if gate.numel() == 0:
+        return out
+    num_rows, num_columns = gate.shape
+    constexprs, num_warps, num_stages = plan_launch()
+    silu_mul_kernel[(num_rows, ceil_div(num_columns, _COLUMNS))](
+        gate,
+        up,
+        out,
+        num_columns,
+        gate.stride(0),
+        up.stride(0),
+        out.stride(0),
+        **constexprs,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out

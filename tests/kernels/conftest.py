@@ -1,0 +1,37 @@
+"""Kernels run compiled where there is a GPU, and otherwise only in Triton's interpreter, in a process of their own:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels
+
+Triton reads the variable when it is imported, so the other tests can't share that process. Without a GPU and without
+the variable only what compiles and runs nothing is collected, and under the variable all but that.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILE_ONLY = {"test_sm90.py"}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if not collection_path.name.startswith("test_"):
+        return None
+    if collection_path.name in COMPILE_ONLY:
+        return True if INTERPRET else None
+    return None if INTERPRET or torch.cuda.is_available() else True
+
+
+def pytest_report_header() -> str | None:
+    if INTERPRET:
+        return "kernels: in Triton's interpreter"
+    return None if torch.cuda.is_available() else "kernels: no GPU and no TRITON_INTERPRET=1: compiled, not run"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    if not INTERPRET and not torch.cuda.is_available():
+        pytest.skip("no GPU and no TRITON_INTERPRET=1")  # a file that is named is collected all the same
+    return torch.device("cpu" if INTERPRET else "cuda")

@@ -1,0 +1,332 @@
+"""The sampler's kernels against the definition in float64, and against the sampler of the CPU token for token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels import reference_elementwise as reference
+from quire.kernels.sampler import CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
+from quire.worker import sampler as cpu
+
+SHORT = 40
+LONG = CHUNK + 40  # two chunks, of which one is nearly empty
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float64,
+    "min_p": torch.float64,
+    "seed": torch.int64,
+    "position": torch.int64,
+}
+
+
+def workspace(vocab_size: int, device: torch.device, *, max_num_seqs: int = 16) -> SamplerWorkspace:
+    """One whose memory holds NaN, or -1, so that what is read unwritten is noticed."""
+    space = SamplerWorkspace.allocate(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+    for field in fields(space):
+        tensor = getattr(space, field.name)
+        if isinstance(tensor, Tensor):
+            tensor.fill_(math.nan if tensor.is_floating_point() else -1)
+    return space
+
+
+def draw(
+    logits: Tensor,
+    rows: list[Row],
+    *,
+    given: tuple[str, ...] = ("top_k", "top_p", "min_p"),
+    space: SamplerWorkspace | None = None,
+) -> list[int]:
+    """The kernels' tokens; of the filters, those `given` are passed."""
+    columns = {
+        name: torch.tensor([getattr(row, name) for row in rows], dtype=dtype, device=logits.device)
+        for name, dtype in DTYPES.items()
+    }
+    tokens = sample(
+        logits,
+        temperature=columns["temperature"],
+        seeds=columns["seed"],
+        positions=columns["position"],
+        workspace=space or workspace(logits.shape[1], logits.device),
+        **{name: columns[name] for name in given},
+    )
+    return [int(token) for token in tokens.tolist()]
+
+
+def expected(logits: Tensor, rows: list[Row]) -> list[int]:
+    return [
+        reference.sample(
+            logits[i].cpu(),
+            temperature=row.temperature,
+            top_k=row.top_k,
+            top_p=row.top_p,
+            min_p=row.min_p,
+            seed=row.seed,
+            position=row.position,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def random_logits(num_rows: int, vocab_size: int, device: torch.device, *, seed: int = 0, scale: float = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, vocab_size, generator=generator) * scale).to(device)
+
+
+def repeated(values: list[float], num_rows: int, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).repeat(num_rows, 1)
+
+
+# Where the uniform number of seed 0 is 0.99996.
+NEARLY_ONE = 3763
+
+
+def last_kept(logits: list[float], rows: list[Row], device: torch.device, *, given: tuple[str, ...]) -> list[int]:
+    """What the kernels draw where the uniform number is nearly 1: the last token kept, unless it is most unlikely."""
+    at_the_end = [replace(row, seed=0, position=NEARLY_ONE) for row in rows]
+    tokens = draw(repeated(logits, len(rows), device), at_the_end, given=given)
+    assert tokens == expected(repeated(logits, len(rows), device), at_the_end)
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, SHORT, CHUNK, LONG])
+def test_argmax(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide = torch.full((5, vocab_size + 16), math.nan, device=device, dtype=dtype)
+    logits = wide[:, :vocab_size]
+    logits.copy_(random_logits(5, vocab_size, device))
+    out = torch.full((5,), -1, dtype=torch.int64, device=device)
+    tokens = argmax(logits, workspace=workspace(vocab_size, device), out=out)
+    assert tokens is out
+    assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def test_argmax_takes_the_first_of_several(device: torch.device) -> None:
+    logits = torch.full((4, LONG), -5.0, device=device)
+    logits[0, [3, 9]] = 1
+    logits[1, [CHUNK - 1, CHUNK]] = 1
+    logits[2, [CHUNK, CHUNK + 7]] = 1
+    logits[3, :-1] = -math.inf
+    assert argmax(logits, workspace=workspace(LONG, device)).tolist() == [3, CHUNK - 1, CHUNK, LONG - 1]
+
+
+def test_no_rows(device: torch.device) -> None:
+    logits = torch.empty(0, SHORT, device=device)
+    assert argmax(logits, workspace=workspace(SHORT, device)).shape == (0,)
+    assert draw(logits, []) == []
+
+
+@triton.jit
+def uniform_kernel(seeds_ptr, positions_ptr, out_ptr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0)
+    tl.store(out_ptr + i, _uniform(tl.load(seeds_ptr + i), tl.load(positions_ptr + i)))
+
+
+def test_uniform_numbers_are_those_of_the_cpu(device: torch.device) -> None:
+    seeds = [0, 0, 1, 2**31, 2**63 - 1, 2**63 - 1, 123456789]
+    at = [0, 1, 0, 2**20, 0, 2**31 - 1, 77]
+    out = torch.full((len(seeds),), math.nan, dtype=torch.float64, device=device)
+    uniform_kernel[(len(seeds),)](
+        torch.tensor(seeds, device=device), torch.tensor(at, dtype=torch.int64, device=device), out
+    )
+    assert out.tolist() == [reference.uniform(seed, position) for seed, position in zip(seeds, at, strict=True)]
+    assert out.tolist() == cpu.uniform(torch.tensor(seeds).numpy().astype("uint64"), at).tolist()
+
+
+@triton.jit
+def first_beyond_kernel(cumulative_ptr, weights_ptr, target, out_ptr):  # type: ignore[no-untyped-def]
+    places = tl.arange(0, 8)
+    cumulative = tl.load(cumulative_ptr + places)
+    tl.store(out_ptr, _first_beyond(cumulative, tl.load(weights_ptr + places), target, 8))
+
+
+@pytest.mark.parametrize(
+    ("target", "place"), [(0.0, 1), (0.99, 1), (1.0, 3), (2.5, 3), (3.0, 6), (3.99, 6), (4.0, 6), (9.0, 6)]
+)
+def test_place_in_a_cumulative_sum(target: float, place: int, device: torch.device) -> None:
+    # Rounding may leave the whole sum short of the target, and nothing without weight may be drawn for it.
+    weights = torch.tensor([0.0, 1, 0, 2, 0, 0, 1, 0], dtype=torch.float64, device=device)
+    out = torch.full((1,), -1, dtype=torch.int32, device=device)
+    first_beyond_kernel[(1,)](weights.cumsum(0), weights, target, out)
+    assert out.item() == place
+
+
+MIXED = [
+    Row(temperature=0),
+    Row(seed=1, position=5),
+    Row(temperature=1.3, top_p=0.9, seed=3),
+    Row(temperature=0.9, top_k=20, top_p=0.7, seed=4, position=1),
+    Row(temperature=5.0, top_k=1000, top_p=0.99, min_p=0.01, seed=2**63 - 1, position=2**20),
+    Row(temperature=1.5, min_p=0.2, seed=6, position=3),
+]
+
+
+def test_rows_of_every_kind(device: torch.device) -> None:
+    wide = torch.full((len(MIXED), LONG + 24), math.nan, device=device)
+    logits = wide[:, :LONG]
+    logits.copy_(random_logits(len(MIXED), LONG, device))
+    logits[:, CHUNK:] += 5  # so that each chunk has about half of the weight
+    space = workspace(LONG, device)
+    tokens = draw(logits, MIXED, space=space)
+    assert tokens == expected(logits, MIXED)
+    for row, values, threshold in zip(MIXED, logits.cpu(), space.thresholds[1].cpu().view(torch.float32), strict=False):
+        if row.temperature:
+            assert kept_up_to(threshold, values, row) == reference.kept_tokens(
+                values, temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, min_p=row.min_p
+            )
+    assert 0 < sum(token >= CHUNK for token in tokens) < len(MIXED)
+    assert tokens == drawn_by_the_cpu(logits, MIXED)
+    assert draw(logits[2:3], MIXED[2:3], given=("top_p",)) == tokens[2:3], "a row depends on its batch"
+
+
+def kept_up_to(threshold: Tensor, logits: Tensor, row: Row) -> list[int]:
+    """The tokens whose gap is at most the threshold; its greatest value, which is no number, is that of no filter."""
+    if threshold.isnan():
+        return list(range(len(logits)))
+    return [int(token) for token in ((logits.max() - logits) / row.temperature <= threshold).nonzero()[:, 0]]
+
+
+def drawn_by_the_cpu(logits: Tensor, rows: list[Row]) -> list[int]:
+    sampler = cpu.Sampler(max_num_seqs=len(rows), vocab_size=logits.shape[1], device="cpu")
+    for i, row in enumerate(rows):
+        params = {field.name: getattr(row, field.name) for field in fields(Row) if field.name != "position"}
+        sampler.set_params(i, cpu.SamplingParams(**params))
+    tokens = sampler.sample(logits.cpu(), range(len(rows)), [row.position for row in rows]).tokens
+    return [int(token) for token in tokens.tolist()]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "min_p"), ("top_k", "top_p"), ("top_p", "min_p")],
+    ids=str,
+)
+def test_filters_that_no_row_has_need_not_be_given(given: tuple[str, ...], device: torch.device) -> None:
+    row = Row(temperature=2.0, top_k=6, top_p=0.8, min_p=0.3, position=NEARLY_ONE)
+    absent = {name: getattr(Row(), name) for name in ("top_k", "top_p", "min_p") if name not in given}
+    rows = [replace(row, **absent), replace(row, **absent, position=1), Row(temperature=0)]
+    logits = random_logits(1, SHORT, device).repeat(3, 1)
+    assert draw(logits, rows, given=given) == expected(logits, rows)
+
+
+def test_many_draws_from_one_row(device: torch.device) -> None:
+    logits = random_logits(1, SHORT, device, scale=0.5).repeat(16, 1)
+    rows = [Row(seed=7, position=position) for position in range(16)]
+    tokens = draw(logits, rows, given=())
+    assert tokens == expected(logits, rows)
+    assert len(set(tokens)) > 8
+
+
+def test_bfloat16_logits_with_many_ties(device: torch.device) -> None:
+    logits = random_logits(2, SHORT, device, scale=1).to(torch.bfloat16)
+    rows = [Row(temperature=1.5, top_k=12, top_p=0.9, position=position) for position in (1, NEARLY_ONE)]
+    assert draw(logits, rows) == expected(logits, rows)
+
+
+def test_top_k(device: torch.device) -> None:
+    # By falling logit; 2, 3 and 4 tie.
+    logits = [0.6, -0.4, -2.4, -2.4, -2.4, -5.4]
+    rows = [Row(top_k=k) for k in (1, 3, 6, 7, 10**9, 0)]
+    assert last_kept(logits, rows, device, given=("top_k",)) == [0, 4, 5, 5, 5, 5]
+
+
+def test_top_p(device: torch.device) -> None:
+    # Weights 8, 4, 2, 2, 1, exact but for the last: shares 8/17, 12/17, 14/17, 16/17, 1 of them are reached.
+    logits = [math.log(weight / 8) for weight in (8, 4, 2, 2, 1)]
+    shares = (1e-12, 0.47, 0.471, 0.706, 0.942, 1 - 1e-12, 1.0)
+    rows = [Row(top_p=share) for share in shares]
+    assert last_kept(logits, rows, device, given=("top_p",)) == [0, 0, 1, 3, 4, 4, 4]
+
+
+def test_top_p_of_equal_tokens_keeps_all(device: torch.device) -> None:
+    assert last_kept([1.0] * 4, [Row(top_p=0.25)], device, given=("top_p",)) == [3]
+
+
+def test_top_p_counts_no_more_than_k_of_the_ties(device: torch.device) -> None:
+    # Of the two tokens that top_k counts the first has 0.73, enough for 0.7; of all four that tie, 0.48.
+    rows = [Row(top_k=2, top_p=0.7), Row(top_k=2, top_p=0.75), Row(top_p=0.45), Row(top_k=2)]
+    assert last_kept([1.0, 0.0, 0.0, 0.0, -5.0], rows, device, given=("top_k", "top_p")) == [0, 3, 0, 3]
+
+
+def test_min_p(device: torch.device) -> None:
+    logits = [math.log(weight) for weight in (1.0, 0.5, 0.26, 0.24)]
+    rows = [Row(min_p=p) for p in (1.0, 0.51, 0.49, 0.25, 0.23, 0.0)]
+    assert last_kept(logits, rows, device, given=("min_p",)) == [0, 0, 1, 2, 3, 3]
+
+
+def test_top_p_does_not_see_min_p(device: torch.device) -> None:
+    # 0 and 1 are 12/17 of all. Of what min-p keeps, which is these two, 0 alone is 2/3.
+    logits = [math.log(weight / 8) for weight in (8, 4, 2, 2, 1)]
+    rows = [Row(top_p=0.6, min_p=0.3), Row(top_p=0.9, min_p=0.3), Row(top_p=0.4, min_p=0.3)]
+    assert last_kept(logits, rows, device, given=("top_p", "min_p")) == [1, 1, 0]
+
+
+def test_what_is_filtered_out_counts_for_nothing(device: torch.device) -> None:
+    # The two unlikely tokens come first.
+    rows = [Row(top_k=2, position=position) for position in (NEARLY_ONE, 1, 2)]
+    logits = repeated([0.0, 0.1, 1.0, 1.5], len(rows), device)
+    tokens = draw(logits, rows, given=("top_k",))
+    assert tokens == expected(logits, rows)
+    assert set(tokens) == {2, 3}
+
+
+def test_tokens_without_probability_are_never_drawn(device: torch.device) -> None:
+    logits = [-math.inf, 0.0, -math.inf, 1.0, -math.inf]
+    rows = [Row(), Row(top_k=4), Row(top_p=0.999), Row(min_p=1e-6)]
+    assert last_kept(logits, rows, device, given=("top_k", "top_p", "min_p")) == [3, 3, 3, 3]
+    first = [Row(position=10062)]  # where the uniform number is 0.00002
+    assert draw(repeated(logits, 1, device), first) == expected(repeated(logits, 1, device), first) == [1]
+
+
+def test_extreme_temperatures(device: torch.device) -> None:
+    logits = random_logits(2, SHORT, device)
+    rows = [Row(temperature=1e-4, top_k=10, position=NEARLY_ONE), Row(temperature=1e6, top_k=10, position=NEARLY_ONE)]
+    tokens = draw(logits, rows)
+    assert tokens == expected(logits, rows)
+    assert tokens[0] == logits[0].argmax()
+
+
+def test_refusals(device: torch.device) -> None:
+    logits = random_logits(2, SHORT, device)
+    space = workspace(SHORT, device, max_num_seqs=2)
+    column = torch.ones(2, device=device)
+    seeds = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"logits has shape \[2, 39\], not \[any, 40\]"):
+        argmax(logits[:, 1:], workspace=space)
+    with pytest.raises(ValueError, match=r"logits is torch.float64"):
+        argmax(logits.double(), workspace=space)
+    with pytest.raises(ValueError, match="logits has stride 2 in its last dimension"):
+        argmax(logits.T.contiguous().T, workspace=space)
+    with pytest.raises(ValueError, match="logits has 4 rows, the workspace is for 2"):
+        argmax(logits.repeat(2, 1), workspace=space)
+    with pytest.raises(ValueError, match=r"out is torch.int32, not torch.int64"):
+        argmax(logits, workspace=space, out=seeds.int())
+    with pytest.raises(ValueError, match=r"seeds has shape \[1\], not \[2\]"):
+        sample(logits, temperature=column, seeds=seeds[:1], positions=seeds, workspace=space)
+    with pytest.raises(ValueError, match=r"temperature is torch.float64, not torch.float32"):
+        sample(logits, temperature=column.double(), seeds=seeds, positions=seeds, workspace=space)
+    with pytest.raises(ValueError, match=r"top_p is torch.float32, not torch.float64"):
+        sample(logits, temperature=column, seeds=seeds, positions=seeds, workspace=space, top_p=column)
+    with pytest.raises(ValueError, match="top_k has strides"):
+        sample(logits, temperature=column, seeds=seeds, positions=seeds, workspace=space, top_k=seeds.repeat(2)[::2])
+    for sizes in ({"max_num_seqs": 0, "vocab_size": 1}, {"max_num_seqs": 1, "vocab_size": 0}):
+        with pytest.raises(ValueError, match="=0 is below 1"):
+            SamplerWorkspace.allocate(**sizes, device=device)

@@ -1,0 +1,219 @@
+"""What ptxas makes of every kernel for sm_90, without a GPU: registers, spills, copies in flight, matrix instructions.
+
+The variants of a few models are compiled here each time, with QUIRE_SM90=all the whole matrix of features (minutes).
+Such a bug is silent otherwise: the results stay right, and the kernel reads at half the speed.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_batch import LAYOUTS, Batch, Shape
+from sm90 import MAX_SHARED_BYTES, Launch, MachineCode, compile_launch, recorded
+
+from quire.kernels.launching import DEFAULT_MULTIPROCESSORS
+
+META = torch.device("meta")
+FP8 = torch.float8_e4m3fn
+ALL = os.environ.get("QUIRE_SM90") == "all"
+
+LLAMA_8B = Shape(32, 8, 128)
+LLAMA_1B = Shape(32, 8, 64, hidden=2048, intermediate=8192)
+QWEN3_06B = Shape(16, 8, 128, has_qk_norm=True, hidden=1024, intermediate=3072, vocab_size=151936)
+QWEN2_7B = Shape(28, 4, 128)
+GEMMA2 = Shape(8, 4, 256, window=4096, softcap=50.0, hidden=2304, intermediate=9216, vocab_size=256000)
+GPT_OSS = Shape(64, 8, 64, window=128, has_sinks=True)
+MHA = Shape(32, 32, 128)
+
+CORE = {
+    "llama-8b": LLAMA_8B,
+    "llama-8b-fp8-kv": replace(LLAMA_8B, kv_dtype=FP8),
+    "llama-8b-block-64": replace(LLAMA_8B, block_size=64),
+    "llama-1b": LLAMA_1B,
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen2-7b": QWEN2_7B,
+    "gemma2": GEMMA2,
+    "gpt-oss": GPT_OSS,
+    "mha-alibi": replace(MHA, has_alibi=True),
+}
+
+
+def matrix() -> Iterator[tuple[str, Shape]]:
+    """Every head dim, dtype, block size, group and feature, one or two at a time beside Llama's."""
+    for dim, (kv_name, kv_dtype) in itertools.product((32, 64, 80, 96, 128, 192, 256), (("bf16", None), ("fp8", FP8))):
+        yield f"d{dim}-{kv_name}", Shape(32, 8, dim, kv_dtype=kv_dtype)
+    for dtype, dim in itertools.product((torch.float16, torch.float32), (64, 128, 256)):
+        yield f"d{dim}-{str(dtype)[6:]}", Shape(32, 8, dim, dtype=dtype)
+    for block_size, layout in itertools.product((16, 32, 64, 128), LAYOUTS):
+        yield f"block-{block_size}-{layout.replace(' ', '-')}", replace(LLAMA_8B, block_size=block_size, layout=layout)
+    for group in (1, 2, 7, 8, 16):
+        yield f"group-{group}", Shape(4 * group, 4, 128)
+    features: dict[str, dict[str, object]] = {
+        "window": {"window": 4096},
+        "chunk": {"chunk": 8192},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"has_sinks": True},
+        "alibi": {"has_alibi": True},
+        "window-softcap-sinks": {"window": 4096, "softcap": 30.0, "has_sinks": True},
+    }
+    for (name, feature), dim, (kv_name, kv_dtype) in itertools.product(
+        features.items(), (64, 128, 256), (("bf16", None), ("fp8", FP8))
+    ):
+        yield f"{name}-d{dim}-{kv_name}", Shape(32, 8, dim, kv_dtype=kv_dtype, **feature)  # type: ignore[arg-type]
+
+
+SHAPES = CORE | dict(matrix()) if ALL else CORE
+MODELS = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+def compiled(work: Callable[[], object], kernel: str) -> tuple[Launch, MachineCode]:
+    """The one kernel of that name which `work` launches. It has no spill and fits into shared memory."""
+    (launch,) = {launch.key: launch for launch in recorded(work) if launch.name == kernel}.values()
+    code = compile_launch(launch)
+    print(kernel, code.summary())
+    assert code.spills == 0, code.summary()
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    return launch, code
+
+
+def check_copies(code: MachineCode, *, tile_keys: int, shape: Shape) -> None:
+    """Two tiles of keys and of values are in flight while a third is worked on, in copies of 16 bytes."""
+    kv_dtype = shape.kv_dtype or shape.dtype
+    assert code.copy_loops, "no loop copies keys asynchronously"
+    for loop in code.copy_loops:
+        assert loop.copies_outstanding, f"a loop waits for all of its copies: {code.summary()}"
+    assert code.shared_bytes >= 2 * 2 * tile_keys * shape.head_dim * kv_dtype.itemsize
+    if kv_dtype.itemsize > 1:
+        assert code.count(r"LDGSTS") == code.count(r"LDGSTS.*\.128"), "copies narrower than 16 bytes"
+
+
+def decode_batch(shape: Shape, *, q_len: int = 1, num_seqs: int = 8) -> Batch:
+    return Batch(shape, (q_len,) * num_seqs, (1000,) * num_seqs, META)
+
+
+@MODELS
+@pytest.mark.parametrize("q_len", [1, 4] if ALL else [1], ids="q{}".format)
+def test_decode_keeps_copies_in_flight(shape: Shape, q_len: int) -> None:
+    batch = decode_batch(shape, q_len=q_len)
+    launch, code = compiled(lambda: batch.decode(batch.plan()), "paged_decode_kernel")
+    check_copies(code, tile_keys=launch.constant("BLOCK_N"), shape=shape)
+    if shape.dtype != torch.float32:
+        assert all(loop.count("HMMA|HGMMA") for loop in code.copy_loops)
+
+
+@MODELS
+def test_all_programs_of_a_decode_fit_the_gpu_at_once(shape: Shape) -> None:
+    batch = decode_batch(shape)
+    plans = []
+
+    def work() -> None:
+        plans.append(batch.plan())
+        batch.decode(plans[0])
+
+    _, code = compiled(work, "paged_decode_kernel")
+    programs = plans[0].num_programs * shape.num_kv_heads
+    assert programs <= DEFAULT_MULTIPROCESSORS * code.programs_per_multiprocessor, code.summary()
+
+
+@MODELS
+@pytest.mark.parametrize("num_tokens", [2048, 40], ids="{}-tokens".format)
+def test_prefill_uses_warpgroup_matrix_instructions(shape: Shape, num_tokens: int) -> None:
+    batch = Batch(shape, (num_tokens,), (num_tokens,), META)
+    launch, code = compiled(batch.prefill, "paged_prefill_kernel")
+    check_copies(code, tile_keys=launch.constant("BLOCK_N"), shape=shape)
+    if shape.dtype != torch.float32:
+        assert code.count("HGMMA") > 0
+        assert code.count("HMMA") == 0
+
+
+SMALL: dict[str, Callable[[Batch], object]] = {
+    "decode_plan": Batch.plan,
+    "combine": lambda batch: batch.decode(batch.plan()),
+    "merge_states": Batch.merge,
+    "write_kv": Batch.write,
+    "qkv_prologue": Batch.prologue,
+    "add_rmsnorm": Batch.norm,
+    "silu_mul": Batch.activation,
+    "sampler": Batch.sample,
+    "block_copy": lambda batch: batch.copy([1], [2]),
+    "offload": lambda batch: batch.offload([1, 2, 3, 4]),
+}
+BULK = {
+    "write_kv_kernel",
+    "qkv_prologue_kernel",
+    "add_rmsnorm_kernel",
+    "silu_mul_kernel",
+    "block_copy_kernel",
+    "offload_kernel",
+}
+"""Move whole rows: in pieces of 16 bytes."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_kernels_do_not_spill(name: str) -> None:
+    shapes = SHAPES.values() if ALL else (QWEN3_06B, replace(QWEN3_06B, kv_dtype=FP8))
+    launches = {}
+    for shape in shapes:
+        batch = decode_batch(replace(shape, num_layers=4, layout="heads first"))
+        launches |= {launch.key: launch for launch in recorded(lambda batch=batch: SMALL[name](batch))}
+    launches = {key: launch for key, launch in launches.items() if launch.name != "paged_decode_kernel"}
+    assert launches
+    for launch in launches.values():
+        code = compile_launch(launch)
+        print(launch.name, code.summary())
+        assert code.spills == 0, f"{launch.name}: {code.summary()}"
+        if launch.name in BULK:
+            assert code.count(r"LDG\..*\.128") > 0, f"{launch.name} loads less than 16 bytes at a time"
+
+
+def served(batch: Batch) -> None:
+    """Every launch of a step."""
+    if batch.max_q_len > 1:
+        batch.prefill()
+    else:
+        batch.decode(batch.plan())
+    batch.prologue()
+    batch.write()
+    batch.norm()
+    batch.activation()
+    batch.sample()
+    batch.copy([1], [2])
+
+
+def step_keys(
+    shape: Shape, *, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_blocks: int, shifted: bool = False
+) -> set[str]:
+    batch = Batch(shape, query_lens, seq_lens, META, max_blocks=max_blocks, shifted=shifted)
+    return {launch.key for launch in recorded(lambda: served(batch))}
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B, GEMMA2], ids=["llama-8b", "qwen3-0.6b", "gemma2"])
+def test_nothing_compiles_after_warm_up(shape: Shape) -> None:
+    """Batches, lengths, prompts and widths of block tables that a service meets, after few warm-up steps."""
+    shape = replace(shape, num_layers=1, vocab_size=4096)
+    warm = step_keys(shape, query_lens=(1,), seq_lens=(1,), max_blocks=1)
+    warm |= step_keys(shape, query_lens=(1,) * 256, seq_lens=(1,) * 256, max_blocks=1)
+    for count, num_splits in itertools.product((2, 512, 4096), (1, 2)):
+        prompt = Batch(shape, (count,), (count,), META)
+        warm |= {launch.key for launch in recorded(lambda b=prompt, n=num_splits: (served(b), b.prefill(num_splits=n)))}
+    assert len(warm) <= 40
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    for step in range(30):
+        (num_seqs,), (width,) = draw(1, 300), draw(64, 5000)
+        seq_lens = tuple(draw(1, 1000, num_seqs))
+        new = (
+            step_keys(shape, query_lens=(1,) * num_seqs, seq_lens=seq_lens, max_blocks=width, shifted=step % 2 == 1)
+            - warm
+        )
+        assert not new, f"{num_seqs} sequences, tables of {width} blocks compile anew: {sorted(new)}"
+        counts = tuple(draw(2, 700, 1 + num_seqs % 7))
+        lens = tuple(count + prefix for count, prefix in zip(counts, draw(0, 500, len(counts)), strict=True))
+        new = step_keys(shape, query_lens=counts, seq_lens=lens, max_blocks=width, shifted=step % 2 == 1) - warm
+        assert not new, f"prompts of {counts} tokens, tables of {width} blocks compile anew: {sorted(new)}"

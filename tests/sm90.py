@@ -1,0 +1,252 @@
+"""Kernels compiled for sm_90 (H100, H200) on a machine without a GPU, and what their machine code says.
+
+Launchers run as they are, on tensors of the meta device, with a stand-in for the GPU's driver: Triton specialises
+the arguments as it would on the GPU, and what it would compile is recorded instead of launched. So a test compiles what
+would run, and counts what would compile.
+
+    launches = recorded(lambda: paged_decode(...))      what would be launched, in order
+    code = compile_launch(launches[0])                 registers, spills, shared memory, instructions, loops
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES = 227 << 10
+"""Of one program on sm_90: 228 KB a multiprocessor, of which the system keeps 1."""
+SM_SHARED_BYTES = 228 << 10
+SM_REGISTERS = 65_536
+SM_WARPS = 64
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Sm90Driver(DriverBase):
+    """Enough of a driver for Triton to specialise a launch; nothing can be launched with it."""
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError(f"nothing is launched here, also not with {ty}")
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_active_torch_device(self) -> Any:
+        raise NotImplementedError("there is no device here")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing can be timed here")
+
+    def get_current_device(self) -> str:
+        """Not a number, so that Triton keeps what it knows of real devices apart."""
+        return "sm_90"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel specialised for its arguments. Triton compiles once for each key."""
+
+    name: str
+    key: str
+    kernel: Any = field(compare=False, repr=False)
+    signature: dict[str, str] = field(compare=False, repr=False)
+    constants: dict[tuple[int, ...], Any] = field(compare=False, repr=False)
+    attributes: dict[tuple[int, ...], Any] = field(compare=False, repr=False)
+    options: dict[str, Any] = field(compare=False, repr=False)
+
+    def constant(self, name: str) -> Any:
+        """The value of a constexpr parameter. Raises KeyError if there is none of that name."""
+        return self.constants[(self.kernel.arg_names.index(name),)]
+
+
+def recorded(work: Callable[[], object]) -> list[Launch]:
+    """What `work` launches, in order; a GPU that has compiled nothing yet would compile each key once."""
+    launches: list[Launch] = []
+
+    def record(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        launches.append(
+            Launch(
+                name=fn.name,
+                key=f"{fn.name} {key}",
+                kernel=fn.jit_function,
+                signature=compile["signature"],
+                constants=compile["constants"],
+                attributes=compile["configs"][0],
+                options=_options(compile["specialization_data"]),
+            )
+        )
+        return True  # skips the compilation, and with it the launch
+
+    with _driver(), _cache_hook(record):
+        work()
+    return launches
+
+
+def _options(specialization_data: str) -> dict[str, Any]:
+    """num_warps, num_stages and the others, with the tuples that JSON has no word for."""
+    options = json.loads(specialization_data)["options"]
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+@contextmanager
+def _driver() -> Iterator[None]:
+    config = triton.runtime.driver
+    before = config._active
+    config.set_active(Sm90Driver())
+    try:
+        yield
+    finally:
+        config._active = before
+
+
+@contextmanager
+def _cache_hook(hook: Callable[..., bool]) -> Iterator[None]:
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    address: int
+    opcode: str
+    """With modifiers: LDGSTS.E.BYPASS.128."""
+    operands: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The instructions from the target of a jump backwards to the jump, both included."""
+
+    instructions: tuple[Instruction, ...]
+
+    def count(self, pattern: str) -> int:
+        return count(self.instructions, pattern)
+
+    @property
+    def copies_outstanding(self) -> int | None:
+        """Groups of asynchronous copies that the loop lets run on at each of its waits, or None if it never waits."""
+        waits = [
+            int(depth, 16)
+            for each in self.instructions
+            if each.opcode.startswith("DEPBAR.LE") and (depth := each.operands.rpartition("0x")[2])
+        ]
+        return min(waits) if waits else None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCode:
+    registers: int
+    shared_bytes: int
+    num_warps: int
+    instructions: tuple[Instruction, ...]
+    loops: tuple[Loop, ...]
+    """Innermost ones, in order."""
+
+    def count(self, pattern: str) -> int:
+        """Instructions whose opcode starts with the regular expression."""
+        return count(self.instructions, pattern)
+
+    @property
+    def spills(self) -> int:
+        """Instructions that move registers to or from local memory."""
+        return self.count(r"(LDL|STL)\b")
+
+    @property
+    def programs_per_multiprocessor(self) -> int:
+        by_shared = SM_SHARED_BYTES // (self.shared_bytes + 1024)
+        by_registers = SM_REGISTERS // (max(self.registers, 1) * 32 * self.num_warps)
+        return min(by_shared, by_registers, SM_WARPS // self.num_warps)
+
+    @property
+    def copy_loops(self) -> tuple[Loop, ...]:
+        """Those that copy from global to shared memory while they compute."""
+        return tuple(loop for loop in self.loops if loop.count("LDGSTS"))
+
+    def summary(self) -> str:
+        """One line of figures."""
+        waits = [loop.copies_outstanding for loop in self.copy_loops]
+        return (
+            f"{self.registers} registers, {self.shared_bytes / 1024:.1f} KiB shared, {self.spills} spills, "
+            f"{self.programs_per_multiprocessor} programs/SM, LDGSTS {self.count('LDGSTS')}, "
+            f"HMMA {self.count('HMMA')}, HGMMA {self.count('HGMMA')}, copies outstanding {waits}"
+        )
+
+
+def count(instructions: tuple[Instruction, ...], pattern: str) -> int:
+    matcher = re.compile(pattern)
+    return sum(1 for each in instructions if matcher.match(each.opcode))
+
+
+def compile_launch(launch: Launch) -> MachineCode:
+    """Compile for sm_90 and read the machine code. Half a second to several; Triton's cache is used."""
+    source = ASTSource(
+        fn=launch.kernel, signature=launch.signature, constexprs=launch.constants, attrs=launch.attributes
+    )
+    compiled = triton.compile(source, target=TARGET, options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = _cuobjdump("-res-usage", cubin.name)
+        sass = _cuobjdump("-sass", cubin.name)
+    instructions = tuple(read_instructions(sass))
+    found = re.search(r"REG:(\d+)", usage)
+    if found is None or not instructions:
+        raise ValueError(f"cuobjdump says nothing of {launch.name}: {usage}")
+    return MachineCode(
+        registers=int(found[1]),
+        shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps,
+        instructions=instructions,
+        loops=tuple(innermost_loops(instructions)),
+    )
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    command = [NVIDIA_TOOLS / "cuobjdump", option, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# /*0a10*/   @!P0 BRA 0x7f0 ;
+LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+
+
+def read_instructions(sass: str) -> Iterator[Instruction]:
+    for line in sass.splitlines():
+        if found := LINE.match(line):
+            yield Instruction(int(found[1], 16), found[2], found[3].strip())
+
+
+def innermost_loops(instructions: tuple[Instruction, ...]) -> Iterator[Loop]:
+    """Jumps backwards, without those that have another one inside, and without the trap that ends every kernel."""
+    spans: dict[int, int] = {}
+    for each in instructions:
+        target = re.search(r"(0x[0-9a-f]+)\s*$", each.operands)
+        if each.opcode.startswith("BRA") and target and (start := int(target[1], 16)) < each.address:
+            spans[start] = max(each.address, spans.get(start, 0))
+    for start, end in sorted(spans.items()):
+        inside = ((a, b) for a, b in spans.items() if (a, b) != (start, end))
+        if not any(start <= a and b <= end for a, b in inside):
+            yield Loop(tuple(each for each in instructions if start <= each.address <= end))
