@@ -8,6 +8,8 @@ ARGS ?=
 GO_TOOLS := .tools
 CORE := cachemgr/core
 CORE_MODULE := cachemgr/_core.abi3.so
+# What runs on the machine with a GPU.
+GPU_PYTHON ?= $(BIN)/python
 # Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
 REQUIRE_BUF ?= 0
 # Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
@@ -47,12 +49,13 @@ bench-control-plane: venv  ## latencies of plans through gRPC, alone and under l
 bench-eviction: venv  ## recorded traces through the ledger, by eviction policy
 	$(BIN)/python benchmarks/eviction.py $(ARGS)
 
-gpu-test: venv  ## the kernels compiled, on a GPU: equality, graphs, repeatability, compilations, sanitizer
-	@$(BIN)/python -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "gpu-test: there is no GPU here")'
-	$(BIN)/python -m pytest tests/kernels tests/gpu $(ARGS)
+gpu-test: typecheck-links  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+	  || { echo "gpu-test: there is no GPU here" >&2; exit 1; }
+	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
 
-gpu-bench-kernels: venv  ## the kernels against peers and the card's bandwidth; ARGS=--dry runs all of it, tiny, on a CPU
-	$(BIN)/python benchmarks/kernels --output benchmarks/results $(ARGS)
+gpu-bench-kernels: typecheck-links  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
+	PYTHONPATH=.typecheck $(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
 lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff check .

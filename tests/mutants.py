@@ -101,7 +101,7 @@ SAMPLE = {
     "no pin: released blocks are free at once",
     "copy-on-write without the copy",
     "several forks acquire once",
-    "entries behind one taken out stay where they are",
+    "an entry taken out is still there",
     "tenant left out of the root",
     "a parent is kept shorter than its child",
     "computed beyond a trim",

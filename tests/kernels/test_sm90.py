@@ -118,9 +118,19 @@ def test_all_programs_of_a_decode_fit_the_gpu_at_once(shape: Shape) -> None:
     assert programs <= DEFAULT_MULTIPROCESSORS * code.programs_per_multiprocessor, code.summary()
 
 
-@MODELS
-@pytest.mark.parametrize("num_tokens", [2048, 40], ids="{}-tokens".format)
-def test_prefill_uses_warpgroup_matrix_instructions(shape: Shape, num_tokens: int) -> None:
+LONG, SHORT = 2048, 20
+"""Prompts that fill tiles of 128 and of 64 rows."""
+PROMPTS = (
+    [(name, count) for name in SHAPES for count in (LONG, SHORT)]
+    if ALL
+    else [(name, LONG) for name in ("llama-8b", "llama-8b-fp8-kv", "llama-1b", "gemma2")]
+    + [(name, SHORT) for name in ("mha-alibi", "gemma2")]
+)
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), PROMPTS)
+def test_prefill_uses_warpgroup_matrix_instructions(name: str, num_tokens: int) -> None:
+    shape = SHAPES[name]
     batch = Batch(shape, (num_tokens,), (num_tokens,), META)
     launch, code = compiled(batch.prefill, "paged_prefill_kernel")
     check_copies(code, tile_keys=launch.constant("BLOCK_N"), shape=shape)
@@ -205,7 +215,7 @@ def test_nothing_compiles_after_warm_up(shape: Shape) -> None:
     def draw(low: int, high: int, count: int = 1) -> list[int]:
         return torch.randint(low, high, (count,), generator=generator).tolist()
 
-    for step in range(30):
+    for step in range(20):
         (num_seqs,), (width,) = draw(1, 300), draw(64, 5000)
         seq_lens = tuple(draw(1, 1000, num_seqs))
         new = (

@@ -371,8 +371,8 @@ class Books:
     def check_eviction(self, block: int) -> None:
         """Of all policies: only what is parked, and a child that was parked before its parent goes before it.
 
-        Where a block stands for another's tokens, the policy does not know it for the parent of what that one continues:
-        two had computed the same, or a copy came after a reset.
+        Where a block stands for another's tokens, the policy does not know it for the parent of what continues that
+        one: two had computed the same, or a copy came after a reset.
         """
         if self.is_lru:
             assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
