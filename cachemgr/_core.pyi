@@ -192,6 +192,10 @@ class Books:
         """By name, as in LedgerStatistics."""
 
     def violations(self) -> list[str]: ...
+    def audit(self, first: int, end: int) -> list[str]:
+        """What is wrong with the blocks from `first` to before `end`."""
+
+    def audit_counts(self) -> list[str]: ...
     def state(self, but_last_step_of: str | None = None) -> str:
         """All that a refusal leaves as it was; of one lease without its last step."""
 

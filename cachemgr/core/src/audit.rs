@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt::Debug;
+use std::ops::Range;
 
 use crate::books::Books;
 use crate::prefix::BlockId;
@@ -10,10 +11,26 @@ use crate::sequences::Sequence;
 impl Books {
     /// What is wrong, one sentence each. Cost: O(blocks + table entries).
     pub fn violations(&self) -> Vec<String> {
-        let mut wrong = self.pool.violations();
-        self.check_references(&mut wrong);
-        self.check_pins(&mut wrong);
-        self.check_sharing(&mut wrong);
+        let mut wrong = self.audit(&(0..self.geometry.num_blocks as BlockId));
+        wrong.extend(self.audit_counts());
+        wrong
+    }
+
+    /// What is wrong with the blocks of a range. Cost: O(blocks of the range + table entries + free blocks), so that a
+    /// large pool can be checked in slices with calls between them: each slice is right or wrong by itself.
+    pub fn audit(&self, blocks: &Range<BlockId>) -> Vec<String> {
+        let mut wrong = Vec::new();
+        self.pool.audit(blocks, &mut wrong);
+        self.check_references(blocks, &mut wrong);
+        self.check_pins(blocks, &mut wrong);
+        self.check_sharing(blocks, &mut wrong);
+        wrong
+    }
+
+    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s for all of them.
+    pub fn audit_counts(&self) -> Vec<String> {
+        let mut wrong = Vec::new();
+        self.pool.audit_counts(&mut wrong);
         let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
         let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
         let released: usize = steps.map(|step| step.released_rows.len()).sum();
@@ -28,27 +45,21 @@ impl Books {
     }
 
     /// I2: as many references as table entries.
-    fn check_references(&self, wrong: &mut Vec<String>) {
-        let mut holders = vec![0; self.geometry.num_blocks];
-        for block in self.sequences().flat_map(|sequence| &sequence.block_table) {
-            holders[*block as usize] += 1;
-        }
-        for (block, holders) in holders.into_iter().enumerate().skip(1) {
-            let references = self.pool.ref_count(block as BlockId);
+    fn check_references(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let holders = occurrences(blocks, self.sequences().map(|sequence| &sequence.block_table));
+        for (block, holders) in blocks.clone().zip(holders) {
+            let references = self.pool.ref_count(block);
             if references != holders {
                 wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
             }
         }
     }
 
-    fn check_pins(&self, wrong: &mut Vec<String>) {
-        let mut steps = vec![0; self.geometry.num_blocks];
+    fn check_pins(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
-        for block in in_flight.flat_map(|step| step.pinned.iter().flatten()) {
-            steps[*block as usize] += 1;
-        }
-        for (block, steps) in steps.into_iter().enumerate().skip(1) {
-            let pins = self.pool.pin_count(block as BlockId);
+        let steps = occurrences(blocks, in_flight.flat_map(|step| &step.pinned));
+        for (block, steps) in blocks.clone().zip(steps) {
+            let pins = self.pool.pin_count(block);
             if pins != steps {
                 wrong.push(format!("block {block} is pinned by {steps} steps and has {pins} pins"));
             }
@@ -56,19 +67,32 @@ impl Books {
     }
 
     /// I4: who shares a block agrees on every token up to its end, as far as steps were planned to fill it.
-    fn check_sharing(&self, wrong: &mut Vec<String>) {
+    ///
+    /// Two that agree up to the end of one block agree up to the ends of those before it: each sequence is gone through
+    /// from its end, and compared once with each of those it shares with.
+    fn check_sharing(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.ref_count(*block) > 1;
+        if !blocks.clone().any(|block| is_shared(&block)) {
+            return;
+        }
         let size = self.geometry.block_size;
         let mut seen: HashMap<(usize, BlockId), (&Sequence, usize)> = HashMap::new();
         for sequence in self.sequences() {
             let num_filled = sequence.num_known().min(sequence.num_scheduled);
-            for (index, &block) in sequence.block_table.iter().enumerate() {
-                if self.pool.ref_count(block) < 2 {
+            let mut agreed: Option<(u64, usize)> = None; // with whom, up to which token
+            for (index, &block) in sequence.block_table.iter().enumerate().rev() {
+                if !is_shared(&block) {
                     continue;
                 }
                 let filled = num_filled.min((index + 1) * size);
                 let (other, other_filled) = *seen.entry((index, block)).or_insert((sequence, filled));
                 let shorter = filled.min(other_filled);
-                if sequence.root != other.root || sequence.tokens[..shorter] != other.tokens[..shorter] {
+                if agreed.is_some_and(|(number, end)| number == other.number && shorter <= end) {
+                    continue;
+                }
+                if sequence.root == other.root && sequence.tokens[..shorter] == other.tokens[..shorter] {
+                    agreed = Some((other.number, shorter));
+                } else {
                     wrong.push(format!("block {block} is shared by sequences with different tokens"));
                 }
             }
@@ -94,6 +118,19 @@ impl Books {
         let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
         format!("{:?} {free:?} {parked:?} {} {leases:?}", blocks.collect::<Vec<_>>(), self.num_rows())
     }
+}
+
+/// How often each block of a range is in these lists.
+fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<BlockId>>) -> Vec<u32> {
+    let mut times = vec![0; blocks.len()];
+    for list in lists {
+        for block in list {
+            if let Some(times) = times.get_mut(block.wrapping_sub(blocks.start) as usize) {
+                *times += 1;
+            }
+        }
+    }
+    times
 }
 
 /// All of a sequence but the hashes that were computed because somebody asked.

@@ -25,6 +25,9 @@ pub trait EvictionPolicy: Debug + Send + Sync {
     /// How many blocks are parked.
     fn num_parked(&self) -> usize;
 
+    /// Whether the block is parked.
+    fn is_parked(&self, block: BlockId) -> bool;
+
     /// The parked blocks, each once.
     fn parked(&self) -> Vec<BlockId>;
 
@@ -73,6 +76,13 @@ impl Rings {
         let (before, after) = (self.prev[node as usize], self.next[node as usize]);
         self.next[before as usize] = after;
         self.prev[after as usize] = before;
+        (self.next[node as usize], self.prev[node as usize]) = (node, node);
+    }
+
+    /// Whether a node that is no sentinel is in a ring, between neighbours that agree.
+    pub fn contains(&self, node: u32) -> bool {
+        let (before, after) = (self.prev[node as usize], self.next[node as usize]);
+        after != node && self.next[before as usize] == node && self.prev[after as usize] == node
     }
 
     /// The first node of a ring; the sentinel if there is none.
@@ -129,6 +139,10 @@ impl EvictionPolicy for Lru {
         self.num_parked
     }
 
+    fn is_parked(&self, block: BlockId) -> bool {
+        self.ring.contains(block)
+    }
+
     fn parked(&self) -> Vec<BlockId> {
         self.ring.nodes(NULL_BLOCK).collect()
     }
@@ -150,9 +164,12 @@ mod tests {
         rings.remove(3);
         rings.append(2, 7);
         assert_eq!(rings.nodes(7).collect::<Vec<_>>(), [2]);
+        assert_eq!([1, 2, 3, 4].map(|node| rings.contains(node)), [true, true, false, true]);
         rings.remove(1);
         rings.remove(4);
         assert_eq!((rings.first(6), rings.first(7)), (6, 2));
+        rings.next[7] = 7;
+        assert!(!rings.contains(2));
     }
 
     #[test]

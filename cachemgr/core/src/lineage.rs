@@ -476,6 +476,10 @@ impl EvictionPolicy for Lineage {
         self.num_parked
     }
 
+    fn is_parked(&self, block: BlockId) -> bool {
+        self.rings.contains(block)
+    }
+
     /// The longest time last; within one, least recently parked first.
     fn parked(&self) -> Vec<BlockId> {
         let places = [NUM_TIMES].into_iter().chain(0..NUM_TIMES);
@@ -494,7 +498,7 @@ mod tests {
     use super::*;
     use crate::eviction::{POLICIES, make_policy};
     use crate::pool::BlockPool;
-    use crate::pool::tests::Random;
+    use crate::pool::tests::{Random, violations};
     use crate::prefix::chain_hashes;
     use crate::retention::{Choice, NUM_CLASSES};
 
@@ -875,7 +879,7 @@ mod tests {
                     let table = held.swap_remove(random.below(held.len()));
                     cache.release(&table);
                 }
-                assert_eq!(cache.pool.violations(), [""; 0]);
+                assert_eq!(violations(&cache.pool), [""; 0]);
             }
             held.iter().for_each(|table| cache.release(table));
             cache.evict_all();

@@ -10,7 +10,7 @@
 //!
 //! Flat arrays indexed by block id. The blocks of one call are distinct, as those of a table are.
 
-use std::collections::HashSet;
+use std::ops::Range;
 
 use crate::errors::{Result, broken};
 use crate::eviction::EvictionPolicy;
@@ -233,38 +233,51 @@ impl BlockPool {
         dropped
     }
 
-    /// What is wrong with the lists and counts, one sentence each. Cost: O(blocks).
-    pub fn violations(&self) -> Vec<String> {
-        let mut wrong = self.index.violations();
-        let in_state = |state| (1..self.refs.len() as BlockId).filter(move |block| self.state(*block) == state);
-        let mut compare = |listed: Vec<BlockId>, state: BlockState, told: &str, is: &str| {
-            let expected: HashSet<BlockId> = in_state(state).collect();
-            if listed.len() != expected.len() || listed.iter().copied().collect::<HashSet<_>>() != expected {
-                wrong.push(format!("{} blocks {told}, {} {is}", listed.len(), expected.len()));
+    /// What is wrong with the blocks of a range: lists and index against their states. Cost: O(range + free blocks).
+    pub fn audit(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        self.index.audit(blocks, wrong);
+        let mut times_free = vec![0; blocks.len()];
+        for block in &self.free {
+            if let Some(times) = times_free.get_mut(block.wrapping_sub(blocks.start) as usize) {
+                *times += 1;
             }
-            expected.len()
-        };
-        compare(self.free.clone(), BlockState::Free, "on the free stack", "blocks are free");
-        let parked = self.policy.parked();
-        let num_cached = compare(parked, BlockState::Cached, "parked with the eviction policy", "are cached");
-        if self.policy.num_parked() != num_cached {
-            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.policy.num_parked()));
         }
+        for (block, times) in blocks.clone().zip(times_free) {
+            let state = self.state(block);
+            if times != u32::from(state == BlockState::Free && block != NULL_BLOCK) {
+                wrong.push(format!("block {block} is {state:?} and {times} times on the free stack"));
+            }
+            if block != NULL_BLOCK && self.policy.is_parked(block) != (state == BlockState::Cached) {
+                let parked = if state == BlockState::Cached { "not parked" } else { "parked" };
+                wrong.push(format!("block {block} is {state:?} and {parked} with the eviction policy"));
+            }
+            if state == BlockState::Free && self.index.past(block) != Past::None {
+                wrong.push(format!("block {block} is free and still has a past"));
+            }
+        }
+    }
+
+    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s.
+    pub fn audit_counts(&self, wrong: &mut Vec<String>) {
+        self.index.audit_counts(wrong);
         let counters = PoolCounters {
-            num_active: in_state(BlockState::Active).count(),
+            num_active: self.refs.iter().filter(|refs| **refs > 0).count(),
             num_references: self.refs.iter().map(|refs| *refs as usize).sum(),
             num_shared: self.refs.iter().filter(|refs| **refs > 1).count(),
             ..self.counters
         };
+        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let num_cached =
+            held.zip(self.index.pasts()).filter(|(held, past)| *held == 0 && **past == Past::Findable).count();
         if counters != self.counters {
             wrong.push(format!("counted {:?}, there are {counters:?}", self.counters));
+        }
+        if self.policy.num_parked() != num_cached {
+            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.policy.num_parked()));
         }
         if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
             wrong.push("somebody holds the null block".into());
         }
-        let with_past = in_state(BlockState::Free).filter(|block| self.index.past(*block) != Past::None);
-        wrong.extend(with_past.map(|block| format!("block {block} is free and still has a past")));
-        wrong
     }
 
     fn is_idle(&self, block: BlockId) -> bool {
@@ -339,6 +352,14 @@ pub(crate) mod tests {
         }
     }
 
+    /// Of all blocks, two at a time.
+    pub(crate) fn violations(pool: &BlockPool) -> Vec<String> {
+        let (mut wrong, num_blocks) = (Vec::new(), pool.refs.len() as BlockId);
+        (0..num_blocks).step_by(2).for_each(|first| pool.audit(&(first..num_blocks.min(first + 2)), &mut wrong));
+        pool.audit_counts(&mut wrong);
+        wrong
+    }
+
     fn pool() -> BlockPool {
         BlockPool::new(5, make_policy("lru", 5).unwrap())
     }
@@ -373,7 +394,7 @@ pub(crate) mod tests {
         assert_eq!(pool.allocate(0).unwrap(), [0; 0]);
         assert_eq!(pool.allocate(4).unwrap(), [1, 2, 3, 4]);
         assert_eq!(told(pool.allocate(1)), "1 blocks to evict, 0 are cached");
-        assert_eq!((pool.counts(), pool.violations()), (counts(0, 0, 4, 0), vec![]));
+        assert_eq!((pool.counts(), violations(&pool)), (counts(0, 0, 4, 0), vec![]));
     }
 
     #[test]
@@ -401,7 +422,7 @@ pub(crate) mod tests {
         cache(&mut pool, &[7]);
         assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Cached, 4));
         pool.acquire(&[1], 1).unwrap();
-        assert_eq!((pool.counts(), pool.violations()), (counts(3, 0, 1, 0), vec![]));
+        assert_eq!((pool.counts(), violations(&pool)), (counts(3, 0, 1, 0), vec![]));
     }
 
     #[test]
@@ -415,7 +436,7 @@ pub(crate) mod tests {
         pool.retire(&[1]).unwrap();
         assert_eq!(pool.counts(), counts(2, 0, 0, 2));
         pool.unpin(&[2, 1]).unwrap();
-        assert_eq!((pool.counts(), pool.violations()), (counts(3, 0, 0, 1), vec![]));
+        assert_eq!((pool.counts(), violations(&pool)), (counts(3, 0, 0, 1), vec![]));
     }
 
     #[test]
@@ -425,7 +446,7 @@ pub(crate) mod tests {
         assert_eq!(pool.allocate(3).unwrap(), [4, 1, 2]);
         assert_eq!((pool.counters().num_evicted, pool.state(3)), (2, BlockState::Cached));
         assert_eq!((pool.index().lookup(&hash(1)), pool.index().lookup(&hash(3))), (None, Some(3)));
-        assert_eq!(pool.violations(), [""; 0]);
+        assert_eq!(violations(&pool), [""; 0]);
     }
 
     #[test]
@@ -458,7 +479,7 @@ pub(crate) mod tests {
         pool.publish(&hash(3), 3);
         pool.release(&[4, 3, 2, 1]).unwrap();
         assert_eq!((pool.free_blocks(), pool.parked_blocks()), (&[4, 2][..], vec![3, 1]));
-        assert_eq!(pool.violations(), [""; 0]);
+        assert_eq!(violations(&pool), [""; 0]);
         assert_eq!(pool.allocate(4).unwrap(), [2, 4, 3, 1]);
     }
 
@@ -486,7 +507,7 @@ pub(crate) mod tests {
         pool.unpin(&[1]).unwrap();
         assert_eq!(pool.state(1), BlockState::Active);
         pool.release(&[1]).unwrap();
-        assert_eq!((pool.state(1), pool.violations()), (BlockState::Cached, vec![]));
+        assert_eq!((pool.state(1), violations(&pool)), (BlockState::Cached, vec![]));
     }
 
     #[test]
@@ -514,7 +535,7 @@ pub(crate) mod tests {
         pool.retire(&[4]).unwrap();
         assert_eq!((pool.num_parked(&[1, 2, 3, 4]), pool.num_parked(&[3, 4]), pool.num_parked(&[])), (2, 0, 0));
         pool.acquire(&[1, 2, 3, 4], 1).unwrap();
-        assert_eq!((pool.num_allocatable(), pool.violations()), (0, vec![]));
+        assert_eq!((pool.num_allocatable(), violations(&pool)), (0, vec![]));
     }
 
     #[test]
@@ -539,7 +560,7 @@ pub(crate) mod tests {
         assert_eq!(pool.drop_cached(0, 5), 1);
         assert!(!pool.is_writable(1));
         pool.release(&[1]).unwrap();
-        assert_eq!((pool.state(1), pool.violations()), (BlockState::Free, vec![]));
+        assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
         assert_eq!(pool.allocate(1).unwrap(), [1]);
         assert!(pool.is_writable(1));
     }
@@ -564,7 +585,7 @@ pub(crate) mod tests {
         assert_eq!((pool.counts(), pool.parked_blocks()), (counts(2, 0, 1, 1), vec![]));
         pool.unpin(&[4]).unwrap();
         assert_eq!(pool.state(4), BlockState::Free);
-        assert_eq!((pool.drop_cached(0, 5), pool.violations()), (0, vec![]));
+        assert_eq!((pool.drop_cached(0, 5), violations(&pool)), (0, vec![]));
     }
 
     #[test]
@@ -610,10 +631,10 @@ pub(crate) mod tests {
     fn broken_lists_and_counts_are_told() {
         type Damage = fn(&mut BlockPool);
         let damages: [(Damage, &str); 10] = [
-            (|pool| pool.free.truncate(3), "3 blocks on the free stack, 4 blocks are free"),
-            (|pool| pool.free[0] = 2, "4 blocks on the free stack, 4 blocks are free"),
-            (|pool| pool.free.push(1), "5 blocks on the free stack, 4 blocks are free"),
-            (|pool| pool.policy.park(&[1]), "1 blocks parked with the eviction policy, 0 are cached"),
+            (|pool| pool.free.truncate(3), "block 1 is Free and 0 times on the free stack"),
+            (|pool| pool.free[0] = 2, "block 4 is Free and 0 times on the free stack"),
+            (|pool| pool.free.push(1), "block 1 is Free and 2 times on the free stack"),
+            (|pool| pool.policy.park(&[1]), "block 1 is Free and parked with the eviction policy"),
             (|pool| pool.policy.park(&[1]), "1 blocks counted as cached, 0 are"),
             (|pool| pool.counters.num_active = 1, "counted PoolCounters { num_active: 1, num_references: 0"),
             (|pool| pool.counters.num_references = 1, "counted PoolCounters { num_active: 0, num_references: 1"),
@@ -630,7 +651,7 @@ pub(crate) mod tests {
         for (damage, message) in damages {
             let mut pool = pool();
             damage(&mut pool);
-            let wrong = pool.violations();
+            let wrong = violations(&pool);
             assert!(wrong.iter().any(|line| line.contains(message)), "{message}: {wrong:?}");
         }
     }
@@ -640,7 +661,7 @@ pub(crate) mod tests {
         let mut pool = pool();
         pool.index.publish(&hash(7), 2);
         pool.index.forget_past(2);
-        assert!(pool.violations().iter().any(|line| line.contains("the index finds")));
+        assert!(violations(&pool).iter().any(|line| line.contains("index finds block 2 by a hash")));
     }
 
     const NUM_BLOCKS: usize = 11;
@@ -798,7 +819,7 @@ pub(crate) mod tests {
 
         fn check(&self) {
             let pool = &self.pool;
-            assert_eq!(pool.violations(), [""; 0]);
+            assert_eq!(violations(&pool), [""; 0]);
             for block in 1..NUM_BLOCKS {
                 let id = block as BlockId;
                 assert_eq!((pool.state(id), pool.ref_count(id)), (self.state(block), self.refs[block]));

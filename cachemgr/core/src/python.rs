@@ -444,6 +444,15 @@ impl PyBooks {
         self.0.violations()
     }
 
+    /// What is wrong with the blocks from `first` to before `end`.
+    fn audit(&self, first: BlockId, end: BlockId) -> Vec<String> {
+        self.0.audit(&(first..end.min(self.0.geometry().num_blocks as BlockId)))
+    }
+
+    fn audit_counts(&self) -> Vec<String> {
+        self.0.audit_counts()
+    }
+
     #[pyo3(signature = (but_last_step_of = None))]
     fn state(&self, but_last_step_of: Option<&str>) -> String {
         self.0.state(but_last_step_of)
