@@ -283,7 +283,10 @@ impl PyBooks {
     }
 
     fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str) -> PyResult<()> {
-        changing(py, || Ok(self.0.open_lease(lease_id, tenant.as_bytes())))
+        changing(py, || {
+            self.0.open_lease(lease_id, tenant.as_bytes());
+            Ok(())
+        })
     }
 
     fn close_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
