@@ -62,7 +62,7 @@ lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
-	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release -- --deny warnings
+	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release --all-targets -- --deny warnings
 
 protos: venv go-tools  ## generate the Python and Go code and docs/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(GO_PLUGINS)

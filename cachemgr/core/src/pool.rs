@@ -819,7 +819,7 @@ pub(crate) mod tests {
 
         fn check(&self) {
             let pool = &self.pool;
-            assert_eq!(violations(&pool), [""; 0]);
+            assert_eq!(violations(pool), [""; 0]);
             for block in 1..NUM_BLOCKS {
                 let id = block as BlockId;
                 assert_eq!((pool.state(id), pool.ref_count(id)), (self.state(block), self.refs[block]));
