@@ -10,7 +10,7 @@ import pytest
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr._core import POLICIES, Books, StepPlan, root_hash
-from quire.cachemgr.errors import BrokenInvariant
+from quire.cachemgr.errors import BrokenInvariant, CallRefused
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.plans import Admission, Fork, StepRequest, Trim
@@ -146,6 +146,20 @@ def test_what_is_not_there_is_told() -> None:
     with pytest.raises(KeyError, match="mru"):
         make_books(policy="mru")
     assert POLICIES == ["lineage", "lru"]
+
+
+def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
+    books = make_books()
+    books.open_lease("lease", "")
+    request = StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))])
+    books.plan("lease", request, extend_ids=b"", extend_token_counts=b"", appends=None)
+    before = books.state()
+    ids, ones = b"\1\0\0\0\2\0\0\0", b"\1\0\0\0" * 2
+    with pytest.raises(CallRefused, match="sampled_token_ids is 1 entries; must be 2 entries"):
+        books.settle(
+            *("lease", 1, "computed"), seq_ids=ids, token_counts=ones, sampled_ids=ids, sampled_tokens=bytes(4)
+        )
+    assert books.state() == before
 
 
 def test_ids_come_in_fours() -> None:

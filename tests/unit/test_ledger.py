@@ -1297,6 +1297,15 @@ def test_tokens_are_held_as_far_as_the_fullest_holder_has_them_known_or_schedule
     assert bench.ledger.statistics().num_held_tokens == 2
 
 
+def test_books_that_are_right_are_so_slice_by_slice(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3, 4, 5)
+    bench.settle()
+    bench.plan(forks=[Fork(1, [2], 5)], extend_ids=[2], extend_token_counts=[1])
+    bench.plan(releases=[1])
+    assert [bench.ledger.audit(first, first + 2) for first in range(0, 9, 2)] == [[]] * 5
+    assert bench.ledger.audit_counts() == []
+
+
 def test_statistics_count_what_happened(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.settle()

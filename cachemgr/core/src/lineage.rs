@@ -1027,4 +1027,23 @@ mod tests {
         });
         assert_eq!(first, second);
     }
+
+    #[test]
+    fn a_tail_that_can_not_be_found_is_no_use_of_a_block() {
+        let mut cache = Cache::new("lineage", 20);
+        cache.admit(&[1, 2, 3], false);
+        cache.admit(&[1, 2, 4], true);
+        assert_eq!(cache.lineage().planner.used.iter().sum::<f64>(), 3.0 + 2.0 + 1.0);
+    }
+
+    #[test]
+    fn of_a_segment_that_is_back_only_what_is_wanted_returns() {
+        let mut cache = Cache::new("lineage", 4);
+        for prompt in [[1, 2, 3, 4], [5, 6, 7, 8]] {
+            let table = cache.admit(&prompt, false);
+            cache.release(&table);
+        }
+        cache.admit(&[1], false);
+        assert_eq!(cache.lineage().planner.returned.iter().flatten().sum::<f64>(), 1.0);
+    }
 }

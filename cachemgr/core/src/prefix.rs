@@ -356,4 +356,14 @@ mod tests {
         (index.past[1], index.hashes[1]) = (Past::Findable, hash(2));
         assert_eq!(violations(&index)[0], "block 1 has a hash by which the index does not find it");
     }
+
+    #[test]
+    fn hashes_that_begin_alike_are_told_apart() {
+        let (one, mut other) = (hash(1), hash(1));
+        other[31] ^= 1;
+        let mut index = PrefixIndex::new(4);
+        index.publish(&one, 1);
+        assert_eq!((index.lookup(&other), index.publish(&other, 2)), (None, 2));
+        assert_eq!((index.lookup(&one), index.lookup(&other)), (Some(1), Some(2)));
+    }
 }

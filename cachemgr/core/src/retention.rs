@@ -88,9 +88,9 @@ pub struct RetentionPlanner {
     pub plan: Option<Vec<Choice>>,
     num_blocks: i64,
     times: [f64; NUM_TIMES],
-    returned: [[f64; NUM_TIMES + 1]; NUM_CLASSES], // blocks by class and place of the gap
-    used: [f64; NUM_CLASSES],                      // blocks by class, when used
-    elapsed: f64,                                  // blocks allocated meanwhile
+    pub(crate) returned: [[f64; NUM_TIMES + 1]; NUM_CLASSES], // blocks by class and place of the gap
+    pub(crate) used: [f64; NUM_CLASSES],                      // blocks by class, when used
+    elapsed: f64,                                             // blocks allocated meanwhile
     evicted: f64,
     parked_evicted: f64, // sum over evicted blocks of how many were parked
     lru_time: f64,
