@@ -149,3 +149,13 @@ def require_pool(k_pool: Tensor, v_pool: Tensor) -> None:
     if k_pool.dtype != v_pool.dtype:
         raise ValueError(f"v_pool is {v_pool.dtype}, k_pool {k_pool.dtype}")
     require_in("block size", k_pool.shape[1], BLOCK_SIZES)
+
+
+def require_per_head(q: Tensor, **tensors: Tensor | None) -> None:
+    """Raises ValueError if a tensor is there and is not one float32 number per query head, beside q [N, Hq, D]."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_shape(name, tensor, (q.shape[1],))
+            require_dtype(name, tensor, torch.float32)
+            require_contiguous(name, tensor)
+    require_same_device(q=q, **tensors)

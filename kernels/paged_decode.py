@@ -36,6 +36,7 @@ from quire.kernels.launching import (
     require_contiguous,
     require_dtype,
     require_last_contiguous,
+    require_per_head,
     require_pool,
     require_same_device,
     require_shape,
@@ -107,7 +108,7 @@ def paged_decode(
         size = workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim_v)
         workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     _check_results(q, out=out, lse=lse, workspace=workspace, head_dim=head_dim_v, plan=plan)
-    _check_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is not above 0")
     partial_outs, partial_lses = _divide(workspace, plan, num_query_heads=num_heads, head_dim=head_dim_v)
@@ -282,15 +283,6 @@ def _check_results(
     size = workspace_size(plan, num_query_heads=q.shape[1], head_dim=head_dim)
     require_at_least("len(workspace)", workspace.shape[0], size)
     require_same_device(q=q, out=out, lse=lse, workspace=workspace)
-
-
-def _check_per_head(q: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            require_shape(name, tensor, (q.shape[1],))
-            require_dtype(name, tensor, torch.float32)
-            require_contiguous(name, tensor)
-    require_same_device(q=q, **tensors)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ from quire.kernels.launching import (
     require_contiguous,
     require_dtype,
     require_last_contiguous,
+    require_per_head,
     require_pool,
     require_same_device,
     require_shape,
@@ -106,7 +107,7 @@ def paged_prefill(
     """
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     _check_numbers(scaling=scaling, window=window, chunk=chunk, softcap=softcap, num_splits=num_splits)
-    _check_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs, max_blocks = block_tables.shape
     block_size, num_kv_heads, head_dim_v = v_pool.shape[1:]
@@ -268,15 +269,6 @@ def _check_results(q: Tensor, *, out: Tensor, lse: Tensor | None, head_dim: int)
         require_dtype("lse", lse, torch.float32)
         require_contiguous("lse", lse)
     require_same_device(q=q, out=out, lse=lse)
-
-
-def _check_per_head(q: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            require_shape(name, tensor, (q.shape[1],))
-            require_dtype(name, tensor, torch.float32)
-            require_contiguous(name, tensor)
-    require_same_device(q=q, **tensors)
 
 
 @triton.jit
