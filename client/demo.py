@@ -114,6 +114,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> tuple["Dem
         with ending_on_hangup():
             shown = _run(console, services, options, prompts, model)
     except KeyboardInterrupt:
+        services.stop()  # the signal may have come just before that began
         raise KeyboardInterrupt(NOTHING_LEFT) from None
     console.print("Both services have ended. [bold]quire up --model PATH_OR_HUB_ID[/] keeps them running.")
     return shown

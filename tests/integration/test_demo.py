@@ -19,7 +19,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.protocol_client import await_that
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 TIMEOUT_S = 60.0
@@ -220,8 +219,7 @@ def test_ctrl_c_at_the_end_leaves_nothing(folder: Path) -> None:
         terminal.press(CTRL_C)
         assert terminal.status() in (0, 130)  # it may be over by then
     assert "Traceback" not in terminal.seen
-    # What the signal kept from being ended is ended by its guard, which notices that its parent is gone.
-    await_that("nothing is left", lambda: nothing_left(folder))
+    assert nothing_left(folder)
 
 
 def test_ctrl_c_pressed_again_and_again(folder: Path) -> None:
