@@ -112,6 +112,78 @@ BLOCK_STATE_RETIRED: BlockState.ValueType  # 4
 """Released, but a step that is planned could still touch it."""
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
+class _BlockEventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockEventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_EVENT_KIND_UNSPECIFIED: _BlockEventKind.ValueType  # 0
+    """Never sent."""
+    BLOCK_EVENT_KIND_STORED: _BlockEventKind.ValueType  # 1
+    """Other content can be found in it from now on."""
+    BLOCK_EVENT_KIND_REMOVED: _BlockEventKind.ValueType  # 2
+    """What could be found in it can't any more."""
+    BLOCK_EVENT_KIND_CHANGED: _BlockEventKind.ValueType  # 3
+    """Its content is the same; its state, holders or priority are not."""
+
+class BlockEventKind(_BlockEventKind, metaclass=_BlockEventKindEnumTypeWrapper):
+    """What happened to a block since it was told of last."""
+
+BLOCK_EVENT_KIND_UNSPECIFIED: BlockEventKind.ValueType  # 0
+"""Never sent."""
+BLOCK_EVENT_KIND_STORED: BlockEventKind.ValueType  # 1
+"""Other content can be found in it from now on."""
+BLOCK_EVENT_KIND_REMOVED: BlockEventKind.ValueType  # 2
+"""What could be found in it can't any more."""
+BLOCK_EVENT_KIND_CHANGED: BlockEventKind.ValueType  # 3
+"""Its content is the same; its state, holders or priority are not."""
+Global___BlockEventKind: _TypeAlias = BlockEventKind  # noqa: Y015
+
+class _MissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    """Never sent."""
+    MISS_REASON_NONE: _MissReason.ValueType  # 1
+    """All that can be found is."""
+    MISS_REASON_NEVER_COMPUTED: _MissReason.ValueType  # 2
+    """Nobody computed it, or so long ago that its eviction is forgotten."""
+    MISS_REASON_EVICTED: _MissReason.ValueType  # 3
+    """It was evicted to make room."""
+    MISS_REASON_RESET: _MissReason.ValueType  # 4
+    """It was dropped by ResetPrefixCache."""
+    MISS_REASON_BEING_COMPUTED: _MissReason.ValueType  # 5
+    """A step in flight computes it."""
+    MISS_REASON_OTHER_SALT: _MissReason.ValueType  # 6
+    """It is there under another salt of the tenant."""
+    MISS_REASON_OTHER_TENANT: _MissReason.ValueType  # 7
+    """It is there for another tenant. Told to operators only."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """Why a block of a prefix is not found."""
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+"""Never sent."""
+MISS_REASON_NONE: MissReason.ValueType  # 1
+"""All that can be found is."""
+MISS_REASON_NEVER_COMPUTED: MissReason.ValueType  # 2
+"""Nobody computed it, or so long ago that its eviction is forgotten."""
+MISS_REASON_EVICTED: MissReason.ValueType  # 3
+"""It was evicted to make room."""
+MISS_REASON_RESET: MissReason.ValueType  # 4
+"""It was dropped by ResetPrefixCache."""
+MISS_REASON_BEING_COMPUTED: MissReason.ValueType  # 5
+"""A step in flight computes it."""
+MISS_REASON_OTHER_SALT: MissReason.ValueType  # 6
+"""It is there under another salt of the tenant."""
+MISS_REASON_OTHER_TENANT: MissReason.ValueType  # 7
+"""It is there for another tenant. Told to operators only."""
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
+
 @_typing.final
 class CreateLeaseRequest(_message.Message):
     """See CacheService.CreateLease."""
@@ -297,6 +369,7 @@ class PlanStepRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RELEASE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    RETURN_HINTS_FIELD_NUMBER: _builtins.int
     TRIM_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TRIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
@@ -321,6 +394,12 @@ class PlanStepRequest(_message.Message):
     @_builtins.property
     def release_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to end. One that is gone already is OK."""
+
+    @_builtins.property
+    def return_hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReturnHint]:
+        """What the client knows of the future of sequences it releases; about others
+        than those in release_sequence_ids nothing is said.
+        """
 
     @_builtins.property
     def trim_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -349,6 +428,7 @@ class PlanStepRequest(_message.Message):
         epoch: _builtins.int = ...,
         request_id: _builtins.str = ...,
         release_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        return_hints: _abc.Iterable[Global___ReturnHint] | None = ...,
         trim_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         trim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
@@ -359,11 +439,94 @@ class PlanStepRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanStepRequest: _TypeAlias = PlanStepRequest  # noqa: Y015
+
+@_typing.final
+class ReturnHint(_message.Message):
+    """Whether the tokens of a released sequence will be asked for again: a chat
+    whose user is reading, an agent that waits for a tool. Advice to eviction, no
+    promise.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_IN_FIELD_NUMBER: _builtins.int
+    NOT_EXPECTED_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    not_expected: _builtins.bool
+    """Never, if true: what nobody else has used of its blocks is given up first."""
+    @_builtins.property
+    def expected_in(self) -> _duration_pb2.Duration:
+        """About when. Its blocks are kept rather than others until twice this has
+        passed, at most an hour. Those expected back sooner are kept rather than
+        those expected later.
+        """
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        expected_in: _duration_pb2.Duration | None = ...,
+        not_expected: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expected_in", b"expected_in", "hint", b"hint", "not_expected", b"not_expected"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_in", b"expected_in", "hint", b"hint", "not_expected", b"not_expected", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_hint: _TypeAlias = _typing.Literal["expected_in", "not_expected"]  # noqa: Y015
+    _WhichOneofArgType_hint: _TypeAlias = _typing.Literal["hint", b"hint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_hint) -> _WhichOneofReturnType_hint | None: ...
+
+Global___ReturnHint: _TypeAlias = ReturnHint  # noqa: Y015
+
+@_typing.final
+class Retention(_message.Message):
+    """How much a range of a prompt is worth keeping, once nobody holds its blocks.
+    Advice about a block stands until other advice about it comes, its ttl is
+    over, or its content is gone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """Tokens that this is about, from the end of the range before it on; the first
+    range begins at token 0. A block belongs to the range that its last token is
+    in. 0, in the last range only: all that follow, those the sequence gets later
+    included.
+    """
+    priority: _builtins.int
+    """1 (given up first) to 9 (kept longest); lower ones are evicted before higher
+    ones. 5: as if nothing were said, the eviction policy decides among these.
+    """
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long the advice stands, at most 24 h; then the priority is 5. Unset: as
+        long as the content is there.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_count: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class Fork(_message.Message):
@@ -464,6 +627,9 @@ class Admission(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_COMPUTE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    RESERVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
@@ -472,9 +638,24 @@ class Admission(_message.Message):
     """Separates prefixes: sequences share blocks only if their salts are equal.
     Up to 64 bytes.
     """
+    reserved_token_count: _builtins.int
+    """The most tokens the sequence will ever have. It is admitted only if the
+    blocks for all of them are guaranteed, and is never refused to extend up to
+    there. 0: best effort. A fork of it is best effort.
+    """
+    resumed: _builtins.bool
+    """The sequence was here before, and was released to make room: its tokens
+    count as resumed, not as those of a new prompt.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens, at least one."""
+
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]:
+        """What is worth keeping, range by range, at most 16 of them. Empty: nothing is
+        said.
+        """
 
     def __init__(
         self,
@@ -483,10 +664,13 @@ class Admission(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_compute_token_count: _builtins.int = ...,
         salt: _builtins.bytes = ...,
+        reserved_token_count: _builtins.int = ...,
+        retention: _abc.Iterable[Global___Retention] | None = ...,
+        resumed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_compute_token_count", b"max_compute_token_count", "salt", b"salt", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,7 +694,7 @@ class Refusal(_message.Message):
         """Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
         SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
         NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-        INVALID_ARGUMENT.
+        QUOTA_EXCEEDED, INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -863,24 +1047,34 @@ class ListLeasesRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Only leases of this pool. Empty: of all pools."""
     page_size: _builtins.int
     """At most this many. 0: 100; at most 1,000."""
     page_token: _builtins.str
     """From the last answer, to go on."""
+    state: Global___LeaseState.ValueType
+    """Only leases of this state. UNSPECIFIED: of any."""
+    tenant: _builtins.str
+    """Only leases of this tenant. Unset: of all that the caller may see."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        state: Global___LeaseState.ValueType = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListLeasesRequest: _TypeAlias = ListLeasesRequest  # noqa: Y015
 
@@ -1038,6 +1232,7 @@ class Sequence(_message.Message):
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESERVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
@@ -1052,6 +1247,8 @@ class Sequence(_message.Message):
     """Of which were found in the prefix cache at admission."""
     block_count: _builtins.int
     """Number of its blocks."""
+    reserved_token_count: _builtins.int
+    """The tokens that are guaranteed to it; 0: best effort."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order. Empty in lists."""
@@ -1067,10 +1264,11 @@ class Sequence(_message.Message):
         cached_token_count: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_count: _builtins.int = ...,
+        reserved_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "lease_id_prefix", b"lease_id_prefix", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "lease_id_prefix", b"lease_id_prefix", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1086,6 +1284,7 @@ class ListSequencesRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     lease_id: _builtins.str
@@ -1094,6 +1293,8 @@ class ListSequencesRequest(_message.Message):
     """At most this many. 0: 100; at most 1,000."""
     page_token: _builtins.str
     """From the last answer, to go on."""
+    tenant: _builtins.str
+    """Only sequences of this tenant. Unset: of all that the caller may see."""
     def __init__(
         self,
         *,
@@ -1101,12 +1302,15 @@ class ListSequencesRequest(_message.Message):
         lease_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "lease_id", b"lease_id", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListSequencesRequest: _TypeAlias = ListSequencesRequest  # noqa: Y015
 
@@ -1149,6 +1353,9 @@ class Block(_message.Message):
     REFERENCE_COUNT_FIELD_NUMBER: _builtins.int
     PIN_COUNT_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREFIX_PIN_COUNT_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Its number, 1 to the pool's block_count - 1."""
     state: Global___BlockState.ValueType
@@ -1161,6 +1368,14 @@ class Block(_message.Message):
     """Identity of its content and all before it, 32 bytes; empty if it can't be
     found by content.
     """
+    tenant: _builtins.str
+    """Whose it is, unless it is free."""
+    priority: _builtins.int
+    """How much it is worth keeping by its holders' advice, 1 to 9; 5: none was
+    given, or its time is over. 0 if it is free.
+    """
+    prefix_pin_count: _builtins.int
+    """Pins that keep it from being evicted."""
     def __init__(
         self,
         *,
@@ -1169,10 +1384,13 @@ class Block(_message.Message):
         reference_count: _builtins.int = ...,
         pin_count: _builtins.int = ...,
         prefix_hash: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        prefix_pin_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "pin_count", b"pin_count", "prefix_hash", b"prefix_hash", "reference_count", b"reference_count", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "pin_count", b"pin_count", "prefix_hash", b"prefix_hash", "prefix_pin_count", b"prefix_pin_count", "priority", b"priority", "reference_count", b"reference_count", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1180,7 +1398,9 @@ Global___Block: _TypeAlias = Block  # noqa: Y015
 
 @_typing.final
 class ListBlocksRequest(_message.Message):
-    """See CacheService.ListBlocks."""
+    """See CacheService.ListBlocks. A page with filters may have fewer blocks than
+    page_size, even none, and a token for the next one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1189,6 +1409,7 @@ class ListBlocksRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     state: Global___BlockState.ValueType
@@ -1199,6 +1420,10 @@ class ListBlocksRequest(_message.Message):
     """At most this many. 0: 1,000; at most 10,000."""
     page_token: _builtins.str
     """From the last answer, to go on."""
+    tenant: _builtins.str
+    """Only blocks of this tenant. Unset: of all that the caller may see. A caller
+    that is no operator sees its own tenant's, and not the free ones.
+    """
     def __init__(
         self,
         *,
@@ -1207,12 +1432,15 @@ class ListBlocksRequest(_message.Message):
         lease_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "lease_id", b"lease_id", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListBlocksRequest: _TypeAlias = ListBlocksRequest  # noqa: Y015
 
@@ -1245,18 +1473,257 @@ class ListBlocksResponse(_message.Message):
 Global___ListBlocksResponse: _TypeAlias = ListBlocksResponse  # noqa: Y015
 
 @_typing.final
-class LookupPrefixRequest(_message.Message):
-    """See CacheService.LookupPrefix."""
+class ListTenantsRequest(_message.Message):
+    """See CacheService.ListTenants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name. Empty: the only pool there is."""
+    page_size: _builtins.int
+    """At most this many. 0: 100; at most 1,000."""
+    page_token: _builtins.str
+    """From the last answer, to go on."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsRequest: _TypeAlias = ListTenantsRequest  # noqa: Y015
+
+@_typing.final
+class ListTenantsResponse(_message.Message):
+    """See CacheService.ListTenants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty at the end."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tenant]:
+        """The tenants."""
+
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___Tenant] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
+
+@_typing.final
+class Tenant(_message.Message):
+    """One tenant's part of a pool, in blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESERVED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FLOOR_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    QUOTA_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LIMIT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PIN_BUDGET_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LEASE_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name; empty where callers are not asked who they are."""
+    held_block_count: _builtins.int
+    """Active, retired and pinned ones."""
+    cached_block_count: _builtins.int
+    """Cached ones that are not pinned."""
+    reserved_block_count: _builtins.int
+    """Guaranteed to its sequences with a reservation, and not held yet."""
+    pinned_block_count: _builtins.int
+    """Cached ones that are pinned."""
+    floor_block_count: _builtins.int
+    """It can always hold this many; 0: none are kept for it."""
+    quota_block_count: _builtins.int
+    """While it holds and caches more than this, its cached blocks are evicted
+    before others'. The pool's blocks if it has no quota.
+    """
+    limit_block_count: _builtins.int
+    """It never holds more than this. The pool's blocks if it has no limit."""
+    pin_budget_block_count: _builtins.int
+    """It never pins more than this."""
+    lease_count: _builtins.int
+    """Its leases in the pool, those being fenced included."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        held_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+        reserved_block_count: _builtins.int = ...,
+        pinned_block_count: _builtins.int = ...,
+        floor_block_count: _builtins.int = ...,
+        quota_block_count: _builtins.int = ...,
+        limit_block_count: _builtins.int = ...,
+        pin_budget_block_count: _builtins.int = ...,
+        lease_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "floor_block_count", b"floor_block_count", "held_block_count", b"held_block_count", "lease_count", b"lease_count", "limit_block_count", b"limit_block_count", "name", b"name", "pin_budget_block_count", b"pin_budget_block_count", "pinned_block_count", b"pinned_block_count", "quota_block_count", b"quota_block_count", "reserved_block_count", b"reserved_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
+
+@_typing.final
+class WatchBlocksRequest(_message.Message):
+    """See CacheService.WatchBlocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    INCLUDE_CONTENT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name. Empty: the only pool there is."""
+    cursor: _builtins.str
+    """From the last answer, to go on behind it. Empty: a snapshot first."""
+    include_content: _builtins.bool
+    """Adds token ids, salts and parents to what is stored from now on. Needs the
+    role "content" (PERMISSION_DENIED, ROLE_MISSING).
+    """
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        cursor: _builtins.str = ...,
+        include_content: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "include_content", b"include_content", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class WatchBlocksResponse(_message.Message):
+    """See CacheService.WatchBlocks. Apply in this order: `cleared`, then `events`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The incarnation of the pool's memory."""
+    cleared: _builtins.bool
+    """Forget every block: the pool has a new epoch, or this begins a snapshot."""
+    cursor: _builtins.str
+    """Goes on behind this answer. Empty within a snapshot."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
+        """Blocks, each at most once. In a snapshot all that are not free; a block that
+        was never told of is free.
+        """
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        cleared: _builtins.bool = ...,
+        events: _abc.Iterable[Global___BlockEvent] | None = ...,
+        cursor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "cursor", b"cursor", "epoch", b"epoch", "events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
+
+@_typing.final
+class BlockEvent(_message.Message):
+    """A block as it is at the moment of the answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    PARENT_PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    kind: Global___BlockEventKind.ValueType
+    """What happened."""
+    salt: _builtins.bytes
+    """Its salt, likewise."""
+    parent_prefix_hash: _builtins.bytes
+    """The prefix hash of the block before it, likewise; empty for a first block."""
+    @_builtins.property
+    def block(self) -> Global___Block:
+        """The block, whole. One that is free or has gone to another tenant has its id
+        only, and state FREE.
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens, if asked for and known: those stored while somebody who may ask
+        was watching.
+        """
+
+    def __init__(
+        self,
+        *,
+        kind: Global___BlockEventKind.ValueType = ...,
+        block: Global___Block | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        salt: _builtins.bytes = ...,
+        parent_prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "kind", b"kind", "parent_prefix_hash", b"parent_prefix_hash", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvent: _TypeAlias = BlockEvent  # noqa: Y015
+
+@_typing.final
+class ExplainPrefixRequest(_message.Message):
+    """See CacheService.ExplainPrefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """Only this pool. Empty: all pools."""
+    """The pool's name. Empty: the only pool there is."""
     salt: _builtins.bytes
     """As in Admission."""
+    tenant: _builtins.str
+    """Whose prefix. Unset: the caller's. Another's for operators only
+    (PERMISSION_DENIED, ROLE_MISSING).
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one."""
@@ -1267,12 +1734,460 @@ class LookupPrefixRequest(_message.Message):
         pool: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         salt: _builtins.bytes = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___ExplainPrefixRequest: _TypeAlias = ExplainPrefixRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPrefixResponse(_message.Message):
+    """See CacheService.ExplainPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    MISSING_BLOCK_INDEX_FIELD_NUMBER: _builtins.int
+    MISSING_PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOST_TIME_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_TENANT_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_LEASE_ID_PREFIX_FIELD_NUMBER: _builtins.int
+    STRANDED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    OTHER_TENANT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool."""
+    cached_token_count: _builtins.int
+    """Tokens an admission would find in the cache now. At least one token is
+    always left to compute.
+    """
+    block_count: _builtins.int
+    """Full blocks of the tokens."""
+    missing_block_index: _builtins.int
+    """The first of them that is not found, counted from 0; block_count if all are."""
+    missing_prefix_hash: _builtins.bytes
+    """Its prefix hash, 32 bytes; empty if all are found."""
+    reason: Global___MissReason.ValueType
+    """Why it is not found."""
+    evicted_by_tenant: _builtins.str
+    """Whose allocation it made room for, if that was the caller's tenant, or the
+    caller is an operator.
+    """
+    evicted_by_lease_id_prefix: _builtins.str
+    """The first 8 characters of that lease's id, likewise."""
+    stranded_block_count: _builtins.int
+    """Blocks behind the missing one that are still there, and can't be used
+    without it.
+    """
+    other_tenant: _builtins.str
+    """Whose it is. Set for OTHER_TENANT."""
+    @_builtins.property
+    def lost_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was evicted or dropped. Set for EVICTED and RESET."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        cached_token_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        missing_block_index: _builtins.int = ...,
+        missing_prefix_hash: _builtins.bytes = ...,
+        reason: Global___MissReason.ValueType = ...,
+        lost_time: _timestamp_pb2.Timestamp | None = ...,
+        evicted_by_tenant: _builtins.str | None = ...,
+        evicted_by_lease_id_prefix: _builtins.str = ...,
+        stranded_block_count: _builtins.int = ...,
+        other_tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
+    _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evicted_by_tenant) -> _WhichOneofReturnType__evicted_by_tenant | None: ...
+
+Global___ExplainPrefixResponse: _TypeAlias = ExplainPrefixResponse  # noqa: Y015
+
+@_typing.final
+class CheckAdmissionRequest(_message.Message):
+    """See CacheService.CheckAdmission."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    ADMISSION_RESERVE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only this pool. Empty: all pools."""
+    admission_reserve_block_count: _builtins.int
+    """As in PlanStepRequest."""
+    @_builtins.property
+    def admission(self) -> Global___Admission:
+        """The admission; its sequence_id is ignored."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        admission: Global___Admission | None = ...,
+        admission_reserve_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "admission_reserve_block_count", b"admission_reserve_block_count", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdmissionRequest: _TypeAlias = CheckAdmissionRequest  # noqa: Y015
+
+@_typing.final
+class CheckAdmissionResponse(_message.Message):
+    """See CacheService.CheckAdmission."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmissionCheck]:
+        """One per pool: those that would accept first, of these the one that holds
+        most of the tokens.
+        """
+
+    def __init__(
+        self,
+        *,
+        checks: _abc.Iterable[Global___AdmissionCheck] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdmissionResponse: _TypeAlias = CheckAdmissionResponse  # noqa: Y015
+
+@_typing.final
+class AdmissionCheck(_message.Message):
+    """What a pool would do with an admission now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    NEEDED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool."""
+    accepted: _builtins.bool
+    """Whether it would be accepted."""
+    cached_token_count: _builtins.int
+    """Tokens that it would find in the cache."""
+    needed_block_count: _builtins.int
+    """Blocks that it would take, those of its reservation included."""
+    available_block_count: _builtins.int
+    """Blocks that this tenant could take: free or evictable, and not kept for
+    others.
+    """
+    worker_address: _builtins.str
+    """Where its worker is reached."""
+    @_builtins.property
+    def refusal(self) -> _error_pb2.Error:
+        """Why not. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never."""
+
+    @_builtins.property
+    def block_counts(self) -> Global___BlockCounts:
+        """Blocks by state: how loaded the pool is."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        accepted: _builtins.bool = ...,
+        cached_token_count: _builtins.int = ...,
+        needed_block_count: _builtins.int = ...,
+        available_block_count: _builtins.int = ...,
+        refusal: _error_pb2.Error | None = ...,
+        block_counts: Global___BlockCounts | None = ...,
+        worker_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "available_block_count", b"available_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "needed_block_count", b"needed_block_count", "pool", b"pool", "refusal", b"refusal", "worker_address", b"worker_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmissionCheck: _TypeAlias = AdmissionCheck  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    """See CacheService.PinPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name. Empty: the only pool there is."""
+    salt: _builtins.bytes
+    """As in Admission."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, at least one; the full blocks of them that are cached are
+        pinned.
+        """
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """The pin ends this long after the last call for this prefix. 1 s to 24 h;
+        default 1 h.
+        """
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        salt: _builtins.bytes = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "salt", b"salt", "token_ids", b"token_ids", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    """See CacheService.PinPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    PINNED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PIN_BUDGET_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Names the pin: it is the same for the same prefix."""
+    pinned_token_count: _builtins.int
+    """Tokens that are pinned. Less than asked for if less is cached."""
+    pinned_block_count: _builtins.int
+    """Blocks that the tenant has pinned now, each counted once."""
+    pin_budget_block_count: _builtins.int
+    """The most it may pin."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ends, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        pinned_token_count: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        pinned_block_count: _builtins.int = ...,
+        pin_budget_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "pin_budget_block_count", b"pin_budget_block_count", "pin_id", b"pin_id", "pinned_block_count", b"pinned_block_count", "pinned_token_count", b"pinned_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixRequest(_message.Message):
+    """See CacheService.UnpinPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name. Empty: the only pool there is."""
+    pin_id: _builtins.str
+    """The pin."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixResponse(_message.Message):
+    """See CacheService.UnpinPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ListPinsRequest(_message.Message):
+    """See CacheService.ListPins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name. Empty: the only pool there is."""
+    page_size: _builtins.int
+    """At most this many. 0: 100; at most 1,000."""
+    page_token: _builtins.str
+    """From the last answer, to go on."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsRequest: _TypeAlias = ListPinsRequest  # noqa: Y015
+
+@_typing.final
+class ListPinsResponse(_message.Message):
+    """See CacheService.ListPins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty at the end."""
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pin]:
+        """The pins."""
+
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___Pin] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    """A prefix that is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PINNED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Names it."""
+    tenant: _builtins.str
+    """Whose it is."""
+    pinned_token_count: _builtins.int
+    """Tokens that are pinned."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ends, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        pinned_token_count: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "pin_id", b"pin_id", "pinned_token_count", b"pinned_token_count", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
+@_typing.final
+class LookupPrefixRequest(_message.Message):
+    """See CacheService.LookupPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Only this pool. Empty: all pools."""
+    salt: _builtins.bytes
+    """As in Admission."""
+    tenant: _builtins.str
+    """Whose prefix. Unset: the caller's. Another's for operators only
+    (PERMISSION_DENIED, ROLE_MISSING).
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, at least one."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        salt: _builtins.bytes = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___LookupPrefixRequest: _TypeAlias = LookupPrefixRequest  # noqa: Y015
 
@@ -1514,6 +2429,8 @@ class PoolStatistics(_message.Message):
     HELD_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TABLE_ENTRY_COUNT_FIELD_NUMBER: _builtins.int
     SHARED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESERVED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PLANNED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     FAILED_STEP_COUNT_FIELD_NUMBER: _builtins.int
@@ -1528,6 +2445,10 @@ class PoolStatistics(_message.Message):
     PUBLISHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     REFUSAL_COUNTS_FIELD_NUMBER: _builtins.int
     EXPIRED_LEASE_COUNT_FIELD_NUMBER: _builtins.int
+    RESUMED_ADMISSION_COUNT_FIELD_NUMBER: _builtins.int
+    RESUMED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RESUMED_CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -1542,6 +2463,10 @@ class PoolStatistics(_message.Message):
     """Block table entries; more than the active blocks by what is shared."""
     shared_block_count: _builtins.int
     """Blocks held by two or more sequences."""
+    reserved_block_count: _builtins.int
+    """Blocks guaranteed to sequences with a reservation, and not held yet."""
+    pinned_block_count: _builtins.int
+    """Cached blocks that are pinned."""
     planned_step_count: _builtins.int
     """Steps planned."""
     computed_step_count: _builtins.int
@@ -1568,6 +2493,18 @@ class PoolStatistics(_message.Message):
     """Blocks that could be found by content for the first time."""
     expired_lease_count: _builtins.int
     """Leases that ended by expiry."""
+    resumed_admission_count: _builtins.int
+    """Sequences admitted again after they were released to make room. They and
+    their tokens are not in the counts of admissions.
+    """
+    resumed_token_count: _builtins.int
+    """Tokens of these."""
+    resumed_cached_token_count: _builtins.int
+    """Of which were found in the prefix cache."""
+    recomputed_token_count: _builtins.int
+    """Tokens of admissions of both kinds that were to be computed though they had
+    been before: their blocks were evicted.
+    """
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -1587,6 +2524,8 @@ class PoolStatistics(_message.Message):
         held_token_count: _builtins.int = ...,
         table_entry_count: _builtins.int = ...,
         shared_block_count: _builtins.int = ...,
+        reserved_block_count: _builtins.int = ...,
+        pinned_block_count: _builtins.int = ...,
         planned_step_count: _builtins.int = ...,
         computed_step_count: _builtins.int = ...,
         failed_step_count: _builtins.int = ...,
@@ -1601,10 +2540,14 @@ class PoolStatistics(_message.Message):
         published_block_count: _builtins.int = ...,
         refusal_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         expired_lease_count: _builtins.int = ...,
+        resumed_admission_count: _builtins.int = ...,
+        resumed_token_count: _builtins.int = ...,
+        resumed_cached_token_count: _builtins.int = ...,
+        recomputed_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fork_count", b"fork_count", "held_token_count", b"held_token_count", "lease_count", b"lease_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "refusal_counts", b"refusal_counts", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fork_count", b"fork_count", "held_token_count", b"held_token_count", "lease_count", b"lease_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

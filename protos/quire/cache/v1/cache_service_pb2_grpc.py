@@ -105,10 +105,45 @@ class CacheServiceStub:
                 request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/quire.cache.v1.CacheService/ListTenants',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/quire.cache.v1.CacheService/WatchBlocks',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
         self.LookupPrefix = channel.unary_unary(
                 '/quire.cache.v1.CacheService/LookupPrefix',
                 request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixRequest.SerializeToString,
                 response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixResponse.FromString,
+                _registered_method=True)
+        self.ExplainPrefix = channel.unary_unary(
+                '/quire.cache.v1.CacheService/ExplainPrefix',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.FromString,
+                _registered_method=True)
+        self.CheckAdmission = channel.unary_unary(
+                '/quire.cache.v1.CacheService/CheckAdmission',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionResponse.FromString,
+                _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/quire.cache.v1.CacheService/PinPrefix',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/quire.cache.v1.CacheService/UnpinPrefix',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/quire.cache.v1.CacheService/ListPins',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
                 _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/quire.cache.v1.CacheService/ResetPrefixCache',
@@ -143,7 +178,7 @@ class CacheServiceServicer:
     def CreateLease(self, request, context):
         """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
         worker accepts the lease's steps. Idempotent per request_id for five minutes.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +208,7 @@ class CacheServiceServicer:
         Atomic per item: a refused item changes nothing. If the call fails, no item
         was applied. Idempotent per request_id for the lease's last 8 plans.
         Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-        REQUEST_ID_REUSED.
+        REQUEST_ID_REUSED, OVERLOADED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,9 +275,72 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """The tenants that hold or cached blocks of a pool, or have a share of it, by
+        name. A caller that is no operator sees its own only. Reasons:
+        POOL_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBlocks(self, request, context):
+        """A pool's blocks as ListBlocks shows them, then what changes. Who applies
+        every answer in order holds what ListBlocks would say at that moment. Ends
+        with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+        without a cursor. A caller that is no operator sees its own tenant's blocks
+        only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LookupPrefix(self, request, context):
         """How many of these tokens each pool holds already. Takes nothing and changes
         no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPrefix(self, request, context):
+        """Why an admission of these tokens would not find more in the cache. Takes
+        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckAdmission(self, request, context):
+        """What would become of an admission, per pool: a dry run. Takes nothing; the
+        next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Keeps what is cached of a prefix from being evicted, until it is unpinned
+        or its ttl is over. Pinned blocks count against the tenant's pin budget.
+        Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+        anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+        POOL_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """The pins of a pool, by id; a caller that is no operator sees its own
+        tenant's only. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -333,10 +431,45 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListBlocksRequest.FromString,
                     response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListBlocksResponse.SerializeToString,
             ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksResponse.SerializeToString,
+            ),
             'LookupPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.LookupPrefix,
                     request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixRequest.FromString,
                     response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixResponse.SerializeToString,
+            ),
+            'ExplainPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPrefix,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
+            'CheckAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdmission,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -699,6 +832,60 @@ class CacheService:
             _registered_method=True)
 
     @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/ListTenants',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/WatchBlocks',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def LookupPrefix(request,
             target,
             options=(),
@@ -715,6 +902,141 @@ class CacheService:
             '/quire.cache.v1.CacheService/LookupPrefix',
             quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixRequest.SerializeToString,
             quire_dot_cache_dot_v1_dot_cache__service__pb2.LookupPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/ExplainPrefix',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/CheckAdmission',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.CheckAdmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/PinPrefix',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/UnpinPrefix',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/ListPins',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

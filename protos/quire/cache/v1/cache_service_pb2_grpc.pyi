@@ -47,7 +47,7 @@ class CacheServiceStub:
     CreateLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]
     """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
     worker accepts the lease's steps. Idempotent per request_id for five minutes.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]
     """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
@@ -65,7 +65,7 @@ class CacheServiceStub:
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
     Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-    REQUEST_ID_REUSED.
+    REQUEST_ID_REUSED, OVERLOADED.
     """
     PlanSteps: _grpc.StreamStreamMultiCallable[_cache_service_pb2.PlanStepsRequest, _cache_service_pb2.PlanStepsResponse]
     """The same, many times on one stream: answers come in the order of requests.
@@ -92,9 +92,44 @@ class CacheServiceStub:
     """
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]
     """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
+    ListTenants: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListTenantsRequest, _cache_service_pb2.ListTenantsResponse]
+    """The tenants that hold or cached blocks of a pool, or have a share of it, by
+    name. A caller that is no operator sees its own only. Reasons:
+    POOL_NOT_FOUND.
+    """
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]
+    """A pool's blocks as ListBlocks shows them, then what changes. Who applies
+    every answer in order holds what ListBlocks would say at that moment. Ends
+    with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+    without a cursor. A caller that is no operator sees its own tenant's blocks
+    only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+    """
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
     """How many of these tokens each pool holds already. Takes nothing and changes
     no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+    """
+    ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]
+    """Why an admission of these tokens would not find more in the cache. Takes
+    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+    """
+    CheckAdmission: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]
+    """What would become of an admission, per pool: a dry run. Takes nothing; the
+    next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+    """
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]
+    """Keeps what is cached of a prefix from being evicted, until it is unpinned
+    or its ttl is over. Pinned blocks count against the tenant's pin budget.
+    Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+    anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+    """
+    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]
+    """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+    POOL_NOT_FOUND.
+    """
+    ListPins: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]
+    """The pins of a pool, by id; a caller that is no operator sees its own
+    tenant's only. Reasons: POOL_NOT_FOUND.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]
     """Drops cached content that nobody holds. Blocks that are held keep theirs
@@ -123,7 +158,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     CreateLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]  # type: ignore[assignment]
     """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
     worker accepts the lease's steps. Idempotent per request_id for five minutes.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
@@ -141,7 +176,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
     Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-    REQUEST_ID_REUSED.
+    REQUEST_ID_REUSED, OVERLOADED.
     """
     PlanSteps: _aio.StreamStreamMultiCallable[_cache_service_pb2.PlanStepsRequest, _cache_service_pb2.PlanStepsResponse]  # type: ignore[assignment]
     """The same, many times on one stream: answers come in the order of requests.
@@ -168,9 +203,44 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     ListBlocks: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
+    ListTenants: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListTenantsRequest, _cache_service_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    """The tenants that hold or cached blocks of a pool, or have a share of it, by
+    name. A caller that is no operator sees its own only. Reasons:
+    POOL_NOT_FOUND.
+    """
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """A pool's blocks as ListBlocks shows them, then what changes. Who applies
+    every answer in order holds what ListBlocks would say at that moment. Ends
+    with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+    without a cursor. A caller that is no operator sees its own tenant's blocks
+    only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+    """
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
     """How many of these tokens each pool holds already. Takes nothing and changes
     no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+    """
+    ExplainPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
+    """Why an admission of these tokens would not find more in the cache. Takes
+    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+    """
+    CheckAdmission: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]  # type: ignore[assignment]
+    """What would become of an admission, per pool: a dry run. Takes nothing; the
+    next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+    """
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Keeps what is cached of a prefix from being evicted, until it is unpinned
+    or its ttl is over. Pinned blocks count against the tenant's pin budget.
+    Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+    anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+    """
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
+    """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+    POOL_NOT_FOUND.
+    """
+    ListPins: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]  # type: ignore[assignment]
+    """The pins of a pool, by id; a caller that is no operator sees its own
+    tenant's only. Reasons: POOL_NOT_FOUND.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Drops cached content that nobody holds. Blocks that are held keep theirs
@@ -202,7 +272,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_service_pb2.CreateLeaseResponse, _abc.Awaitable[_cache_service_pb2.CreateLeaseResponse]]:
         """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
         worker accepts the lease's steps. Idempotent per request_id for five minutes.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
         """
 
     @_abc_1.abstractmethod
@@ -238,7 +308,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         Atomic per item: a refused item changes nothing. If the call fails, no item
         was applied. Idempotent per request_id for the lease's last 8 plans.
         Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-        REQUEST_ID_REUSED.
+        REQUEST_ID_REUSED, OVERLOADED.
         """
 
     @_abc_1.abstractmethod
@@ -315,6 +385,30 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
 
     @_abc_1.abstractmethod
+    def ListTenants(
+        self,
+        request: _cache_service_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.ListTenantsResponse, _abc.Awaitable[_cache_service_pb2.ListTenantsResponse]]:
+        """The tenants that hold or cached blocks of a pool, or have a share of it, by
+        name. A caller that is no operator sees its own only. Reasons:
+        POOL_NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _cache_service_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WatchBlocksResponse], _abc.AsyncIterator[_cache_service_pb2.WatchBlocksResponse]]:
+        """A pool's blocks as ListBlocks shows them, then what changes. Who applies
+        every answer in order holds what ListBlocks would say at that moment. Ends
+        with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+        without a cursor. A caller that is no operator sees its own tenant's blocks
+        only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+        """
+
+    @_abc_1.abstractmethod
     def LookupPrefix(
         self,
         request: _cache_service_pb2.LookupPrefixRequest,
@@ -322,6 +416,59 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_service_pb2.LookupPrefixResponse, _abc.Awaitable[_cache_service_pb2.LookupPrefixResponse]]:
         """How many of these tokens each pool holds already. Takes nothing and changes
         no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def ExplainPrefix(
+        self,
+        request: _cache_service_pb2.ExplainPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.ExplainPrefixResponse, _abc.Awaitable[_cache_service_pb2.ExplainPrefixResponse]]:
+        """Why an admission of these tokens would not find more in the cache. Takes
+        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckAdmission(
+        self,
+        request: _cache_service_pb2.CheckAdmissionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.CheckAdmissionResponse, _abc.Awaitable[_cache_service_pb2.CheckAdmissionResponse]]:
+        """What would become of an admission, per pool: a dry run. Takes nothing; the
+        next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _cache_service_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.PinPrefixResponse, _abc.Awaitable[_cache_service_pb2.PinPrefixResponse]]:
+        """Keeps what is cached of a prefix from being evicted, until it is unpinned
+        or its ttl is over. Pinned blocks count against the tenant's pin budget.
+        Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+        anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+        """
+
+    @_abc_1.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: _cache_service_pb2.UnpinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.UnpinPrefixResponse, _abc.Awaitable[_cache_service_pb2.UnpinPrefixResponse]]:
+        """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+        POOL_NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def ListPins(
+        self,
+        request: _cache_service_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.ListPinsResponse, _abc.Awaitable[_cache_service_pb2.ListPinsResponse]]:
+        """The pins of a pool, by id; a caller that is no operator sees its own
+        tenant's only. Reasons: POOL_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

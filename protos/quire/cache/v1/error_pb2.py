@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\"\x9e\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.quire.cache.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xcc\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n\x1e\x45RROR_REASON_REQUEST_ID_REUSED\x10\x02\x12\x1d\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x03\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x12#\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x12&\n\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_POOL_NOT_FOUND\x10\n\x12 \n\x1c\x45RROR_REASON_LEASE_NOT_FOUND\x10\x0b\x12#\n\x1f\x45RROR_REASON_SEQUENCE_NOT_FOUND\x10\x0c\x12 \n\x1c\x45RROR_REASON_SEQUENCE_EXISTS\x10\x14\x12\x1e\n\x1a\x45RROR_REASON_EPOCH_CHANGED\x10\x1e\x12#\n\x1f\x45RROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n\x1c\x45RROR_REASON_TERM_SUPERSEDED\x10*\x12\x1e\n\x1a\x45RROR_REASON_OUT_OF_BLOCKS\x10\x32\x12#\n\x1f\x45RROR_REASON_TOO_MANY_SEQUENCES\x10\x33\x12\x1f\n\x1b\x45RROR_REASON_TOO_MANY_STEPS\x10\x34\x12#\n\x1f\x45RROR_REASON_TOKEN_BUDGET_SPENT\x10\x35\x12\x1e\n\x1a\x45RROR_REASON_POOL_DETACHED\x10<\x12\x1e\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10=\x12$\n ERROR_REASON_CREDENTIALS_MISSING\x10\x46\x12\x1f\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10G\x12\x1d\n\x19\x45RROR_REASON_ROLE_MISSING\x10HB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xce\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.quire.cache.v1.Error.MetadataEntry\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\x94\x08\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n\x1e\x45RROR_REASON_REQUEST_ID_REUSED\x10\x02\x12\x1d\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x03\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x12#\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x12&\n\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_POOL_NOT_FOUND\x10\n\x12 \n\x1c\x45RROR_REASON_LEASE_NOT_FOUND\x10\x0b\x12#\n\x1f\x45RROR_REASON_SEQUENCE_NOT_FOUND\x10\x0c\x12\"\n\x1e\x45RROR_REASON_PREFIX_NOT_CACHED\x10\r\x12 \n\x1c\x45RROR_REASON_SEQUENCE_EXISTS\x10\x14\x12\x1e\n\x1a\x45RROR_REASON_EPOCH_CHANGED\x10\x1e\x12\x1f\n\x1b\x45RROR_REASON_CURSOR_EXPIRED\x10\x1f\x12#\n\x1f\x45RROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n\x1c\x45RROR_REASON_TERM_SUPERSEDED\x10*\x12\x1e\n\x1a\x45RROR_REASON_OUT_OF_BLOCKS\x10\x32\x12#\n\x1f\x45RROR_REASON_TOO_MANY_SEQUENCES\x10\x33\x12\x1f\n\x1b\x45RROR_REASON_TOO_MANY_STEPS\x10\x34\x12#\n\x1f\x45RROR_REASON_TOKEN_BUDGET_SPENT\x10\x35\x12\x1f\n\x1b\x45RROR_REASON_QUOTA_EXCEEDED\x10\x36\x12!\n\x1d\x45RROR_REASON_PIN_BUDGET_SPENT\x10\x37\x12 \n\x1c\x45RROR_REASON_TOO_MANY_LEASES\x10\x38\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x39\x12\x1e\n\x1a\x45RROR_REASON_POOL_DETACHED\x10<\x12\x1e\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10=\x12$\n ERROR_REASON_CREDENTIALS_MISSING\x10\x46\x12\x1f\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10G\x12\x1d\n\x19\x45RROR_REASON_ROLE_MISSING\x10HB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1'
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORREASON']._serialized_start=208
-  _globals['_ERRORREASON']._serialized_end=1052
-  _globals['_ERROR']._serialized_start=47
-  _globals['_ERROR']._serialized_end=205
-  _globals['_ERROR_METADATAENTRY']._serialized_start=158
-  _globals['_ERROR_METADATAENTRY']._serialized_end=205
+  _globals['_ERRORREASON']._serialized_start=288
+  _globals['_ERRORREASON']._serialized_end=1332
+  _globals['_ERROR']._serialized_start=79
+  _globals['_ERROR']._serialized_end=285
+  _globals['_ERROR_METADATAENTRY']._serialized_start=238
+  _globals['_ERROR_METADATAENTRY']._serialized_end=285
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -39,8 +40,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
     ERROR_REASON_SEQUENCE_TOO_LONG: _ErrorReason.ValueType  # 4
     """INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-    or than all blocks of the pool together. It never fits. Metadata:
-    sequence_id, value and limit, in tokens; limited_by, "model" or "pool".
+    than all blocks of the pool together, than its tenant may ever hold, or than
+    it said when it was admitted with a reservation. It never fits. Metadata:
+    sequence_id, value and limit, in tokens; limited_by, "model", "pool",
+    "tenant" or "reservation".
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
@@ -60,6 +63,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_SEQUENCE_NOT_FOUND: _ErrorReason.ValueType  # 12
     """NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id."""
+    ERROR_REASON_PREFIX_NOT_CACHED: _ErrorReason.ValueType  # 13
+    """NOT_FOUND. Not even the first block of the prefix is cached: there is
+    nothing to pin. Compute it first. Metadata: pool.
+    """
     ERROR_REASON_SEQUENCE_EXISTS: _ErrorReason.ValueType  # 20
     """ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
     sequence_id.
@@ -68,6 +75,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """ABORTED. The pool's memory is a new one, all of its sequences are gone.
     Continue the lease with the new epoch and admit the tokens again. Metadata:
     pool, epoch (the current one), value (the one given).
+    """
+    ERROR_REASON_CURSOR_EXPIRED: _ErrorReason.ValueType  # 31
+    """ABORTED. What happened since the cursor is not known any more. Watch again
+    without a cursor. Metadata: value (the cursor).
     """
     ERROR_REASON_NOTHING_TO_COMPUTE: _ErrorReason.ValueType  # 40
     """FAILED_PRECONDITION. More tokens asked to be computed than are known or
@@ -83,8 +94,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_OUT_OF_BLOCKS: _ErrorReason.ValueType  # 50
     """RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-    sequence_id, needed, free (free and evictable), retired: how many blocks
-    will come back by themselves when steps in flight end.
+    sequence_id, needed, free (free and evictable, and not kept for others),
+    retired: how many blocks will come back by themselves when steps in flight
+    end.
     """
     ERROR_REASON_TOO_MANY_SEQUENCES: _ErrorReason.ValueType  # 51
     """RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
@@ -97,6 +109,24 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_TOKEN_BUDGET_SPENT: _ErrorReason.ValueType  # 53
     """RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
     admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
+    """
+    ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 54
+    """RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+    some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
+    included), limit.
+    """
+    ERROR_REASON_PIN_BUDGET_SPENT: _ErrorReason.ValueType  # 55
+    """RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
+    Metadata: needed, pinned, limit.
+    """
+    ERROR_REASON_TOO_MANY_LEASES: _ErrorReason.ValueType  # 56
+    """RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
+    or of all. End one, or ask again later. Metadata: limit, limited_by,
+    "tenant" or "server".
+    """
+    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 57
+    """RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
+    Metadata: limit.
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
     """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
@@ -121,7 +151,8 @@ class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     A call that fails carries a gRPC status and, in the status details, one
     google.rpc.ErrorInfo: `reason` is the name of an ErrorReason without its
     prefix ("OUT_OF_BLOCKS"), `domain` is "cache.quire.dev", and `metadata` holds
-    every number of the message. Branch on the reason, never on the text.
+    every number of the message. Branch on the reason, never on the text. Where
+    asking again may help there is a google.rpc.RetryInfo beside it.
 
     Where one message answers for many items (a plan) or many requests (a
     stream), the same content travels as an Error inside the answer, so that one
@@ -144,8 +175,10 @@ ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
 ERROR_REASON_SEQUENCE_TOO_LONG: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-or than all blocks of the pool together. It never fits. Metadata:
-sequence_id, value and limit, in tokens; limited_by, "model" or "pool".
+than all blocks of the pool together, than its tenant may ever hold, or than
+it said when it was admitted with a reservation. It never fits. Metadata:
+sequence_id, value and limit, in tokens; limited_by, "model", "pool",
+"tenant" or "reservation".
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
@@ -165,6 +198,10 @@ cachemgr. Create a lease and admit the sequences again. Metadata: lease_id.
 """
 ERROR_REASON_SEQUENCE_NOT_FOUND: ErrorReason.ValueType  # 12
 """NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id."""
+ERROR_REASON_PREFIX_NOT_CACHED: ErrorReason.ValueType  # 13
+"""NOT_FOUND. Not even the first block of the prefix is cached: there is
+nothing to pin. Compute it first. Metadata: pool.
+"""
 ERROR_REASON_SEQUENCE_EXISTS: ErrorReason.ValueType  # 20
 """ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
 sequence_id.
@@ -173,6 +210,10 @@ ERROR_REASON_EPOCH_CHANGED: ErrorReason.ValueType  # 30
 """ABORTED. The pool's memory is a new one, all of its sequences are gone.
 Continue the lease with the new epoch and admit the tokens again. Metadata:
 pool, epoch (the current one), value (the one given).
+"""
+ERROR_REASON_CURSOR_EXPIRED: ErrorReason.ValueType  # 31
+"""ABORTED. What happened since the cursor is not known any more. Watch again
+without a cursor. Metadata: value (the cursor).
 """
 ERROR_REASON_NOTHING_TO_COMPUTE: ErrorReason.ValueType  # 40
 """FAILED_PRECONDITION. More tokens asked to be computed than are known or
@@ -188,8 +229,9 @@ Metadata: value (this term), limit (the worker's highest).
 """
 ERROR_REASON_OUT_OF_BLOCKS: ErrorReason.ValueType  # 50
 """RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-sequence_id, needed, free (free and evictable), retired: how many blocks
-will come back by themselves when steps in flight end.
+sequence_id, needed, free (free and evictable, and not kept for others),
+retired: how many blocks will come back by themselves when steps in flight
+end.
 """
 ERROR_REASON_TOO_MANY_SEQUENCES: ErrorReason.ValueType  # 51
 """RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
@@ -202,6 +244,24 @@ unknown yet. Run them, or send them with `skip`. Metadata: limit.
 ERROR_REASON_TOKEN_BUDGET_SPENT: ErrorReason.ValueType  # 53
 """RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
 admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
+"""
+ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 54
+"""RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
+included), limit.
+"""
+ERROR_REASON_PIN_BUDGET_SPENT: ErrorReason.ValueType  # 55
+"""RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
+Metadata: needed, pinned, limit.
+"""
+ERROR_REASON_TOO_MANY_LEASES: ErrorReason.ValueType  # 56
+"""RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
+or of all. End one, or ask again later. Metadata: limit, limited_by,
+"tenant" or "server".
+"""
+ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 57
+"""RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
+Metadata: limit.
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
 """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
@@ -251,6 +311,7 @@ class Error(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_DELAY_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """A gRPC status code (google.rpc.Code), never 0."""
     reason: _builtins.str
@@ -261,6 +322,12 @@ class Error(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Every number and name of the message."""
 
+    @_builtins.property
+    def retry_delay(self) -> _duration_pb2.Duration:
+        """Set where asking again may help, as google.rpc.RetryInfo does in a status:
+        not before this has passed.
+        """
+
     def __init__(
         self,
         *,
@@ -268,10 +335,11 @@ class Error(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_delay: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_delay", b"retry_delay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

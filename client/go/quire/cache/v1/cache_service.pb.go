@@ -198,6 +198,136 @@ func (BlockState) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{2}
 }
 
+// What happened to a block since it was told of last.
+type BlockEventKind int32
+
+const (
+	// Never sent.
+	BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED BlockEventKind = 0
+	// Other content can be found in it from now on.
+	BlockEventKind_BLOCK_EVENT_KIND_STORED BlockEventKind = 1
+	// What could be found in it can't any more.
+	BlockEventKind_BLOCK_EVENT_KIND_REMOVED BlockEventKind = 2
+	// Its content is the same; its state, holders or priority are not.
+	BlockEventKind_BLOCK_EVENT_KIND_CHANGED BlockEventKind = 3
+)
+
+// Enum value maps for BlockEventKind.
+var (
+	BlockEventKind_name = map[int32]string{
+		0: "BLOCK_EVENT_KIND_UNSPECIFIED",
+		1: "BLOCK_EVENT_KIND_STORED",
+		2: "BLOCK_EVENT_KIND_REMOVED",
+		3: "BLOCK_EVENT_KIND_CHANGED",
+	}
+	BlockEventKind_value = map[string]int32{
+		"BLOCK_EVENT_KIND_UNSPECIFIED": 0,
+		"BLOCK_EVENT_KIND_STORED":      1,
+		"BLOCK_EVENT_KIND_REMOVED":     2,
+		"BLOCK_EVENT_KIND_CHANGED":     3,
+	}
+)
+
+func (x BlockEventKind) Enum() *BlockEventKind {
+	p := new(BlockEventKind)
+	*p = x
+	return p
+}
+
+func (x BlockEventKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (BlockEventKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_cache_service_proto_enumTypes[3].Descriptor()
+}
+
+func (BlockEventKind) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[3]
+}
+
+func (x BlockEventKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use BlockEventKind.Descriptor instead.
+func (BlockEventKind) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
+}
+
+// Why a block of a prefix is not found.
+type MissReason int32
+
+const (
+	// Never sent.
+	MissReason_MISS_REASON_UNSPECIFIED MissReason = 0
+	// All that can be found is.
+	MissReason_MISS_REASON_NONE MissReason = 1
+	// Nobody computed it, or so long ago that its eviction is forgotten.
+	MissReason_MISS_REASON_NEVER_COMPUTED MissReason = 2
+	// It was evicted to make room.
+	MissReason_MISS_REASON_EVICTED MissReason = 3
+	// It was dropped by ResetPrefixCache.
+	MissReason_MISS_REASON_RESET MissReason = 4
+	// A step in flight computes it.
+	MissReason_MISS_REASON_BEING_COMPUTED MissReason = 5
+	// It is there under another salt of the tenant.
+	MissReason_MISS_REASON_OTHER_SALT MissReason = 6
+	// It is there for another tenant. Told to operators only.
+	MissReason_MISS_REASON_OTHER_TENANT MissReason = 7
+)
+
+// Enum value maps for MissReason.
+var (
+	MissReason_name = map[int32]string{
+		0: "MISS_REASON_UNSPECIFIED",
+		1: "MISS_REASON_NONE",
+		2: "MISS_REASON_NEVER_COMPUTED",
+		3: "MISS_REASON_EVICTED",
+		4: "MISS_REASON_RESET",
+		5: "MISS_REASON_BEING_COMPUTED",
+		6: "MISS_REASON_OTHER_SALT",
+		7: "MISS_REASON_OTHER_TENANT",
+	}
+	MissReason_value = map[string]int32{
+		"MISS_REASON_UNSPECIFIED":    0,
+		"MISS_REASON_NONE":           1,
+		"MISS_REASON_NEVER_COMPUTED": 2,
+		"MISS_REASON_EVICTED":        3,
+		"MISS_REASON_RESET":          4,
+		"MISS_REASON_BEING_COMPUTED": 5,
+		"MISS_REASON_OTHER_SALT":     6,
+		"MISS_REASON_OTHER_TENANT":   7,
+	}
+)
+
+func (x MissReason) Enum() *MissReason {
+	p := new(MissReason)
+	*p = x
+	return p
+}
+
+func (x MissReason) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (MissReason) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_cache_service_proto_enumTypes[4].Descriptor()
+}
+
+func (MissReason) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[4]
+}
+
+func (x MissReason) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use MissReason.Descriptor instead.
+func (MissReason) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
+}
+
 // See CacheService.CreateLease.
 type CreateLeaseRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -552,6 +682,9 @@ type PlanStepRequest struct {
 	RequestId string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Sequences to end. One that is gone already is OK.
 	ReleaseSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=release_sequence_ids,json=releaseSequenceIds,proto3" json:"release_sequence_ids,omitempty"`
+	// What the client knows of the future of sequences it releases; about others
+	// than those in release_sequence_ids nothing is said.
+	ReturnHints []*ReturnHint `protobuf:"bytes,11,rep,name=return_hints,json=returnHints,proto3" json:"return_hints,omitempty"`
 	// Sequences to shorten. Parallel to trim_token_counts.
 	TrimSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=trim_sequence_ids,json=trimSequenceIds,proto3" json:"trim_sequence_ids,omitempty"`
 	// Tokens to keep, 1 to the sequence's tokens (one being sampled counts).
@@ -630,6 +763,13 @@ func (x *PlanStepRequest) GetReleaseSequenceIds() []int32 {
 	return nil
 }
 
+func (x *PlanStepRequest) GetReturnHints() []*ReturnHint {
+	if x != nil {
+		return x.ReturnHints
+	}
+	return nil
+}
+
 func (x *PlanStepRequest) GetTrimSequenceIds() []int32 {
 	if x != nil {
 		return x.TrimSequenceIds
@@ -679,6 +819,177 @@ func (x *PlanStepRequest) GetAdmissionReserveBlockCount() int32 {
 	return 0
 }
 
+// Whether the tokens of a released sequence will be asked for again: a chat
+// whose user is reading, an agent that waits for a tool. Advice to eviction, no
+// promise.
+type ReturnHint struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sequence.
+	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	// Exactly one of these.
+	//
+	// Types that are valid to be assigned to Hint:
+	//
+	//	*ReturnHint_ExpectedIn
+	//	*ReturnHint_NotExpected
+	Hint          isReturnHint_Hint `protobuf_oneof:"hint"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReturnHint) Reset() {
+	*x = ReturnHint{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReturnHint) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReturnHint) ProtoMessage() {}
+
+func (x *ReturnHint) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReturnHint.ProtoReflect.Descriptor instead.
+func (*ReturnHint) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ReturnHint) GetSequenceId() int32 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
+func (x *ReturnHint) GetHint() isReturnHint_Hint {
+	if x != nil {
+		return x.Hint
+	}
+	return nil
+}
+
+func (x *ReturnHint) GetExpectedIn() *durationpb.Duration {
+	if x != nil {
+		if x, ok := x.Hint.(*ReturnHint_ExpectedIn); ok {
+			return x.ExpectedIn
+		}
+	}
+	return nil
+}
+
+func (x *ReturnHint) GetNotExpected() bool {
+	if x != nil {
+		if x, ok := x.Hint.(*ReturnHint_NotExpected); ok {
+			return x.NotExpected
+		}
+	}
+	return false
+}
+
+type isReturnHint_Hint interface {
+	isReturnHint_Hint()
+}
+
+type ReturnHint_ExpectedIn struct {
+	// About when. Its blocks are kept rather than others until twice this has
+	// passed, at most an hour. Those expected back sooner are kept rather than
+	// those expected later.
+	ExpectedIn *durationpb.Duration `protobuf:"bytes,2,opt,name=expected_in,json=expectedIn,proto3,oneof"`
+}
+
+type ReturnHint_NotExpected struct {
+	// Never, if true: what nobody else has used of its blocks is given up first.
+	NotExpected bool `protobuf:"varint,3,opt,name=not_expected,json=notExpected,proto3,oneof"`
+}
+
+func (*ReturnHint_ExpectedIn) isReturnHint_Hint() {}
+
+func (*ReturnHint_NotExpected) isReturnHint_Hint() {}
+
+// How much a range of a prompt is worth keeping, once nobody holds its blocks.
+// Advice about a block stands until other advice about it comes, its ttl is
+// over, or its content is gone.
+type Retention struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Tokens that this is about, from the end of the range before it on; the first
+	// range begins at token 0. A block belongs to the range that its last token is
+	// in. 0, in the last range only: all that follow, those the sequence gets later
+	// included.
+	TokenCount int32 `protobuf:"varint,1,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	// 1 (given up first) to 9 (kept longest); lower ones are evicted before higher
+	// ones. 5: as if nothing were said, the eviction policy decides among these.
+	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
+	// How long the advice stands, at most 24 h; then the priority is 5. Unset: as
+	// long as the content is there.
+	Ttl           *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Retention) Reset() {
+	*x = Retention{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Retention) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Retention) ProtoMessage() {}
+
+func (x *Retention) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Retention.ProtoReflect.Descriptor instead.
+func (*Retention) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *Retention) GetTokenCount() int32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
+func (x *Retention) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *Retention) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
+	}
+	return nil
+}
+
 // Makes copies of a sequence that share its blocks; a shared block is copied
 // when one of them writes to it.
 type Fork struct {
@@ -697,7 +1008,7 @@ type Fork struct {
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -709,7 +1020,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -722,7 +1033,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{7}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Fork) GetParentSequenceId() int32 {
@@ -768,7 +1079,7 @@ type Extends struct {
 
 func (x *Extends) Reset() {
 	*x = Extends{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -780,7 +1091,7 @@ func (x *Extends) String() string {
 func (*Extends) ProtoMessage() {}
 
 func (x *Extends) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -793,7 +1104,7 @@ func (x *Extends) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Extends.ProtoReflect.Descriptor instead.
 func (*Extends) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Extends) GetSequenceIds() []int32 {
@@ -837,14 +1148,24 @@ type Admission struct {
 	MaxComputeTokenCount int32 `protobuf:"varint,3,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
 	// Separates prefixes: sequences share blocks only if their salts are equal.
 	// Up to 64 bytes.
-	Salt          []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
+	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
+	// The most tokens the sequence will ever have. It is admitted only if the
+	// blocks for all of them are guaranteed, and is never refused to extend up to
+	// there. 0: best effort. A fork of it is best effort.
+	ReservedTokenCount int32 `protobuf:"varint,5,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
+	// What is worth keeping, range by range, at most 16 of them. Empty: nothing is
+	// said.
+	Retention []*Retention `protobuf:"bytes,6,rep,name=retention,proto3" json:"retention,omitempty"`
+	// The sequence was here before, and was released to make room: its tokens
+	// count as resumed, not as those of a new prompt.
+	Resumed       bool `protobuf:"varint,7,opt,name=resumed,proto3" json:"resumed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Admission) Reset() {
 	*x = Admission{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -856,7 +1177,7 @@ func (x *Admission) String() string {
 func (*Admission) ProtoMessage() {}
 
 func (x *Admission) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -869,7 +1190,7 @@ func (x *Admission) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admission.ProtoReflect.Descriptor instead.
 func (*Admission) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Admission) GetSequenceId() int32 {
@@ -900,6 +1221,27 @@ func (x *Admission) GetSalt() []byte {
 	return nil
 }
 
+func (x *Admission) GetReservedTokenCount() int32 {
+	if x != nil {
+		return x.ReservedTokenCount
+	}
+	return 0
+}
+
+func (x *Admission) GetRetention() []*Retention {
+	if x != nil {
+		return x.Retention
+	}
+	return nil
+}
+
+func (x *Admission) GetResumed() bool {
+	if x != nil {
+		return x.Resumed
+	}
+	return false
+}
+
 // An item that was refused and changed nothing.
 type Refusal struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -910,7 +1252,7 @@ type Refusal struct {
 	// Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
 	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
 	// NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-	// INVALID_ARGUMENT.
+	// QUOTA_EXCEEDED, INVALID_ARGUMENT.
 	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -918,7 +1260,7 @@ type Refusal struct {
 
 func (x *Refusal) Reset() {
 	*x = Refusal{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -930,7 +1272,7 @@ func (x *Refusal) String() string {
 func (*Refusal) ProtoMessage() {}
 
 func (x *Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -943,7 +1285,7 @@ func (x *Refusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refusal.ProtoReflect.Descriptor instead.
 func (*Refusal) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Refusal) GetItem() PlanItem {
@@ -997,7 +1339,7 @@ type PlanStepResponse struct {
 
 func (x *PlanStepResponse) Reset() {
 	*x = PlanStepResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1009,7 +1351,7 @@ func (x *PlanStepResponse) String() string {
 func (*PlanStepResponse) ProtoMessage() {}
 
 func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1022,7 +1364,7 @@ func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PlanStepResponse) GetGrant() *SignedGrant {
@@ -1112,7 +1454,7 @@ type BlockCounts struct {
 
 func (x *BlockCounts) Reset() {
 	*x = BlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1466,7 @@ func (x *BlockCounts) String() string {
 func (*BlockCounts) ProtoMessage() {}
 
 func (x *BlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1479,7 @@ func (x *BlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockCounts.ProtoReflect.Descriptor instead.
 func (*BlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *BlockCounts) GetFreeCount() int32 {
@@ -1179,7 +1521,7 @@ type PlanStepsRequest struct {
 
 func (x *PlanStepsRequest) Reset() {
 	*x = PlanStepsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1191,7 +1533,7 @@ func (x *PlanStepsRequest) String() string {
 func (*PlanStepsRequest) ProtoMessage() {}
 
 func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1204,7 +1546,7 @@ func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsRequest.ProtoReflect.Descriptor instead.
 func (*PlanStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PlanStepsRequest) GetPlan() *PlanStepRequest {
@@ -1230,7 +1572,7 @@ type PlanStepsResponse struct {
 
 func (x *PlanStepsResponse) Reset() {
 	*x = PlanStepsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1584,7 @@ func (x *PlanStepsResponse) String() string {
 func (*PlanStepsResponse) ProtoMessage() {}
 
 func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,7 +1597,7 @@ func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PlanStepsResponse) GetAnswer() isPlanStepsResponse_Answer {
@@ -1312,7 +1654,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1324,7 +1666,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1337,7 +1679,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetPoolRequest) GetPool() string {
@@ -1358,7 +1700,7 @@ type GetPoolResponse struct {
 
 func (x *GetPoolResponse) Reset() {
 	*x = GetPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1712,7 @@ func (x *GetPoolResponse) String() string {
 func (*GetPoolResponse) ProtoMessage() {}
 
 func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1725,7 @@ func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolResponse.ProtoReflect.Descriptor instead.
 func (*GetPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetPoolResponse) GetPool() *Pool {
@@ -1420,7 +1762,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1432,7 +1774,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1445,7 +1787,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Pool) GetName() string {
@@ -1524,7 +1866,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1878,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1891,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListPoolsRequest) GetPageSize() int32 {
@@ -1579,7 +1921,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1591,7 +1933,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1604,7 +1946,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -1629,14 +1971,18 @@ type ListLeasesRequest struct {
 	// At most this many. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
-	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only leases of this state. UNSPECIFIED: of any.
+	State LeaseState `protobuf:"varint,4,opt,name=state,proto3,enum=quire.cache.v1.LeaseState" json:"state,omitempty"`
+	// Only leases of this tenant. Unset: of all that the caller may see.
+	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListLeasesRequest) Reset() {
 	*x = ListLeasesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1648,7 +1994,7 @@ func (x *ListLeasesRequest) String() string {
 func (*ListLeasesRequest) ProtoMessage() {}
 
 func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1661,7 +2007,7 @@ func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
 func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListLeasesRequest) GetPool() string {
@@ -1685,6 +2031,20 @@ func (x *ListLeasesRequest) GetPageToken() string {
 	return ""
 }
 
+func (x *ListLeasesRequest) GetState() LeaseState {
+	if x != nil {
+		return x.State
+	}
+	return LeaseState_LEASE_STATE_UNSPECIFIED
+}
+
+func (x *ListLeasesRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
 // See CacheService.ListLeases.
 type ListLeasesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1698,7 +2058,7 @@ type ListLeasesResponse struct {
 
 func (x *ListLeasesResponse) Reset() {
 	*x = ListLeasesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1710,7 +2070,7 @@ func (x *ListLeasesResponse) String() string {
 func (*ListLeasesResponse) ProtoMessage() {}
 
 func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1723,7 +2083,7 @@ func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
 func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListLeasesResponse) GetLeases() []*Lease {
@@ -1769,7 +2129,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1781,7 +2141,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1794,7 +2154,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Lease) GetLeaseIdPrefix() string {
@@ -1873,7 +2233,7 @@ type GetSequenceRequest struct {
 
 func (x *GetSequenceRequest) Reset() {
 	*x = GetSequenceRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1885,7 +2245,7 @@ func (x *GetSequenceRequest) String() string {
 func (*GetSequenceRequest) ProtoMessage() {}
 
 func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1898,7 +2258,7 @@ func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceRequest.ProtoReflect.Descriptor instead.
 func (*GetSequenceRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetSequenceRequest) GetLeaseId() string {
@@ -1926,7 +2286,7 @@ type GetSequenceResponse struct {
 
 func (x *GetSequenceResponse) Reset() {
 	*x = GetSequenceResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1938,7 +2298,7 @@ func (x *GetSequenceResponse) String() string {
 func (*GetSequenceResponse) ProtoMessage() {}
 
 func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1951,7 +2311,7 @@ func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceResponse.ProtoReflect.Descriptor instead.
 func (*GetSequenceResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetSequenceResponse) GetSequence() *Sequence {
@@ -1979,14 +2339,16 @@ type Sequence struct {
 	// Its blocks, in order. Empty in lists.
 	BlockIds []int32 `protobuf:"varint,7,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`
 	// Number of its blocks.
-	BlockCount    int32 `protobuf:"varint,8,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	BlockCount int32 `protobuf:"varint,8,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	// The tokens that are guaranteed to it; 0: best effort.
+	ReservedTokenCount int32 `protobuf:"varint,9,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Sequence) Reset() {
 	*x = Sequence{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2360,7 @@ func (x *Sequence) String() string {
 func (*Sequence) ProtoMessage() {}
 
 func (x *Sequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2373,7 @@ func (x *Sequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
 func (*Sequence) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Sequence) GetLeaseIdPrefix() string {
@@ -2070,6 +2432,13 @@ func (x *Sequence) GetBlockCount() int32 {
 	return 0
 }
 
+func (x *Sequence) GetReservedTokenCount() int32 {
+	if x != nil {
+		return x.ReservedTokenCount
+	}
+	return 0
+}
+
 // See CacheService.ListSequences.
 type ListSequencesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2080,14 +2449,16 @@ type ListSequencesRequest struct {
 	// At most this many. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
-	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only sequences of this tenant. Unset: of all that the caller may see.
+	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2099,7 +2470,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2112,7 +2483,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -2143,6 +2514,13 @@ func (x *ListSequencesRequest) GetPageToken() string {
 	return ""
 }
 
+func (x *ListSequencesRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
 // See CacheService.ListSequences.
 type ListSequencesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2156,7 +2534,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2168,7 +2546,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2181,7 +2559,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -2211,14 +2589,21 @@ type Block struct {
 	PinCount int32 `protobuf:"varint,4,opt,name=pin_count,json=pinCount,proto3" json:"pin_count,omitempty"`
 	// Identity of its content and all before it, 32 bytes; empty if it can't be
 	// found by content.
-	PrefixHash    []byte `protobuf:"bytes,5,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	PrefixHash []byte `protobuf:"bytes,5,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
+	// Whose it is, unless it is free.
+	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// How much it is worth keeping by its holders' advice, 1 to 9; 5: none was
+	// given, or its time is over. 0 if it is free.
+	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
+	// Pins that keep it from being evicted.
+	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2230,7 +2615,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2243,7 +2628,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -2281,7 +2666,29 @@ func (x *Block) GetPrefixHash() []byte {
 	return nil
 }
 
-// See CacheService.ListBlocks.
+func (x *Block) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *Block) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *Block) GetPrefixPinCount() int32 {
+	if x != nil {
+		return x.PrefixPinCount
+	}
+	return 0
+}
+
+// See CacheService.ListBlocks. A page with filters may have fewer blocks than
+// page_size, even none, and a token for the next one.
 type ListBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
@@ -2293,14 +2700,17 @@ type ListBlocksRequest struct {
 	// At most this many. 0: 1,000; at most 10,000.
 	PageSize int32 `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
-	PageToken     string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only blocks of this tenant. Unset: of all that the caller may see. A caller
+	// that is no operator sees its own tenant's, and not the free ones.
+	Tenant        *string `protobuf:"bytes,6,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2312,7 +2722,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2325,7 +2735,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -2363,6 +2773,13 @@ func (x *ListBlocksRequest) GetPageToken() string {
 	return ""
 }
 
+func (x *ListBlocksRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
 // See CacheService.ListBlocks.
 type ListBlocksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2376,7 +2793,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2388,7 +2805,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2401,7 +2818,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -2418,6 +2835,1351 @@ func (x *ListBlocksResponse) GetNextPageToken() string {
 	return ""
 }
 
+// See CacheService.ListTenants.
+type ListTenantsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// At most this many. 0: 100; at most 1,000.
+	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// From the last answer, to go on.
+	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTenantsRequest) Reset() {
+	*x = ListTenantsRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTenantsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTenantsRequest) ProtoMessage() {}
+
+func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
+func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *ListTenantsRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *ListTenantsRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListTenantsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// See CacheService.ListTenants.
+type ListTenantsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The tenants.
+	Tenants []*Tenant `protobuf:"bytes,1,rep,name=tenants,proto3" json:"tenants,omitempty"`
+	// For the next page; empty at the end.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTenantsResponse) Reset() {
+	*x = ListTenantsResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTenantsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTenantsResponse) ProtoMessage() {}
+
+func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
+func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *ListTenantsResponse) GetTenants() []*Tenant {
+	if x != nil {
+		return x.Tenants
+	}
+	return nil
+}
+
+func (x *ListTenantsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// One tenant's part of a pool, in blocks.
+type Tenant struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name; empty where callers are not asked who they are.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Active, retired and pinned ones.
+	HeldBlockCount int32 `protobuf:"varint,2,opt,name=held_block_count,json=heldBlockCount,proto3" json:"held_block_count,omitempty"`
+	// Cached ones that are not pinned.
+	CachedBlockCount int32 `protobuf:"varint,3,opt,name=cached_block_count,json=cachedBlockCount,proto3" json:"cached_block_count,omitempty"`
+	// Guaranteed to its sequences with a reservation, and not held yet.
+	ReservedBlockCount int32 `protobuf:"varint,4,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
+	// Cached ones that are pinned.
+	PinnedBlockCount int32 `protobuf:"varint,5,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
+	// It can always hold this many; 0: none are kept for it.
+	FloorBlockCount int32 `protobuf:"varint,6,opt,name=floor_block_count,json=floorBlockCount,proto3" json:"floor_block_count,omitempty"`
+	// While it holds and caches more than this, its cached blocks are evicted
+	// before others'. The pool's blocks if it has no quota.
+	QuotaBlockCount int32 `protobuf:"varint,7,opt,name=quota_block_count,json=quotaBlockCount,proto3" json:"quota_block_count,omitempty"`
+	// It never holds more than this. The pool's blocks if it has no limit.
+	LimitBlockCount int32 `protobuf:"varint,8,opt,name=limit_block_count,json=limitBlockCount,proto3" json:"limit_block_count,omitempty"`
+	// It never pins more than this.
+	PinBudgetBlockCount int32 `protobuf:"varint,9,opt,name=pin_budget_block_count,json=pinBudgetBlockCount,proto3" json:"pin_budget_block_count,omitempty"`
+	// Its leases in the pool, those being fenced included.
+	LeaseCount    int32 `protobuf:"varint,10,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tenant) Reset() {
+	*x = Tenant{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tenant) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tenant) ProtoMessage() {}
+
+func (x *Tenant) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
+func (*Tenant) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *Tenant) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Tenant) GetHeldBlockCount() int32 {
+	if x != nil {
+		return x.HeldBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetCachedBlockCount() int32 {
+	if x != nil {
+		return x.CachedBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetReservedBlockCount() int32 {
+	if x != nil {
+		return x.ReservedBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetPinnedBlockCount() int32 {
+	if x != nil {
+		return x.PinnedBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetFloorBlockCount() int32 {
+	if x != nil {
+		return x.FloorBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetQuotaBlockCount() int32 {
+	if x != nil {
+		return x.QuotaBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetLimitBlockCount() int32 {
+	if x != nil {
+		return x.LimitBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetPinBudgetBlockCount() int32 {
+	if x != nil {
+		return x.PinBudgetBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetLeaseCount() int32 {
+	if x != nil {
+		return x.LeaseCount
+	}
+	return 0
+}
+
+// See CacheService.WatchBlocks.
+type WatchBlocksRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// From the last answer, to go on behind it. Empty: a snapshot first.
+	Cursor string `protobuf:"bytes,2,opt,name=cursor,proto3" json:"cursor,omitempty"`
+	// Adds token ids, salts and parents to what is stored from now on. Needs the
+	// role "content" (PERMISSION_DENIED, ROLE_MISSING).
+	IncludeContent bool `protobuf:"varint,3,opt,name=include_content,json=includeContent,proto3" json:"include_content,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *WatchBlocksRequest) Reset() {
+	*x = WatchBlocksRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchBlocksRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchBlocksRequest) ProtoMessage() {}
+
+func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
+func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *WatchBlocksRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *WatchBlocksRequest) GetCursor() string {
+	if x != nil {
+		return x.Cursor
+	}
+	return ""
+}
+
+func (x *WatchBlocksRequest) GetIncludeContent() bool {
+	if x != nil {
+		return x.IncludeContent
+	}
+	return false
+}
+
+// See CacheService.WatchBlocks. Apply in this order: `cleared`, then `events`.
+type WatchBlocksResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The incarnation of the pool's memory.
+	Epoch int64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// Forget every block: the pool has a new epoch, or this begins a snapshot.
+	Cleared bool `protobuf:"varint,2,opt,name=cleared,proto3" json:"cleared,omitempty"`
+	// Blocks, each at most once. In a snapshot all that are not free; a block that
+	// was never told of is free.
+	Events []*BlockEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`
+	// Goes on behind this answer. Empty within a snapshot.
+	Cursor        string `protobuf:"bytes,4,opt,name=cursor,proto3" json:"cursor,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchBlocksResponse) Reset() {
+	*x = WatchBlocksResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchBlocksResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchBlocksResponse) ProtoMessage() {}
+
+func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
+func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *WatchBlocksResponse) GetEpoch() int64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *WatchBlocksResponse) GetCleared() bool {
+	if x != nil {
+		return x.Cleared
+	}
+	return false
+}
+
+func (x *WatchBlocksResponse) GetEvents() []*BlockEvent {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
+func (x *WatchBlocksResponse) GetCursor() string {
+	if x != nil {
+		return x.Cursor
+	}
+	return ""
+}
+
+// A block as it is at the moment of the answer.
+type BlockEvent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What happened.
+	Kind BlockEventKind `protobuf:"varint,1,opt,name=kind,proto3,enum=quire.cache.v1.BlockEventKind" json:"kind,omitempty"`
+	// The block, whole. One that is free or has gone to another tenant has its id
+	// only, and state FREE.
+	Block *Block `protobuf:"bytes,2,opt,name=block,proto3" json:"block,omitempty"`
+	// Its tokens, if asked for and known: those stored while somebody who may ask
+	// was watching.
+	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Its salt, likewise.
+	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
+	// The prefix hash of the block before it, likewise; empty for a first block.
+	ParentPrefixHash []byte `protobuf:"bytes,5,opt,name=parent_prefix_hash,json=parentPrefixHash,proto3" json:"parent_prefix_hash,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *BlockEvent) Reset() {
+	*x = BlockEvent{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockEvent) ProtoMessage() {}
+
+func (x *BlockEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
+func (*BlockEvent) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *BlockEvent) GetKind() BlockEventKind {
+	if x != nil {
+		return x.Kind
+	}
+	return BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED
+}
+
+func (x *BlockEvent) GetBlock() *Block {
+	if x != nil {
+		return x.Block
+	}
+	return nil
+}
+
+func (x *BlockEvent) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *BlockEvent) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *BlockEvent) GetParentPrefixHash() []byte {
+	if x != nil {
+		return x.ParentPrefixHash
+	}
+	return nil
+}
+
+// See CacheService.ExplainPrefix.
+type ExplainPrefixRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// The tokens, at least one.
+	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// As in Admission.
+	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
+	// Whose prefix. Unset: the caller's. Another's for operators only
+	// (PERMISSION_DENIED, ROLE_MISSING).
+	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainPrefixRequest) Reset() {
+	*x = ExplainPrefixRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainPrefixRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainPrefixRequest) ProtoMessage() {}
+
+func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
+func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *ExplainPrefixRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *ExplainPrefixRequest) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *ExplainPrefixRequest) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *ExplainPrefixRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
+// See CacheService.ExplainPrefix.
+type ExplainPrefixResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// Tokens an admission would find in the cache now. At least one token is
+	// always left to compute.
+	CachedTokenCount int32 `protobuf:"varint,2,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
+	// Full blocks of the tokens.
+	BlockCount int32 `protobuf:"varint,3,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	// The first of them that is not found, counted from 0; block_count if all are.
+	MissingBlockIndex int32 `protobuf:"varint,4,opt,name=missing_block_index,json=missingBlockIndex,proto3" json:"missing_block_index,omitempty"`
+	// Its prefix hash, 32 bytes; empty if all are found.
+	MissingPrefixHash []byte `protobuf:"bytes,5,opt,name=missing_prefix_hash,json=missingPrefixHash,proto3" json:"missing_prefix_hash,omitempty"`
+	// Why it is not found.
+	Reason MissReason `protobuf:"varint,6,opt,name=reason,proto3,enum=quire.cache.v1.MissReason" json:"reason,omitempty"`
+	// When it was evicted or dropped. Set for EVICTED and RESET.
+	LostTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
+	// Whose allocation it made room for, if that was the caller's tenant, or the
+	// caller is an operator.
+	EvictedByTenant *string `protobuf:"bytes,8,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
+	// The first 8 characters of that lease's id, likewise.
+	EvictedByLeaseIdPrefix string `protobuf:"bytes,9,opt,name=evicted_by_lease_id_prefix,json=evictedByLeaseIdPrefix,proto3" json:"evicted_by_lease_id_prefix,omitempty"`
+	// Blocks behind the missing one that are still there, and can't be used
+	// without it.
+	StrandedBlockCount int32 `protobuf:"varint,10,opt,name=stranded_block_count,json=strandedBlockCount,proto3" json:"stranded_block_count,omitempty"`
+	// Whose it is. Set for OTHER_TENANT.
+	OtherTenant   string `protobuf:"bytes,11,opt,name=other_tenant,json=otherTenant,proto3" json:"other_tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainPrefixResponse) Reset() {
+	*x = ExplainPrefixResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainPrefixResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainPrefixResponse) ProtoMessage() {}
+
+func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
+func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *ExplainPrefixResponse) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *ExplainPrefixResponse) GetCachedTokenCount() int32 {
+	if x != nil {
+		return x.CachedTokenCount
+	}
+	return 0
+}
+
+func (x *ExplainPrefixResponse) GetBlockCount() int32 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
+func (x *ExplainPrefixResponse) GetMissingBlockIndex() int32 {
+	if x != nil {
+		return x.MissingBlockIndex
+	}
+	return 0
+}
+
+func (x *ExplainPrefixResponse) GetMissingPrefixHash() []byte {
+	if x != nil {
+		return x.MissingPrefixHash
+	}
+	return nil
+}
+
+func (x *ExplainPrefixResponse) GetReason() MissReason {
+	if x != nil {
+		return x.Reason
+	}
+	return MissReason_MISS_REASON_UNSPECIFIED
+}
+
+func (x *ExplainPrefixResponse) GetLostTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.LostTime
+	}
+	return nil
+}
+
+func (x *ExplainPrefixResponse) GetEvictedByTenant() string {
+	if x != nil && x.EvictedByTenant != nil {
+		return *x.EvictedByTenant
+	}
+	return ""
+}
+
+func (x *ExplainPrefixResponse) GetEvictedByLeaseIdPrefix() string {
+	if x != nil {
+		return x.EvictedByLeaseIdPrefix
+	}
+	return ""
+}
+
+func (x *ExplainPrefixResponse) GetStrandedBlockCount() int32 {
+	if x != nil {
+		return x.StrandedBlockCount
+	}
+	return 0
+}
+
+func (x *ExplainPrefixResponse) GetOtherTenant() string {
+	if x != nil {
+		return x.OtherTenant
+	}
+	return ""
+}
+
+// See CacheService.CheckAdmission.
+type CheckAdmissionRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Only this pool. Empty: all pools.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// The admission; its sequence_id is ignored.
+	Admission *Admission `protobuf:"bytes,2,opt,name=admission,proto3" json:"admission,omitempty"`
+	// As in PlanStepRequest.
+	AdmissionReserveBlockCount int32 `protobuf:"varint,3,opt,name=admission_reserve_block_count,json=admissionReserveBlockCount,proto3" json:"admission_reserve_block_count,omitempty"`
+	unknownFields              protoimpl.UnknownFields
+	sizeCache                  protoimpl.SizeCache
+}
+
+func (x *CheckAdmissionRequest) Reset() {
+	*x = CheckAdmissionRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckAdmissionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckAdmissionRequest) ProtoMessage() {}
+
+func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
+func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *CheckAdmissionRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *CheckAdmissionRequest) GetAdmission() *Admission {
+	if x != nil {
+		return x.Admission
+	}
+	return nil
+}
+
+func (x *CheckAdmissionRequest) GetAdmissionReserveBlockCount() int32 {
+	if x != nil {
+		return x.AdmissionReserveBlockCount
+	}
+	return 0
+}
+
+// See CacheService.CheckAdmission.
+type CheckAdmissionResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per pool: those that would accept first, of these the one that holds
+	// most of the tokens.
+	Checks        []*AdmissionCheck `protobuf:"bytes,1,rep,name=checks,proto3" json:"checks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckAdmissionResponse) Reset() {
+	*x = CheckAdmissionResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckAdmissionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckAdmissionResponse) ProtoMessage() {}
+
+func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
+func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
+	if x != nil {
+		return x.Checks
+	}
+	return nil
+}
+
+// What a pool would do with an admission now.
+type AdmissionCheck struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// Whether it would be accepted.
+	Accepted bool `protobuf:"varint,2,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	// Tokens that it would find in the cache.
+	CachedTokenCount int32 `protobuf:"varint,3,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
+	// Blocks that it would take, those of its reservation included.
+	NeededBlockCount int32 `protobuf:"varint,4,opt,name=needed_block_count,json=neededBlockCount,proto3" json:"needed_block_count,omitempty"`
+	// Blocks that this tenant could take: free or evictable, and not kept for
+	// others.
+	AvailableBlockCount int32 `protobuf:"varint,5,opt,name=available_block_count,json=availableBlockCount,proto3" json:"available_block_count,omitempty"`
+	// Why not. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never.
+	Refusal *Error `protobuf:"bytes,6,opt,name=refusal,proto3" json:"refusal,omitempty"`
+	// Blocks by state: how loaded the pool is.
+	BlockCounts *BlockCounts `protobuf:"bytes,7,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
+	// Where its worker is reached.
+	WorkerAddress string `protobuf:"bytes,8,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdmissionCheck) Reset() {
+	*x = AdmissionCheck{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmissionCheck) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmissionCheck) ProtoMessage() {}
+
+func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
+func (*AdmissionCheck) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *AdmissionCheck) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *AdmissionCheck) GetAccepted() bool {
+	if x != nil {
+		return x.Accepted
+	}
+	return false
+}
+
+func (x *AdmissionCheck) GetCachedTokenCount() int32 {
+	if x != nil {
+		return x.CachedTokenCount
+	}
+	return 0
+}
+
+func (x *AdmissionCheck) GetNeededBlockCount() int32 {
+	if x != nil {
+		return x.NeededBlockCount
+	}
+	return 0
+}
+
+func (x *AdmissionCheck) GetAvailableBlockCount() int32 {
+	if x != nil {
+		return x.AvailableBlockCount
+	}
+	return 0
+}
+
+func (x *AdmissionCheck) GetRefusal() *Error {
+	if x != nil {
+		return x.Refusal
+	}
+	return nil
+}
+
+func (x *AdmissionCheck) GetBlockCounts() *BlockCounts {
+	if x != nil {
+		return x.BlockCounts
+	}
+	return nil
+}
+
+func (x *AdmissionCheck) GetWorkerAddress() string {
+	if x != nil {
+		return x.WorkerAddress
+	}
+	return ""
+}
+
+// See CacheService.PinPrefix.
+type PinPrefixRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// The tokens, at least one; the full blocks of them that are cached are
+	// pinned.
+	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// As in Admission.
+	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
+	// The pin ends this long after the last call for this prefix. 1 s to 24 h;
+	// default 1 h.
+	Ttl           *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PinPrefixRequest) Reset() {
+	*x = PinPrefixRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PinPrefixRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PinPrefixRequest) ProtoMessage() {}
+
+func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
+func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *PinPrefixRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *PinPrefixRequest) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *PinPrefixRequest) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *PinPrefixRequest) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
+	}
+	return nil
+}
+
+// See CacheService.PinPrefix.
+type PinPrefixResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names the pin: it is the same for the same prefix.
+	PinId string `protobuf:"bytes,1,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
+	// Tokens that are pinned. Less than asked for if less is cached.
+	PinnedTokenCount int32 `protobuf:"varint,2,opt,name=pinned_token_count,json=pinnedTokenCount,proto3" json:"pinned_token_count,omitempty"`
+	// When it ends, by the server's clock.
+	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
+	// Blocks that the tenant has pinned now, each counted once.
+	PinnedBlockCount int32 `protobuf:"varint,4,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
+	// The most it may pin.
+	PinBudgetBlockCount int32 `protobuf:"varint,5,opt,name=pin_budget_block_count,json=pinBudgetBlockCount,proto3" json:"pin_budget_block_count,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
+}
+
+func (x *PinPrefixResponse) Reset() {
+	*x = PinPrefixResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PinPrefixResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PinPrefixResponse) ProtoMessage() {}
+
+func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
+func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+}
+
+func (x *PinPrefixResponse) GetPinId() string {
+	if x != nil {
+		return x.PinId
+	}
+	return ""
+}
+
+func (x *PinPrefixResponse) GetPinnedTokenCount() int32 {
+	if x != nil {
+		return x.PinnedTokenCount
+	}
+	return 0
+}
+
+func (x *PinPrefixResponse) GetExpireTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.ExpireTime
+	}
+	return nil
+}
+
+func (x *PinPrefixResponse) GetPinnedBlockCount() int32 {
+	if x != nil {
+		return x.PinnedBlockCount
+	}
+	return 0
+}
+
+func (x *PinPrefixResponse) GetPinBudgetBlockCount() int32 {
+	if x != nil {
+		return x.PinBudgetBlockCount
+	}
+	return 0
+}
+
+// See CacheService.UnpinPrefix.
+type UnpinPrefixRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// The pin.
+	PinId         string `protobuf:"bytes,2,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnpinPrefixRequest) Reset() {
+	*x = UnpinPrefixRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnpinPrefixRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnpinPrefixRequest) ProtoMessage() {}
+
+func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
+func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *UnpinPrefixRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *UnpinPrefixRequest) GetPinId() string {
+	if x != nil {
+		return x.PinId
+	}
+	return ""
+}
+
+// See CacheService.UnpinPrefix.
+type UnpinPrefixResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnpinPrefixResponse) Reset() {
+	*x = UnpinPrefixResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnpinPrefixResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnpinPrefixResponse) ProtoMessage() {}
+
+func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
+func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+}
+
+// See CacheService.ListPins.
+type ListPinsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pool's name. Empty: the only pool there is.
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// At most this many. 0: 100; at most 1,000.
+	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// From the last answer, to go on.
+	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListPinsRequest) Reset() {
+	*x = ListPinsRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListPinsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListPinsRequest) ProtoMessage() {}
+
+func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
+func (*ListPinsRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *ListPinsRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *ListPinsRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListPinsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// See CacheService.ListPins.
+type ListPinsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The pins.
+	Pins []*Pin `protobuf:"bytes,1,rep,name=pins,proto3" json:"pins,omitempty"`
+	// For the next page; empty at the end.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListPinsResponse) Reset() {
+	*x = ListPinsResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListPinsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListPinsResponse) ProtoMessage() {}
+
+func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
+func (*ListPinsResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *ListPinsResponse) GetPins() []*Pin {
+	if x != nil {
+		return x.Pins
+	}
+	return nil
+}
+
+func (x *ListPinsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+// A prefix that is kept.
+type Pin struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names it.
+	PinId string `protobuf:"bytes,1,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
+	// Whose it is.
+	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// Tokens that are pinned.
+	PinnedTokenCount int32 `protobuf:"varint,3,opt,name=pinned_token_count,json=pinnedTokenCount,proto3" json:"pinned_token_count,omitempty"`
+	// When it ends, by the server's clock.
+	ExpireTime    *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Pin) Reset() {
+	*x = Pin{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Pin) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Pin) ProtoMessage() {}
+
+func (x *Pin) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Pin.ProtoReflect.Descriptor instead.
+func (*Pin) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+}
+
+func (x *Pin) GetPinId() string {
+	if x != nil {
+		return x.PinId
+	}
+	return ""
+}
+
+func (x *Pin) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *Pin) GetPinnedTokenCount() int32 {
+	if x != nil {
+		return x.PinnedTokenCount
+	}
+	return 0
+}
+
+func (x *Pin) GetExpireTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.ExpireTime
+	}
+	return nil
+}
+
 // See CacheService.LookupPrefix.
 type LookupPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2426,14 +4188,17 @@ type LookupPrefixRequest struct {
 	// The tokens, at least one.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
-	Salt          []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
+	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
+	// Whose prefix. Unset: the caller's. Another's for operators only
+	// (PERMISSION_DENIED, ROLE_MISSING).
+	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2445,7 +4210,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2458,7 +4223,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -2482,6 +4247,13 @@ func (x *LookupPrefixRequest) GetSalt() []byte {
 	return nil
 }
 
+func (x *LookupPrefixRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
 // See CacheService.LookupPrefix.
 type LookupPrefixResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2493,7 +4265,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2505,7 +4277,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2518,7 +4290,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -2545,7 +4317,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2557,7 +4329,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2570,7 +4342,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -2612,7 +4384,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2624,7 +4396,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2637,7 +4409,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -2658,7 +4430,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2670,7 +4442,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2683,7 +4455,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -2704,7 +4476,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2716,7 +4488,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2729,7 +4501,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -2754,7 +4526,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2766,7 +4538,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2779,7 +4551,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -2814,7 +4586,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2826,7 +4598,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2839,7 +4611,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -2860,7 +4632,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2872,7 +4644,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2885,7 +4657,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -2914,6 +4686,10 @@ type PoolStatistics struct {
 	TableEntryCount int64 `protobuf:"varint,7,opt,name=table_entry_count,json=tableEntryCount,proto3" json:"table_entry_count,omitempty"`
 	// Blocks held by two or more sequences.
 	SharedBlockCount int32 `protobuf:"varint,8,opt,name=shared_block_count,json=sharedBlockCount,proto3" json:"shared_block_count,omitempty"`
+	// Blocks guaranteed to sequences with a reservation, and not held yet.
+	ReservedBlockCount int32 `protobuf:"varint,9,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
+	// Cached blocks that are pinned.
+	PinnedBlockCount int32 `protobuf:"varint,10,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
 	// Steps planned.
 	PlannedStepCount int64 `protobuf:"varint,20,opt,name=planned_step_count,json=plannedStepCount,proto3" json:"planned_step_count,omitempty"`
 	// Steps reported computed.
@@ -2942,13 +4718,23 @@ type PoolStatistics struct {
 	RefusalCounts map[string]int64 `protobuf:"bytes,32,rep,name=refusal_counts,json=refusalCounts,proto3" json:"refusal_counts,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Leases that ended by expiry.
 	ExpiredLeaseCount int64 `protobuf:"varint,33,opt,name=expired_lease_count,json=expiredLeaseCount,proto3" json:"expired_lease_count,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Sequences admitted again after they were released to make room. They and
+	// their tokens are not in the counts of admissions.
+	ResumedAdmissionCount int64 `protobuf:"varint,34,opt,name=resumed_admission_count,json=resumedAdmissionCount,proto3" json:"resumed_admission_count,omitempty"`
+	// Tokens of these.
+	ResumedTokenCount int64 `protobuf:"varint,35,opt,name=resumed_token_count,json=resumedTokenCount,proto3" json:"resumed_token_count,omitempty"`
+	// Of which were found in the prefix cache.
+	ResumedCachedTokenCount int64 `protobuf:"varint,36,opt,name=resumed_cached_token_count,json=resumedCachedTokenCount,proto3" json:"resumed_cached_token_count,omitempty"`
+	// Tokens of admissions of both kinds that were to be computed though they had
+	// been before: their blocks were evicted.
+	RecomputedTokenCount int64 `protobuf:"varint,37,opt,name=recomputed_token_count,json=recomputedTokenCount,proto3" json:"recomputed_token_count,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2960,7 +4746,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2973,7 +4759,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -3028,6 +4814,20 @@ func (x *PoolStatistics) GetTableEntryCount() int64 {
 func (x *PoolStatistics) GetSharedBlockCount() int32 {
 	if x != nil {
 		return x.SharedBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetReservedBlockCount() int32 {
+	if x != nil {
+		return x.ReservedBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetPinnedBlockCount() int32 {
+	if x != nil {
+		return x.PinnedBlockCount
 	}
 	return 0
 }
@@ -3130,6 +4930,34 @@ func (x *PoolStatistics) GetExpiredLeaseCount() int64 {
 	return 0
 }
 
+func (x *PoolStatistics) GetResumedAdmissionCount() int64 {
+	if x != nil {
+		return x.ResumedAdmissionCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetResumedTokenCount() int64 {
+	if x != nil {
+		return x.ResumedTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetResumedCachedTokenCount() int64 {
+	if x != nil {
+		return x.ResumedCachedTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetRecomputedTokenCount() int64 {
+	if x != nil {
+		return x.RecomputedTokenCount
+	}
+	return 0
+}
+
 var File_quire_cache_v1_cache_service_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
@@ -3156,14 +4984,15 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteLeaseRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x15\n" +
-	"\x13DeleteLeaseResponse\"\xfe\x03\n" +
+	"\x13DeleteLeaseResponse\"\xbd\x04\n" +
 	"\x0fPlanStepRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x03 \x01(\tR\trequestId\x120\n" +
 	"\x14release_sequence_ids\x18\n" +
-	" \x03(\x05R\x12releaseSequenceIds\x12*\n" +
+	" \x03(\x05R\x12releaseSequenceIds\x12=\n" +
+	"\freturn_hints\x18\v \x03(\v2\x1a.quire.cache.v1.ReturnHintR\vreturnHints\x12*\n" +
 	"\x11trim_sequence_ids\x18\x14 \x03(\x05R\x0ftrimSequenceIds\x12*\n" +
 	"\x11trim_token_counts\x18\x15 \x03(\x05R\x0ftrimTokenCounts\x12*\n" +
 	"\x05forks\x18\x1e \x03(\v2\x14.quire.cache.v1.ForkR\x05forks\x121\n" +
@@ -3172,7 +5001,20 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"admissions\x182 \x03(\v2\x19.quire.cache.v1.AdmissionR\n" +
 	"admissions\x124\n" +
 	"\x16admission_token_budget\x183 \x01(\x05R\x14admissionTokenBudget\x12A\n" +
-	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\"\x83\x01\n" +
+	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\"\x98\x01\n" +
+	"\n" +
+	"ReturnHint\x12\x1f\n" +
+	"\vsequence_id\x18\x01 \x01(\x05R\n" +
+	"sequenceId\x12<\n" +
+	"\vexpected_in\x18\x02 \x01(\v2\x19.google.protobuf.DurationH\x00R\n" +
+	"expectedIn\x12#\n" +
+	"\fnot_expected\x18\x03 \x01(\bH\x00R\vnotExpectedB\x06\n" +
+	"\x04hint\"u\n" +
+	"\tRetention\x12\x1f\n" +
+	"\vtoken_count\x18\x01 \x01(\x05R\n" +
+	"tokenCount\x12\x1a\n" +
+	"\bpriority\x18\x02 \x01(\x05R\bpriority\x12+\n" +
+	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"\x83\x01\n" +
 	"\x04Fork\x12,\n" +
 	"\x12parent_sequence_id\x18\x01 \x01(\x05R\x10parentSequenceId\x12,\n" +
 	"\x12child_sequence_ids\x18\x02 \x03(\x05R\x10childSequenceIds\x12\x1f\n" +
@@ -3182,13 +5024,16 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x01 \x03(\x05R\vsequenceIds\x12!\n" +
 	"\ftoken_counts\x18\x02 \x03(\x05R\vtokenCounts\x12.\n" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
-	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\x94\x01\n" +
+	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\x99\x02\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x125\n" +
 	"\x17max_compute_token_count\x18\x03 \x01(\x05R\x14maxComputeTokenCount\x12\x12\n" +
-	"\x04salt\x18\x04 \x01(\fR\x04salt\"\x85\x01\n" +
+	"\x04salt\x18\x04 \x01(\fR\x04salt\x120\n" +
+	"\x14reserved_token_count\x18\x05 \x01(\x05R\x12reservedTokenCount\x127\n" +
+	"\tretention\x18\x06 \x03(\v2\x19.quire.cache.v1.RetentionR\tretention\x12\x18\n" +
+	"\aresumed\x18\a \x01(\bR\aresumed\"\x85\x01\n" +
 	"\aRefusal\x12,\n" +
 	"\x04item\x18\x01 \x01(\x0e2\x18.quire.cache.v1.PlanItemR\x04item\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -3241,12 +5086,15 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"g\n" +
 	"\x11ListPoolsResponse\x12*\n" +
 	"\x05pools\x18\x01 \x03(\v2\x14.quire.cache.v1.PoolR\x05pools\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"c\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xbd\x01\n" +
 	"\x11ListLeasesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x03 \x01(\tR\tpageToken\"k\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\x120\n" +
+	"\x05state\x18\x04 \x01(\x0e2\x1a.quire.cache.v1.LeaseStateR\x05state\x12\x1b\n" +
+	"\x06tenant\x18\x05 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"k\n" +
 	"\x12ListLeasesResponse\x12-\n" +
 	"\x06leases\x18\x01 \x03(\v2\x15.quire.cache.v1.LeaseR\x06leases\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xf9\x02\n" +
@@ -3266,7 +5114,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xc6\x02\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xf8\x02\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -3278,37 +5126,150 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x12cached_token_count\x18\x06 \x01(\x05R\x10cachedTokenCount\x12\x1b\n" +
 	"\tblock_ids\x18\a \x03(\x05R\bblockIds\x12\x1f\n" +
 	"\vblock_count\x18\b \x01(\x05R\n" +
-	"blockCount\"\x81\x01\n" +
+	"blockCount\x120\n" +
+	"\x14reserved_token_count\x18\t \x01(\x05R\x12reservedTokenCount\"\xa9\x01\n" +
 	"\x14ListSequencesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\tR\aleaseId\x12\x1b\n" +
 	"\tpage_size\x18\x03 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x04 \x01(\tR\tpageToken\"w\n" +
+	"page_token\x18\x04 \x01(\tR\tpageToken\x12\x1b\n" +
+	"\x06tenant\x18\x05 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"w\n" +
 	"\x15ListSequencesResponse\x126\n" +
 	"\tsequences\x18\x01 \x03(\v2\x18.quire.cache.v1.SequenceR\tsequences\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xbb\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x99\x02\n" +
 	"\x05Block\x12\x19\n" +
 	"\bblock_id\x18\x01 \x01(\x05R\ablockId\x120\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.BlockStateR\x05state\x12'\n" +
 	"\x0freference_count\x18\x03 \x01(\x05R\x0ereferenceCount\x12\x1b\n" +
 	"\tpin_count\x18\x04 \x01(\x05R\bpinCount\x12\x1f\n" +
 	"\vprefix_hash\x18\x05 \x01(\fR\n" +
-	"prefixHash\"\xb0\x01\n" +
+	"prefixHash\x12\x16\n" +
+	"\x06tenant\x18\x06 \x01(\tR\x06tenant\x12\x1a\n" +
+	"\bpriority\x18\a \x01(\x05R\bpriority\x12(\n" +
+	"\x10prefix_pin_count\x18\b \x01(\x05R\x0eprefixPinCount\"\xd8\x01\n" +
 	"\x11ListBlocksRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x120\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.BlockStateR\x05state\x12\x19\n" +
 	"\blease_id\x18\x03 \x01(\tR\aleaseId\x12\x1b\n" +
 	"\tpage_size\x18\x04 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x05 \x01(\tR\tpageToken\"k\n" +
+	"page_token\x18\x05 \x01(\tR\tpageToken\x12\x1b\n" +
+	"\x06tenant\x18\x06 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"k\n" +
 	"\x12ListBlocksResponse\x12-\n" +
 	"\x06blocks\x18\x01 \x03(\v2\x15.quire.cache.v1.BlockR\x06blocks\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"Z\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"d\n" +
+	"\x12ListTenantsRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"o\n" +
+	"\x13ListTenantsResponse\x120\n" +
+	"\atenants\x18\x01 \x03(\v2\x16.quire.cache.v1.TenantR\atenants\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xae\x03\n" +
+	"\x06Tenant\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12(\n" +
+	"\x10held_block_count\x18\x02 \x01(\x05R\x0eheldBlockCount\x12,\n" +
+	"\x12cached_block_count\x18\x03 \x01(\x05R\x10cachedBlockCount\x120\n" +
+	"\x14reserved_block_count\x18\x04 \x01(\x05R\x12reservedBlockCount\x12,\n" +
+	"\x12pinned_block_count\x18\x05 \x01(\x05R\x10pinnedBlockCount\x12*\n" +
+	"\x11floor_block_count\x18\x06 \x01(\x05R\x0ffloorBlockCount\x12*\n" +
+	"\x11quota_block_count\x18\a \x01(\x05R\x0fquotaBlockCount\x12*\n" +
+	"\x11limit_block_count\x18\b \x01(\x05R\x0flimitBlockCount\x123\n" +
+	"\x16pin_budget_block_count\x18\t \x01(\x05R\x13pinBudgetBlockCount\x12\x1f\n" +
+	"\vlease_count\x18\n" +
+	" \x01(\x05R\n" +
+	"leaseCount\"i\n" +
+	"\x12WatchBlocksRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x16\n" +
+	"\x06cursor\x18\x02 \x01(\tR\x06cursor\x12'\n" +
+	"\x0finclude_content\x18\x03 \x01(\bR\x0eincludeContent\"\x91\x01\n" +
+	"\x13WatchBlocksResponse\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x18\n" +
+	"\acleared\x18\x02 \x01(\bR\acleared\x122\n" +
+	"\x06events\x18\x03 \x03(\v2\x1a.quire.cache.v1.BlockEventR\x06events\x12\x16\n" +
+	"\x06cursor\x18\x04 \x01(\tR\x06cursor\"\xcc\x01\n" +
+	"\n" +
+	"BlockEvent\x122\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.BlockEventKindR\x04kind\x12+\n" +
+	"\x05block\x18\x02 \x01(\v2\x15.quire.cache.v1.BlockR\x05block\x12\x1b\n" +
+	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\x12\x12\n" +
+	"\x04salt\x18\x04 \x01(\fR\x04salt\x12,\n" +
+	"\x12parent_prefix_hash\x18\x05 \x01(\fR\x10parentPrefixHash\"\x83\x01\n" +
+	"\x14ExplainPrefixRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
+	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
+	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"\x9f\x04\n" +
+	"\x15ExplainPrefixResponse\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
+	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12\x1f\n" +
+	"\vblock_count\x18\x03 \x01(\x05R\n" +
+	"blockCount\x12.\n" +
+	"\x13missing_block_index\x18\x04 \x01(\x05R\x11missingBlockIndex\x12.\n" +
+	"\x13missing_prefix_hash\x18\x05 \x01(\fR\x11missingPrefixHash\x122\n" +
+	"\x06reason\x18\x06 \x01(\x0e2\x1a.quire.cache.v1.MissReasonR\x06reason\x127\n" +
+	"\tlost_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\blostTime\x12/\n" +
+	"\x11evicted_by_tenant\x18\b \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01\x12:\n" +
+	"\x1aevicted_by_lease_id_prefix\x18\t \x01(\tR\x16evictedByLeaseIdPrefix\x120\n" +
+	"\x14stranded_block_count\x18\n" +
+	" \x01(\x05R\x12strandedBlockCount\x12!\n" +
+	"\fother_tenant\x18\v \x01(\tR\votherTenantB\x14\n" +
+	"\x12_evicted_by_tenant\"\xa7\x01\n" +
+	"\x15CheckAdmissionRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x127\n" +
+	"\tadmission\x18\x02 \x01(\v2\x19.quire.cache.v1.AdmissionR\tadmission\x12A\n" +
+	"\x1dadmission_reserve_block_count\x18\x03 \x01(\x05R\x1aadmissionReserveBlockCount\"P\n" +
+	"\x16CheckAdmissionResponse\x126\n" +
+	"\x06checks\x18\x01 \x03(\v2\x1e.quire.cache.v1.AdmissionCheckR\x06checks\"\xe8\x02\n" +
+	"\x0eAdmissionCheck\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1a\n" +
+	"\baccepted\x18\x02 \x01(\bR\baccepted\x12,\n" +
+	"\x12cached_token_count\x18\x03 \x01(\x05R\x10cachedTokenCount\x12,\n" +
+	"\x12needed_block_count\x18\x04 \x01(\x05R\x10neededBlockCount\x122\n" +
+	"\x15available_block_count\x18\x05 \x01(\x05R\x13availableBlockCount\x12/\n" +
+	"\arefusal\x18\x06 \x01(\v2\x15.quire.cache.v1.ErrorR\arefusal\x12>\n" +
+	"\fblock_counts\x18\a \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
+	"\x0eworker_address\x18\b \x01(\tR\rworkerAddress\"\x84\x01\n" +
+	"\x10PinPrefixRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
+	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
+	"\x04salt\x18\x03 \x01(\fR\x04salt\x12+\n" +
+	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"\xf8\x01\n" +
+	"\x11PinPrefixResponse\x12\x15\n" +
+	"\x06pin_id\x18\x01 \x01(\tR\x05pinId\x12,\n" +
+	"\x12pinned_token_count\x18\x02 \x01(\x05R\x10pinnedTokenCount\x12;\n" +
+	"\vexpire_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
+	"expireTime\x12,\n" +
+	"\x12pinned_block_count\x18\x04 \x01(\x05R\x10pinnedBlockCount\x123\n" +
+	"\x16pin_budget_block_count\x18\x05 \x01(\x05R\x13pinBudgetBlockCount\"?\n" +
+	"\x12UnpinPrefixRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x15\n" +
+	"\x06pin_id\x18\x02 \x01(\tR\x05pinId\"\x15\n" +
+	"\x13UnpinPrefixResponse\"a\n" +
+	"\x0fListPinsRequest\x12\x12\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"c\n" +
+	"\x10ListPinsResponse\x12'\n" +
+	"\x04pins\x18\x01 \x03(\v2\x13.quire.cache.v1.PinR\x04pins\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x9f\x01\n" +
+	"\x03Pin\x12\x15\n" +
+	"\x06pin_id\x18\x01 \x01(\tR\x05pinId\x12\x16\n" +
+	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12,\n" +
+	"\x12pinned_token_count\x18\x03 \x01(\x05R\x10pinnedTokenCount\x12;\n" +
+	"\vexpire_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
+	"expireTime\"\x82\x01\n" +
 	"\x13LookupPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
-	"\x04salt\x18\x03 \x01(\fR\x04salt\"M\n" +
+	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"M\n" +
 	"\x14LookupPrefixResponse\x125\n" +
 	"\amatches\x18\x01 \x03(\v2\x1b.quire.cache.v1.PrefixMatchR\amatches\"\xb6\x01\n" +
 	"\vPrefixMatch\x12\x12\n" +
@@ -3332,7 +5293,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xb8\b\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xf3\n" +
+	"\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -3342,7 +5304,10 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x0esequence_count\x18\x05 \x01(\x05R\rsequenceCount\x12(\n" +
 	"\x10held_token_count\x18\x06 \x01(\x03R\x0eheldTokenCount\x12*\n" +
 	"\x11table_entry_count\x18\a \x01(\x03R\x0ftableEntryCount\x12,\n" +
-	"\x12shared_block_count\x18\b \x01(\x05R\x10sharedBlockCount\x12,\n" +
+	"\x12shared_block_count\x18\b \x01(\x05R\x10sharedBlockCount\x120\n" +
+	"\x14reserved_block_count\x18\t \x01(\x05R\x12reservedBlockCount\x12,\n" +
+	"\x12pinned_block_count\x18\n" +
+	" \x01(\x05R\x10pinnedBlockCount\x12,\n" +
 	"\x12planned_step_count\x18\x14 \x01(\x03R\x10plannedStepCount\x12.\n" +
 	"\x13computed_step_count\x18\x15 \x01(\x03R\x11computedStepCount\x12*\n" +
 	"\x11failed_step_count\x18\x16 \x01(\x03R\x0ffailedStepCount\x12,\n" +
@@ -3357,7 +5322,11 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x13evicted_block_count\x18\x1e \x01(\x03R\x11evictedBlockCount\x122\n" +
 	"\x15published_block_count\x18\x1f \x01(\x03R\x13publishedBlockCount\x12X\n" +
 	"\x0erefusal_counts\x18  \x03(\v21.quire.cache.v1.PoolStatistics.RefusalCountsEntryR\rrefusalCounts\x12.\n" +
-	"\x13expired_lease_count\x18! \x01(\x03R\x11expiredLeaseCount\x1a@\n" +
+	"\x13expired_lease_count\x18! \x01(\x03R\x11expiredLeaseCount\x126\n" +
+	"\x17resumed_admission_count\x18\" \x01(\x03R\x15resumedAdmissionCount\x12.\n" +
+	"\x13resumed_token_count\x18# \x01(\x03R\x11resumedTokenCount\x12;\n" +
+	"\x1aresumed_cached_token_count\x18$ \x01(\x03R\x17resumedCachedTokenCount\x124\n" +
+	"\x16recomputed_token_count\x18% \x01(\x03R\x14recomputedTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*|\n" +
@@ -3378,7 +5347,22 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x10BLOCK_STATE_FREE\x10\x01\x12\x16\n" +
 	"\x12BLOCK_STATE_CACHED\x10\x02\x12\x16\n" +
 	"\x12BLOCK_STATE_ACTIVE\x10\x03\x12\x17\n" +
-	"\x13BLOCK_STATE_RETIRED\x10\x042\x81\v\n" +
+	"\x13BLOCK_STATE_RETIRED\x10\x04*\x8b\x01\n" +
+	"\x0eBlockEventKind\x12 \n" +
+	"\x1cBLOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
+	"\x17BLOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n" +
+	"\x18BLOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n" +
+	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\xe9\x01\n" +
+	"\n" +
+	"MissReason\x12\x1b\n" +
+	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10MISS_REASON_NONE\x10\x01\x12\x1e\n" +
+	"\x1aMISS_REASON_NEVER_COMPUTED\x10\x02\x12\x17\n" +
+	"\x13MISS_REASON_EVICTED\x10\x03\x12\x15\n" +
+	"\x11MISS_REASON_RESET\x10\x04\x12\x1e\n" +
+	"\x1aMISS_REASON_BEING_COMPUTED\x10\x05\x12\x1a\n" +
+	"\x16MISS_REASON_OTHER_SALT\x10\x06\x12\x1c\n" +
+	"\x18MISS_REASON_OTHER_TENANT\x10\a2\xeb\x0f\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
@@ -3395,8 +5379,15 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vGetSequence\x12\".quire.cache.v1.GetSequenceRequest\x1a#.quire.cache.v1.GetSequenceResponse\x12\\\n" +
 	"\rListSequences\x12$.quire.cache.v1.ListSequencesRequest\x1a%.quire.cache.v1.ListSequencesResponse\x12S\n" +
 	"\n" +
-	"ListBlocks\x12!.quire.cache.v1.ListBlocksRequest\x1a\".quire.cache.v1.ListBlocksResponse\x12Y\n" +
-	"\fLookupPrefix\x12#.quire.cache.v1.LookupPrefixRequest\x1a$.quire.cache.v1.LookupPrefixResponse\x12e\n" +
+	"ListBlocks\x12!.quire.cache.v1.ListBlocksRequest\x1a\".quire.cache.v1.ListBlocksResponse\x12V\n" +
+	"\vListTenants\x12\".quire.cache.v1.ListTenantsRequest\x1a#.quire.cache.v1.ListTenantsResponse\x12X\n" +
+	"\vWatchBlocks\x12\".quire.cache.v1.WatchBlocksRequest\x1a#.quire.cache.v1.WatchBlocksResponse0\x01\x12Y\n" +
+	"\fLookupPrefix\x12#.quire.cache.v1.LookupPrefixRequest\x1a$.quire.cache.v1.LookupPrefixResponse\x12\\\n" +
+	"\rExplainPrefix\x12$.quire.cache.v1.ExplainPrefixRequest\x1a%.quire.cache.v1.ExplainPrefixResponse\x12_\n" +
+	"\x0eCheckAdmission\x12%.quire.cache.v1.CheckAdmissionRequest\x1a&.quire.cache.v1.CheckAdmissionResponse\x12P\n" +
+	"\tPinPrefix\x12 .quire.cache.v1.PinPrefixRequest\x1a!.quire.cache.v1.PinPrefixResponse\x12V\n" +
+	"\vUnpinPrefix\x12\".quire.cache.v1.UnpinPrefixRequest\x1a#.quire.cache.v1.UnpinPrefixResponse\x12M\n" +
+	"\bListPins\x12\x1f.quire.cache.v1.ListPinsRequest\x1a .quire.cache.v1.ListPinsResponse\x12e\n" +
 	"\x10ResetPrefixCache\x12'.quire.cache.v1.ResetPrefixCacheRequest\x1a(.quire.cache.v1.ResetPrefixCacheResponse\x12P\n" +
 	"\tAuditPool\x12 .quire.cache.v1.AuditPoolRequest\x1a!.quire.cache.v1.AuditPoolResponse\x12\\\n" +
 	"\rGetStatistics\x12$.quire.cache.v1.GetStatisticsRequest\x1a%.quire.cache.v1.GetStatisticsResponseB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
@@ -3413,133 +5404,188 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_cache_service_proto_rawDescData
 }
 
-var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 62)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(PlanItem)(0),                    // 0: quire.cache.v1.PlanItem
 	(LeaseState)(0),                  // 1: quire.cache.v1.LeaseState
 	(BlockState)(0),                  // 2: quire.cache.v1.BlockState
-	(*CreateLeaseRequest)(nil),       // 3: quire.cache.v1.CreateLeaseRequest
-	(*CreateLeaseResponse)(nil),      // 4: quire.cache.v1.CreateLeaseResponse
-	(*RenewLeaseRequest)(nil),        // 5: quire.cache.v1.RenewLeaseRequest
-	(*RenewLeaseResponse)(nil),       // 6: quire.cache.v1.RenewLeaseResponse
-	(*DeleteLeaseRequest)(nil),       // 7: quire.cache.v1.DeleteLeaseRequest
-	(*DeleteLeaseResponse)(nil),      // 8: quire.cache.v1.DeleteLeaseResponse
-	(*PlanStepRequest)(nil),          // 9: quire.cache.v1.PlanStepRequest
-	(*Fork)(nil),                     // 10: quire.cache.v1.Fork
-	(*Extends)(nil),                  // 11: quire.cache.v1.Extends
-	(*Admission)(nil),                // 12: quire.cache.v1.Admission
-	(*Refusal)(nil),                  // 13: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 14: quire.cache.v1.PlanStepResponse
-	(*BlockCounts)(nil),              // 15: quire.cache.v1.BlockCounts
-	(*PlanStepsRequest)(nil),         // 16: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 17: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 18: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 19: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 20: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 21: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 22: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 23: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 24: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 25: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 26: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 27: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 28: quire.cache.v1.Sequence
-	(*ListSequencesRequest)(nil),     // 29: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 30: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 31: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 32: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 33: quire.cache.v1.ListBlocksResponse
-	(*LookupPrefixRequest)(nil),      // 34: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 35: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 36: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 37: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 38: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 39: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 40: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 41: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 42: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 43: quire.cache.v1.PoolStatistics
-	nil,                              // 44: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 45: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 46: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 47: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 48: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 49: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 50: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 51: quire.cache.v1.AttachPoolResponse
+	(BlockEventKind)(0),              // 3: quire.cache.v1.BlockEventKind
+	(MissReason)(0),                  // 4: quire.cache.v1.MissReason
+	(*CreateLeaseRequest)(nil),       // 5: quire.cache.v1.CreateLeaseRequest
+	(*CreateLeaseResponse)(nil),      // 6: quire.cache.v1.CreateLeaseResponse
+	(*RenewLeaseRequest)(nil),        // 7: quire.cache.v1.RenewLeaseRequest
+	(*RenewLeaseResponse)(nil),       // 8: quire.cache.v1.RenewLeaseResponse
+	(*DeleteLeaseRequest)(nil),       // 9: quire.cache.v1.DeleteLeaseRequest
+	(*DeleteLeaseResponse)(nil),      // 10: quire.cache.v1.DeleteLeaseResponse
+	(*PlanStepRequest)(nil),          // 11: quire.cache.v1.PlanStepRequest
+	(*ReturnHint)(nil),               // 12: quire.cache.v1.ReturnHint
+	(*Retention)(nil),                // 13: quire.cache.v1.Retention
+	(*Fork)(nil),                     // 14: quire.cache.v1.Fork
+	(*Extends)(nil),                  // 15: quire.cache.v1.Extends
+	(*Admission)(nil),                // 16: quire.cache.v1.Admission
+	(*Refusal)(nil),                  // 17: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 18: quire.cache.v1.PlanStepResponse
+	(*BlockCounts)(nil),              // 19: quire.cache.v1.BlockCounts
+	(*PlanStepsRequest)(nil),         // 20: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 21: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 22: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 23: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 24: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 25: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 26: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 27: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 28: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 29: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 30: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 31: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 32: quire.cache.v1.Sequence
+	(*ListSequencesRequest)(nil),     // 33: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 34: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 35: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 36: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 37: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 38: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 39: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 40: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 41: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 42: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 43: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 44: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 45: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 46: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 47: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 48: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 49: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 50: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 51: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 52: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 53: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 54: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 55: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 56: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 57: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 58: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 59: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 60: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 61: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 62: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 63: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 64: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 65: quire.cache.v1.PoolStatistics
+	nil,                              // 66: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 67: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 68: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 69: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 70: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 71: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 72: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 73: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	45, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	46, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	47, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	46, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	10, // 4: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	11, // 5: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	12, // 6: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	0,  // 7: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	48, // 8: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	49, // 9: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	13, // 10: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	15, // 11: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	9,  // 12: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	14, // 13: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	48, // 14: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	20, // 15: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	47, // 16: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	15, // 17: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	20, // 18: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	25, // 19: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	1,  // 20: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	45, // 21: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	46, // 22: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	28, // 23: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	28, // 24: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	2,  // 25: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	2,  // 26: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	31, // 27: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	36, // 28: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	15, // 29: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	43, // 30: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	15, // 31: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	44, // 32: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	3,  // 33: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	5,  // 34: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	7,  // 35: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	9,  // 36: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	16, // 37: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	50, // 38: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	18, // 39: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	21, // 40: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	23, // 41: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	26, // 42: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	29, // 43: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	32, // 44: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	34, // 45: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	37, // 46: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	39, // 47: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	41, // 48: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	4,  // 49: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	6,  // 50: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	8,  // 51: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	14, // 52: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	17, // 53: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	51, // 54: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	19, // 55: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	22, // 56: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	24, // 57: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	27, // 58: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	30, // 59: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	33, // 60: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	35, // 61: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	38, // 62: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	40, // 63: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	42, // 64: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	49, // [49:65] is the sub-list for method output_type
-	33, // [33:49] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	67, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	68, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	69, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	68, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	12, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
+	14, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	15, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	16, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	67, // 8: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	67, // 9: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	13, // 10: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	0,  // 11: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	70, // 12: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	71, // 13: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	17, // 14: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	19, // 15: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	11, // 16: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	18, // 17: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	70, // 18: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	24, // 19: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	69, // 20: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	19, // 21: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	24, // 22: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	1,  // 23: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	29, // 24: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	1,  // 25: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	67, // 26: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	68, // 27: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	32, // 28: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	32, // 29: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	2,  // 30: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	2,  // 31: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	35, // 32: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	40, // 33: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	43, // 34: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	3,  // 35: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	35, // 36: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	4,  // 37: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	68, // 38: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	16, // 39: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	48, // 40: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	70, // 41: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	19, // 42: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	67, // 43: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	68, // 44: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	55, // 45: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	68, // 46: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	58, // 47: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	19, // 48: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	65, // 49: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	19, // 50: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	66, // 51: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	5,  // 52: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	7,  // 53: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	9,  // 54: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	11, // 55: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	20, // 56: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	72, // 57: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	22, // 58: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	25, // 59: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	27, // 60: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	30, // 61: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	33, // 62: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	36, // 63: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	38, // 64: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	41, // 65: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	56, // 66: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	44, // 67: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	46, // 68: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	49, // 69: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	51, // 70: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	53, // 71: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	59, // 72: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	61, // 73: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	63, // 74: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	6,  // 75: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	8,  // 76: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	10, // 77: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	18, // 78: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	21, // 79: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	73, // 80: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	23, // 81: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	26, // 82: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	28, // 83: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	31, // 84: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	34, // 85: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	37, // 86: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	39, // 87: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	42, // 88: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	57, // 89: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	45, // 90: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	47, // 91: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	50, // 92: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	52, // 93: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	54, // 94: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	60, // 95: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	62, // 96: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	64, // 97: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	75, // [75:98] is the sub-list for method output_type
+	52, // [52:75] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -3550,17 +5596,27 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	file_quire_cache_v1_attach_proto_init()
 	file_quire_cache_v1_error_proto_init()
 	file_quire_cache_v1_grant_proto_init()
-	file_quire_cache_v1_cache_service_proto_msgTypes[14].OneofWrappers = []any{
+	file_quire_cache_v1_cache_service_proto_msgTypes[7].OneofWrappers = []any{
+		(*ReturnHint_ExpectedIn)(nil),
+		(*ReturnHint_NotExpected)(nil),
+	}
+	file_quire_cache_v1_cache_service_proto_msgTypes[16].OneofWrappers = []any{
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),
 	}
+	file_quire_cache_v1_cache_service_proto_msgTypes[22].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[28].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[31].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[39].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[40].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[51].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
-			NumEnums:      3,
-			NumMessages:   42,
+			NumEnums:      5,
+			NumMessages:   62,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -31,7 +31,14 @@ const (
 	CacheService_GetSequence_FullMethodName      = "/quire.cache.v1.CacheService/GetSequence"
 	CacheService_ListSequences_FullMethodName    = "/quire.cache.v1.CacheService/ListSequences"
 	CacheService_ListBlocks_FullMethodName       = "/quire.cache.v1.CacheService/ListBlocks"
+	CacheService_ListTenants_FullMethodName      = "/quire.cache.v1.CacheService/ListTenants"
+	CacheService_WatchBlocks_FullMethodName      = "/quire.cache.v1.CacheService/WatchBlocks"
 	CacheService_LookupPrefix_FullMethodName     = "/quire.cache.v1.CacheService/LookupPrefix"
+	CacheService_ExplainPrefix_FullMethodName    = "/quire.cache.v1.CacheService/ExplainPrefix"
+	CacheService_CheckAdmission_FullMethodName   = "/quire.cache.v1.CacheService/CheckAdmission"
+	CacheService_PinPrefix_FullMethodName        = "/quire.cache.v1.CacheService/PinPrefix"
+	CacheService_UnpinPrefix_FullMethodName      = "/quire.cache.v1.CacheService/UnpinPrefix"
+	CacheService_ListPins_FullMethodName         = "/quire.cache.v1.CacheService/ListPins"
 	CacheService_ResetPrefixCache_FullMethodName = "/quire.cache.v1.CacheService/ResetPrefixCache"
 	CacheService_AuditPool_FullMethodName        = "/quire.cache.v1.CacheService/AuditPool"
 	CacheService_GetStatistics_FullMethodName    = "/quire.cache.v1.CacheService/GetStatistics"
@@ -54,7 +61,7 @@ const (
 type CacheServiceClient interface {
 	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
 	// worker accepts the lease's steps. Idempotent per request_id for five minutes.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
 	CreateLease(ctx context.Context, in *CreateLeaseRequest, opts ...grpc.CallOption) (*CreateLeaseResponse, error)
 	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
 	// Idempotent. Reasons: LEASE_NOT_FOUND.
@@ -69,7 +76,7 @@ type CacheServiceClient interface {
 	// Atomic per item: a refused item changes nothing. If the call fails, no item
 	// was applied. Idempotent per request_id for the lease's last 8 plans.
 	// Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-	// REQUEST_ID_REUSED.
+	// REQUEST_ID_REUSED, OVERLOADED.
 	PlanStep(ctx context.Context, in *PlanStepRequest, opts ...grpc.CallOption) (*PlanStepResponse, error)
 	// The same, many times on one stream: answers come in the order of requests.
 	// A plan that fails is answered by an Error; the stream goes on.
@@ -92,9 +99,37 @@ type CacheServiceClient interface {
 	ListSequences(ctx context.Context, in *ListSequencesRequest, opts ...grpc.CallOption) (*ListSequencesResponse, error)
 	// The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
 	ListBlocks(ctx context.Context, in *ListBlocksRequest, opts ...grpc.CallOption) (*ListBlocksResponse, error)
+	// The tenants that hold or cached blocks of a pool, or have a share of it, by
+	// name. A caller that is no operator sees its own only. Reasons:
+	// POOL_NOT_FOUND.
+	ListTenants(ctx context.Context, in *ListTenantsRequest, opts ...grpc.CallOption) (*ListTenantsResponse, error)
+	// A pool's blocks as ListBlocks shows them, then what changes. Who applies
+	// every answer in order holds what ListBlocks would say at that moment. Ends
+	// with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+	// without a cursor. A caller that is no operator sees its own tenant's blocks
+	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+	WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error)
 	// How many of these tokens each pool holds already. Takes nothing and changes
 	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
 	LookupPrefix(ctx context.Context, in *LookupPrefixRequest, opts ...grpc.CallOption) (*LookupPrefixResponse, error)
+	// Why an admission of these tokens would not find more in the cache. Takes
+	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+	ExplainPrefix(ctx context.Context, in *ExplainPrefixRequest, opts ...grpc.CallOption) (*ExplainPrefixResponse, error)
+	// What would become of an admission, per pool: a dry run. Takes nothing; the
+	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+	CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error)
+	// Keeps what is cached of a prefix from being evicted, until it is unpinned
+	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
+	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+	PinPrefix(ctx context.Context, in *PinPrefixRequest, opts ...grpc.CallOption) (*PinPrefixResponse, error)
+	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+	// POOL_NOT_FOUND.
+	UnpinPrefix(ctx context.Context, in *UnpinPrefixRequest, opts ...grpc.CallOption) (*UnpinPrefixResponse, error)
+	// The pins of a pool, by id; a caller that is no operator sees its own
+	// tenant's only. Reasons: POOL_NOT_FOUND.
+	ListPins(ctx context.Context, in *ListPinsRequest, opts ...grpc.CallOption) (*ListPinsResponse, error)
 	// Drops cached content that nobody holds. Blocks that are held keep theirs
 	// and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
@@ -238,10 +273,89 @@ func (c *cacheServiceClient) ListBlocks(ctx context.Context, in *ListBlocksReque
 	return out, nil
 }
 
+func (c *cacheServiceClient) ListTenants(ctx context.Context, in *ListTenantsRequest, opts ...grpc.CallOption) (*ListTenantsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListTenantsResponse)
+	err := c.cc.Invoke(ctx, CacheService_ListTenants_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_WatchBlocks_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchBlocksRequest, WatchBlocksResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WatchBlocksClient = grpc.ServerStreamingClient[WatchBlocksResponse]
+
 func (c *cacheServiceClient) LookupPrefix(ctx context.Context, in *LookupPrefixRequest, opts ...grpc.CallOption) (*LookupPrefixResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(LookupPrefixResponse)
 	err := c.cc.Invoke(ctx, CacheService_LookupPrefix_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) ExplainPrefix(ctx context.Context, in *ExplainPrefixRequest, opts ...grpc.CallOption) (*ExplainPrefixResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ExplainPrefixResponse)
+	err := c.cc.Invoke(ctx, CacheService_ExplainPrefix_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CheckAdmissionResponse)
+	err := c.cc.Invoke(ctx, CacheService_CheckAdmission_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) PinPrefix(ctx context.Context, in *PinPrefixRequest, opts ...grpc.CallOption) (*PinPrefixResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PinPrefixResponse)
+	err := c.cc.Invoke(ctx, CacheService_PinPrefix_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) UnpinPrefix(ctx context.Context, in *UnpinPrefixRequest, opts ...grpc.CallOption) (*UnpinPrefixResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnpinPrefixResponse)
+	err := c.cc.Invoke(ctx, CacheService_UnpinPrefix_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) ListPins(ctx context.Context, in *ListPinsRequest, opts ...grpc.CallOption) (*ListPinsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListPinsResponse)
+	err := c.cc.Invoke(ctx, CacheService_ListPins_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -295,7 +409,7 @@ func (c *cacheServiceClient) GetStatistics(ctx context.Context, in *GetStatistic
 type CacheServiceServer interface {
 	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
 	// worker accepts the lease's steps. Idempotent per request_id for five minutes.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED.
+	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
 	CreateLease(context.Context, *CreateLeaseRequest) (*CreateLeaseResponse, error)
 	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
 	// Idempotent. Reasons: LEASE_NOT_FOUND.
@@ -310,7 +424,7 @@ type CacheServiceServer interface {
 	// Atomic per item: a refused item changes nothing. If the call fails, no item
 	// was applied. Idempotent per request_id for the lease's last 8 plans.
 	// Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
-	// REQUEST_ID_REUSED.
+	// REQUEST_ID_REUSED, OVERLOADED.
 	PlanStep(context.Context, *PlanStepRequest) (*PlanStepResponse, error)
 	// The same, many times on one stream: answers come in the order of requests.
 	// A plan that fails is answered by an Error; the stream goes on.
@@ -333,9 +447,37 @@ type CacheServiceServer interface {
 	ListSequences(context.Context, *ListSequencesRequest) (*ListSequencesResponse, error)
 	// The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
 	ListBlocks(context.Context, *ListBlocksRequest) (*ListBlocksResponse, error)
+	// The tenants that hold or cached blocks of a pool, or have a share of it, by
+	// name. A caller that is no operator sees its own only. Reasons:
+	// POOL_NOT_FOUND.
+	ListTenants(context.Context, *ListTenantsRequest) (*ListTenantsResponse, error)
+	// A pool's blocks as ListBlocks shows them, then what changes. Who applies
+	// every answer in order holds what ListBlocks would say at that moment. Ends
+	// with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+	// without a cursor. A caller that is no operator sees its own tenant's blocks
+	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+	WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error
 	// How many of these tokens each pool holds already. Takes nothing and changes
 	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
 	LookupPrefix(context.Context, *LookupPrefixRequest) (*LookupPrefixResponse, error)
+	// Why an admission of these tokens would not find more in the cache. Takes
+	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+	ExplainPrefix(context.Context, *ExplainPrefixRequest) (*ExplainPrefixResponse, error)
+	// What would become of an admission, per pool: a dry run. Takes nothing; the
+	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+	CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error)
+	// Keeps what is cached of a prefix from being evicted, until it is unpinned
+	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
+	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
+	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+	PinPrefix(context.Context, *PinPrefixRequest) (*PinPrefixResponse, error)
+	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
+	// POOL_NOT_FOUND.
+	UnpinPrefix(context.Context, *UnpinPrefixRequest) (*UnpinPrefixResponse, error)
+	// The pins of a pool, by id; a caller that is no operator sees its own
+	// tenant's only. Reasons: POOL_NOT_FOUND.
+	ListPins(context.Context, *ListPinsRequest) (*ListPinsResponse, error)
 	// Drops cached content that nobody holds. Blocks that are held keep theirs
 	// and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
@@ -389,8 +531,29 @@ func (UnimplementedCacheServiceServer) ListSequences(context.Context, *ListSeque
 func (UnimplementedCacheServiceServer) ListBlocks(context.Context, *ListBlocksRequest) (*ListBlocksResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListBlocks not implemented")
 }
+func (UnimplementedCacheServiceServer) ListTenants(context.Context, *ListTenantsRequest) (*ListTenantsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListTenants not implemented")
+}
+func (UnimplementedCacheServiceServer) WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error {
+	return status.Error(codes.Unimplemented, "method WatchBlocks not implemented")
+}
 func (UnimplementedCacheServiceServer) LookupPrefix(context.Context, *LookupPrefixRequest) (*LookupPrefixResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method LookupPrefix not implemented")
+}
+func (UnimplementedCacheServiceServer) ExplainPrefix(context.Context, *ExplainPrefixRequest) (*ExplainPrefixResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ExplainPrefix not implemented")
+}
+func (UnimplementedCacheServiceServer) CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckAdmission not implemented")
+}
+func (UnimplementedCacheServiceServer) PinPrefix(context.Context, *PinPrefixRequest) (*PinPrefixResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PinPrefix not implemented")
+}
+func (UnimplementedCacheServiceServer) UnpinPrefix(context.Context, *UnpinPrefixRequest) (*UnpinPrefixResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnpinPrefix not implemented")
+}
+func (UnimplementedCacheServiceServer) ListPins(context.Context, *ListPinsRequest) (*ListPinsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListPins not implemented")
 }
 func (UnimplementedCacheServiceServer) ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResetPrefixCache not implemented")
@@ -616,6 +779,35 @@ func _CacheService_ListBlocks_Handler(srv interface{}, ctx context.Context, dec 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CacheService_ListTenants_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListTenantsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).ListTenants(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_ListTenants_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).ListTenants(ctx, req.(*ListTenantsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_WatchBlocks_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchBlocksRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).WatchBlocks(m, &grpc.GenericServerStream[WatchBlocksRequest, WatchBlocksResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WatchBlocksServer = grpc.ServerStreamingServer[WatchBlocksResponse]
+
 func _CacheService_LookupPrefix_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(LookupPrefixRequest)
 	if err := dec(in); err != nil {
@@ -630,6 +822,96 @@ func _CacheService_LookupPrefix_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(CacheServiceServer).LookupPrefix(ctx, req.(*LookupPrefixRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_ExplainPrefix_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ExplainPrefixRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).ExplainPrefix(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_ExplainPrefix_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).ExplainPrefix(ctx, req.(*ExplainPrefixRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_CheckAdmission_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CheckAdmissionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).CheckAdmission(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_CheckAdmission_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).CheckAdmission(ctx, req.(*CheckAdmissionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_PinPrefix_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PinPrefixRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).PinPrefix(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_PinPrefix_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).PinPrefix(ctx, req.(*PinPrefixRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_UnpinPrefix_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnpinPrefixRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).UnpinPrefix(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_UnpinPrefix_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).UnpinPrefix(ctx, req.(*UnpinPrefixRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CacheService_ListPins_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListPinsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).ListPins(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_ListPins_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).ListPins(ctx, req.(*ListPinsRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -736,8 +1018,32 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _CacheService_ListBlocks_Handler,
 		},
 		{
+			MethodName: "ListTenants",
+			Handler:    _CacheService_ListTenants_Handler,
+		},
+		{
 			MethodName: "LookupPrefix",
 			Handler:    _CacheService_LookupPrefix_Handler,
+		},
+		{
+			MethodName: "ExplainPrefix",
+			Handler:    _CacheService_ExplainPrefix_Handler,
+		},
+		{
+			MethodName: "CheckAdmission",
+			Handler:    _CacheService_CheckAdmission_Handler,
+		},
+		{
+			MethodName: "PinPrefix",
+			Handler:    _CacheService_PinPrefix_Handler,
+		},
+		{
+			MethodName: "UnpinPrefix",
+			Handler:    _CacheService_UnpinPrefix_Handler,
+		},
+		{
+			MethodName: "ListPins",
+			Handler:    _CacheService_ListPins_Handler,
 		},
 		{
 			MethodName: "ResetPrefixCache",
@@ -764,6 +1070,11 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 			Handler:       _CacheService_AttachPool_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "WatchBlocks",
+			Handler:       _CacheService_WatchBlocks_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "quire/cache/v1/cache_service.proto",

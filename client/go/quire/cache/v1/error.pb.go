@@ -9,6 +9,7 @@ package cachev1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -36,8 +37,10 @@ const (
 	// INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_EMPTY_PROMPT ErrorReason = 3
 	// INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-	// or than all blocks of the pool together. It never fits. Metadata:
-	// sequence_id, value and limit, in tokens; limited_by, "model" or "pool".
+	// than all blocks of the pool together, than its tenant may ever hold, or than
+	// it said when it was admitted with a reservation. It never fits. Metadata:
+	// sequence_id, value and limit, in tokens; limited_by, "model", "pool",
+	// "tenant" or "reservation".
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 4
 	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
 	// sequence_id, index (in the list given), value, limit.
@@ -53,6 +56,9 @@ const (
 	ErrorReason_ERROR_REASON_LEASE_NOT_FOUND ErrorReason = 11
 	// NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_NOT_FOUND ErrorReason = 12
+	// NOT_FOUND. Not even the first block of the prefix is cached: there is
+	// nothing to pin. Compute it first. Metadata: pool.
+	ErrorReason_ERROR_REASON_PREFIX_NOT_CACHED ErrorReason = 13
 	// ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
 	// sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_EXISTS ErrorReason = 20
@@ -60,6 +66,9 @@ const (
 	// Continue the lease with the new epoch and admit the tokens again. Metadata:
 	// pool, epoch (the current one), value (the one given).
 	ErrorReason_ERROR_REASON_EPOCH_CHANGED ErrorReason = 30
+	// ABORTED. What happened since the cursor is not known any more. Watch again
+	// without a cursor. Metadata: value (the cursor).
+	ErrorReason_ERROR_REASON_CURSOR_EXPIRED ErrorReason = 31
 	// FAILED_PRECONDITION. More tokens asked to be computed than are known or
 	// being sampled. Metadata: sequence_id, value, limit (tokens).
 	ErrorReason_ERROR_REASON_NOTHING_TO_COMPUTE ErrorReason = 40
@@ -70,8 +79,9 @@ const (
 	// Metadata: value (this term), limit (the worker's highest).
 	ErrorReason_ERROR_REASON_TERM_SUPERSEDED ErrorReason = 42
 	// RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-	// sequence_id, needed, free (free and evictable), retired: how many blocks
-	// will come back by themselves when steps in flight end.
+	// sequence_id, needed, free (free and evictable, and not kept for others),
+	// retired: how many blocks will come back by themselves when steps in flight
+	// end.
 	ErrorReason_ERROR_REASON_OUT_OF_BLOCKS ErrorReason = 50
 	// RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
 	// room for. Metadata: sequence_id, limit.
@@ -82,6 +92,20 @@ const (
 	// RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
 	// admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_TOKEN_BUDGET_SPENT ErrorReason = 53
+	// RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+	// some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
+	// included), limit.
+	ErrorReason_ERROR_REASON_QUOTA_EXCEEDED ErrorReason = 54
+	// RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
+	// Metadata: needed, pinned, limit.
+	ErrorReason_ERROR_REASON_PIN_BUDGET_SPENT ErrorReason = 55
+	// RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
+	// or of all. End one, or ask again later. Metadata: limit, limited_by,
+	// "tenant" or "server".
+	ErrorReason_ERROR_REASON_TOO_MANY_LEASES ErrorReason = 56
+	// RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
+	// Metadata: limit.
+	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 57
 	// UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 60
 	// UNAVAILABLE. The server is draining. Ask again elsewhere or later.
@@ -110,8 +134,10 @@ var (
 		10: "ERROR_REASON_POOL_NOT_FOUND",
 		11: "ERROR_REASON_LEASE_NOT_FOUND",
 		12: "ERROR_REASON_SEQUENCE_NOT_FOUND",
+		13: "ERROR_REASON_PREFIX_NOT_CACHED",
 		20: "ERROR_REASON_SEQUENCE_EXISTS",
 		30: "ERROR_REASON_EPOCH_CHANGED",
+		31: "ERROR_REASON_CURSOR_EXPIRED",
 		40: "ERROR_REASON_NOTHING_TO_COMPUTE",
 		41: "ERROR_REASON_POOL_ALREADY_ATTACHED",
 		42: "ERROR_REASON_TERM_SUPERSEDED",
@@ -119,6 +145,10 @@ var (
 		51: "ERROR_REASON_TOO_MANY_SEQUENCES",
 		52: "ERROR_REASON_TOO_MANY_STEPS",
 		53: "ERROR_REASON_TOKEN_BUDGET_SPENT",
+		54: "ERROR_REASON_QUOTA_EXCEEDED",
+		55: "ERROR_REASON_PIN_BUDGET_SPENT",
+		56: "ERROR_REASON_TOO_MANY_LEASES",
+		57: "ERROR_REASON_OVERLOADED",
 		60: "ERROR_REASON_POOL_DETACHED",
 		61: "ERROR_REASON_SHUTTING_DOWN",
 		70: "ERROR_REASON_CREDENTIALS_MISSING",
@@ -136,8 +166,10 @@ var (
 		"ERROR_REASON_POOL_NOT_FOUND":        10,
 		"ERROR_REASON_LEASE_NOT_FOUND":       11,
 		"ERROR_REASON_SEQUENCE_NOT_FOUND":    12,
+		"ERROR_REASON_PREFIX_NOT_CACHED":     13,
 		"ERROR_REASON_SEQUENCE_EXISTS":       20,
 		"ERROR_REASON_EPOCH_CHANGED":         30,
+		"ERROR_REASON_CURSOR_EXPIRED":        31,
 		"ERROR_REASON_NOTHING_TO_COMPUTE":    40,
 		"ERROR_REASON_POOL_ALREADY_ATTACHED": 41,
 		"ERROR_REASON_TERM_SUPERSEDED":       42,
@@ -145,6 +177,10 @@ var (
 		"ERROR_REASON_TOO_MANY_SEQUENCES":    51,
 		"ERROR_REASON_TOO_MANY_STEPS":        52,
 		"ERROR_REASON_TOKEN_BUDGET_SPENT":    53,
+		"ERROR_REASON_QUOTA_EXCEEDED":        54,
+		"ERROR_REASON_PIN_BUDGET_SPENT":      55,
+		"ERROR_REASON_TOO_MANY_LEASES":       56,
+		"ERROR_REASON_OVERLOADED":            57,
 		"ERROR_REASON_POOL_DETACHED":         60,
 		"ERROR_REASON_SHUTTING_DOWN":         61,
 		"ERROR_REASON_CREDENTIALS_MISSING":   70,
@@ -190,7 +226,10 @@ type Error struct {
 	// For people, in English.
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	// Every number and name of the message.
-	Metadata      map[string]string `protobuf:"bytes,4,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Metadata map[string]string `protobuf:"bytes,4,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Set where asking again may help, as google.rpc.RetryInfo does in a status:
+	// not before this has passed.
+	RetryDelay    *durationpb.Duration `protobuf:"bytes,5,opt,name=retry_delay,json=retryDelay,proto3" json:"retry_delay,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -253,19 +292,28 @@ func (x *Error) GetMetadata() map[string]string {
 	return nil
 }
 
+func (x *Error) GetRetryDelay() *durationpb.Duration {
+	if x != nil {
+		return x.RetryDelay
+	}
+	return nil
+}
+
 var File_quire_cache_v1_error_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\n" +
-	"\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\"\xcb\x01\n" +
+	"\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\x87\x02\n" +
 	"\x05Error\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x12?\n" +
-	"\bmetadata\x18\x04 \x03(\v2#.quire.cache.v1.Error.MetadataEntryR\bmetadata\x1a;\n" +
+	"\bmetadata\x18\x04 \x03(\v2#.quire.cache.v1.Error.MetadataEntryR\bmetadata\x12:\n" +
+	"\vretry_delay\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"retryDelay\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\xcc\x06\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\x94\b\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -277,16 +325,22 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\x1bERROR_REASON_POOL_NOT_FOUND\x10\n" +
 	"\x12 \n" +
 	"\x1cERROR_REASON_LEASE_NOT_FOUND\x10\v\x12#\n" +
-	"\x1fERROR_REASON_SEQUENCE_NOT_FOUND\x10\f\x12 \n" +
+	"\x1fERROR_REASON_SEQUENCE_NOT_FOUND\x10\f\x12\"\n" +
+	"\x1eERROR_REASON_PREFIX_NOT_CACHED\x10\r\x12 \n" +
 	"\x1cERROR_REASON_SEQUENCE_EXISTS\x10\x14\x12\x1e\n" +
-	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x12#\n" +
+	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x12\x1f\n" +
+	"\x1bERROR_REASON_CURSOR_EXPIRED\x10\x1f\x12#\n" +
 	"\x1fERROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n" +
 	"\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n" +
 	"\x1cERROR_REASON_TERM_SUPERSEDED\x10*\x12\x1e\n" +
 	"\x1aERROR_REASON_OUT_OF_BLOCKS\x102\x12#\n" +
 	"\x1fERROR_REASON_TOO_MANY_SEQUENCES\x103\x12\x1f\n" +
 	"\x1bERROR_REASON_TOO_MANY_STEPS\x104\x12#\n" +
-	"\x1fERROR_REASON_TOKEN_BUDGET_SPENT\x105\x12\x1e\n" +
+	"\x1fERROR_REASON_TOKEN_BUDGET_SPENT\x105\x12\x1f\n" +
+	"\x1bERROR_REASON_QUOTA_EXCEEDED\x106\x12!\n" +
+	"\x1dERROR_REASON_PIN_BUDGET_SPENT\x107\x12 \n" +
+	"\x1cERROR_REASON_TOO_MANY_LEASES\x108\x12\x1b\n" +
+	"\x17ERROR_REASON_OVERLOADED\x109\x12\x1e\n" +
 	"\x1aERROR_REASON_POOL_DETACHED\x10<\x12\x1e\n" +
 	"\x1aERROR_REASON_SHUTTING_DOWN\x10=\x12$\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10F\x12\x1f\n" +
@@ -308,17 +362,19 @@ func file_quire_cache_v1_error_proto_rawDescGZIP() []byte {
 var file_quire_cache_v1_error_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_quire_cache_v1_error_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
 var file_quire_cache_v1_error_proto_goTypes = []any{
-	(ErrorReason)(0), // 0: quire.cache.v1.ErrorReason
-	(*Error)(nil),    // 1: quire.cache.v1.Error
-	nil,              // 2: quire.cache.v1.Error.MetadataEntry
+	(ErrorReason)(0),            // 0: quire.cache.v1.ErrorReason
+	(*Error)(nil),               // 1: quire.cache.v1.Error
+	nil,                         // 2: quire.cache.v1.Error.MetadataEntry
+	(*durationpb.Duration)(nil), // 3: google.protobuf.Duration
 }
 var file_quire_cache_v1_error_proto_depIdxs = []int32{
 	2, // 0: quire.cache.v1.Error.metadata:type_name -> quire.cache.v1.Error.MetadataEntry
-	1, // [1:1] is the sub-list for method output_type
-	1, // [1:1] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	3, // 1: quire.cache.v1.Error.retry_delay:type_name -> google.protobuf.Duration
+	2, // [2:2] is the sub-list for method output_type
+	2, // [2:2] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_error_proto_init() }
