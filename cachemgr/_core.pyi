@@ -145,12 +145,13 @@ class Books:
         self,
         lease_id: str,
         request: StepRequest,
+        now: float,
         *,
         extend_ids: bytes,
         extend_token_counts: bytes,
         appends: list[bytes] | None,
     ) -> StepPlan:
-        """Plans the lease's next step. The extends are those of the arguments, each of another sequence.
+        """Plans the lease's next step at a time, in seconds. The extends are those of the arguments, each of another sequence.
 
         Raises CallRefused (TOO_MANY_STEPS, INVALID_ARGUMENT).
         """

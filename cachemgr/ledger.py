@@ -183,6 +183,7 @@ class Ledger:
         plan = self._books.plan(
             lease_id,
             request,
+            now,
             extend_ids=extend_ids,
             extend_token_counts=token_counts,
             appends=appends_in_order(request, extend_ids) if request.appends else None,

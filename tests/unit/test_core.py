@@ -139,7 +139,7 @@ def test_a_call_that_would_leave_the_books_wrong_says_so() -> None:
 def test_what_is_not_there_is_told() -> None:
     books = make_books()
     empty = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}
-    for call in (books.steps_of, books.in_flight, lambda lease_id: books.plan(lease_id, StepRequest(), **empty)):
+    for call in (books.steps_of, books.in_flight, lambda lease_id: books.plan(lease_id, StepRequest(), 0.0, **empty)):
         with pytest.raises(KeyError):
             call("lease")
     assert (books.sequence("lease", 1), books.tokens("lease", 1), books.sequence_ids("lease")) == (None, None, [])
@@ -152,7 +152,7 @@ def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
     books = make_books()
     books.open_lease("lease", "")
     request = StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))])
-    books.plan("lease", request, extend_ids=b"", extend_token_counts=b"", appends=None)
+    books.plan("lease", request, 0.0, extend_ids=b"", extend_token_counts=b"", appends=None)
     before = books.state()
     ids, ones = b"\1\0\0\0\2\0\0\0", b"\1\0\0\0" * 2
     with pytest.raises(CallRefused, match="sampled_token_ids is 1 entries; must be 2 entries"):
@@ -166,6 +166,6 @@ def test_ids_come_in_fours() -> None:
     books = make_books()
     books.open_lease("lease", "")
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
-        books.plan("lease", StepRequest(), extend_ids=b"12345", extend_token_counts=b"", appends=None)
+        books.plan("lease", StepRequest(), 0.0, extend_ids=b"12345", extend_token_counts=b"", appends=None)
     with pytest.raises(ValueError, match="is no outcome"):
         books.settle(*("lease", 1, "perhaps"), seq_ids=b"", token_counts=b"", sampled_ids=b"", sampled_tokens=b"")

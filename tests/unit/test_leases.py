@@ -48,7 +48,7 @@ def plans(count: int) -> list[StepPlan]:
     books = Books(**sizes, model_fingerprint="f", policy="lru")
     books.open_lease("a", "")
     counts = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}
-    return [books.plan("a", StepRequest(), **counts) for _ in range(count)]
+    return [books.plan("a", StepRequest(), 0.0, **counts) for _ in range(count)]
 
 
 def test_an_answer_is_recalled_by_its_request_id_for_the_same_request_only() -> None:

@@ -145,6 +145,7 @@ fn bounds(sequence: &Sequence) -> impl Debug {
 #[cfg(test)]
 mod tests {
     use crate::books::tests::Bench;
+    use crate::pool::tests::ASKER;
     use crate::prefix::PrefixIndex;
     use crate::steps::StepInFlight;
 
@@ -251,7 +252,7 @@ mod tests {
             |bench| drop(bench.extend(1, 1, &[])),
             |bench| drop(bench.admit(3, &[7])),
             |bench| drop(bench.release(&[1])),
-            |bench| drop(bench.0.pool.allocate(1).unwrap()),
+            |bench| drop(bench.0.pool.allocate(1, &ASKER).unwrap()),
             |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
             |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
             |bench| bench.0.open_lease("c", b""),

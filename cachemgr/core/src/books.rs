@@ -12,6 +12,7 @@ use crate::pool::BlockPool;
 use crate::prefix::{BlockId, Hash, chain_hashes, root_hash};
 use crate::sequences::{Row, Sequence, SequenceTable};
 use crate::steps::StepInFlight;
+use crate::tenants::{Asker, TenantId, Tenants, beginning_of};
 
 /// Steps a lease may have planned without their outcome being known.
 pub const MAX_STEPS_IN_FLIGHT: usize = 64;
@@ -57,7 +58,8 @@ pub struct Counters {
 /// What one lease holds, and its steps.
 #[derive(Debug, Default)]
 pub struct Holdings {
-    pub tenant: Vec<u8>,
+    pub tenant: TenantId,
+    pub tenant_name: Vec<u8>,
     pub sequences: HashMap<i32, Row>,
     pub next_step: u64,
     /// The last step that was reported.
@@ -79,7 +81,7 @@ impl Holdings {
         {
             return *root;
         }
-        let root = root_hash(&self.tenant, salt, model_fingerprint);
+        let root = root_hash(&self.tenant_name, salt, model_fingerprint);
         self.last_root = Some((salt.to_vec(), root));
         root
     }
@@ -92,6 +94,7 @@ pub struct Books {
     pub(crate) pool: BlockPool,
     pub(crate) table: SequenceTable,
     pub(crate) leases: HashMap<String, Holdings>,
+    pub(crate) tenants: Tenants,
     pub(crate) counters: Counters,
 }
 
@@ -104,13 +107,19 @@ impl Books {
             geometry,
             table: SequenceTable::default(),
             leases: HashMap::new(),
+            tenants: Tenants::default(),
             counters: Counters::default(),
         })
     }
 
     /// A new lease without sequences.
     pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8]) {
-        let holdings = Holdings { tenant: tenant.to_vec(), next_step: 1, ..Holdings::default() };
+        let holdings = Holdings {
+            tenant: self.tenants.enter(tenant),
+            tenant_name: tenant.to_vec(),
+            next_step: 1,
+            ..Holdings::default()
+        };
         let before = self.leases.insert(lease_id.to_string(), holdings);
         assert!(before.is_none(), "lease {lease_id:.8} is opened twice");
     }
@@ -143,14 +152,16 @@ impl Books {
     }
 
     /// Plans the lease's next step. None if there is no such lease. Refused (TOO_MANY_STEPS, INVALID_ARGUMENT) as a
-    /// whole, or item by item.
-    pub fn plan(&mut self, lease_id: &str, request: &StepRequest) -> Result<Option<StepPlan>> {
+    /// whole, or item by item. `now` is in seconds of the caller's clock.
+    pub fn plan(&mut self, lease_id: &str, request: &StepRequest, now: f64) -> Result<Option<StepPlan>> {
         let Some(holdings) = self.leases.get_mut(lease_id) else {
             return Ok(None);
         };
         refuse_repeated(request)?;
         refuse_too_many_steps(holdings)?;
-        let planner = StepPlanner::new(holdings, &mut self.pool, &mut self.table, &self.geometry, &mut self.counters);
+        let asker = Asker { tenant: holdings.tenant, lease: beginning_of(lease_id), now };
+        let planner =
+            StepPlanner::new(holdings, &mut self.pool, &mut self.table, &self.geometry, &mut self.counters, asker);
         let plan = planner.run(request)?;
         self.counters.planned_steps += 1;
         Ok(Some(plan))
@@ -288,7 +299,7 @@ pub(crate) mod tests {
         }
 
         fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> StepPlan {
-            self.0.plan(lease_id, &request).unwrap().unwrap()
+            self.0.plan(lease_id, &request, 0.0).unwrap().unwrap()
         }
 
         pub(crate) fn admit(&mut self, seq_id: i64, tokens: &[i32]) -> StepPlan {
@@ -379,7 +390,7 @@ pub(crate) mod tests {
     #[test]
     fn nothing_is_planned_for_who_has_no_lease() {
         let mut bench = Bench::new(4);
-        assert!(bench.0.plan("c", &StepRequest::default()).unwrap().is_none());
+        assert!(bench.0.plan("c", &StepRequest::default(), 0.0).unwrap().is_none());
         assert!(bench.0.holdings("c").is_none());
         bench.0.close_lease("c").unwrap();
         assert_eq!(bench.0.counters().planned_steps, 0);
@@ -389,7 +400,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_root_is_of_tenant_salt_and_model_whatever_was_asked_before() {
-        let mut holdings = Holdings { tenant: b"t".to_vec(), ..Holdings::default() };
+        let mut holdings = Holdings { tenant_name: b"t".to_vec(), ..Holdings::default() };
         for salt in [&b"x"[..], b"x", b"", b"y", b"x"] {
             assert_eq!(holdings.root(salt, b"f"), root_hash(b"t", salt, b"f"));
         }

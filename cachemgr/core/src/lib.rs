@@ -4,6 +4,7 @@
 //!       planner   plans a step            settle    enters what was computed      audit   checks I1 to I4
 //!       sequences tokens and tables       steps     what is in flight             plans   requests and plans
 //!       pool      who holds a block       prefix    what is found                 eviction, lineage, retention
+//!     tenants     whose a block is
 //!     wire        plans as bytes
 //!     python      the only one that knows Python
 //!
@@ -26,4 +27,5 @@ pub mod retention;
 pub mod sequences;
 pub mod settle;
 pub mod steps;
+pub mod tenants;
 pub mod wire;

@@ -498,7 +498,7 @@ mod tests {
     use super::*;
     use crate::eviction::{POLICIES, make_policy};
     use crate::pool::BlockPool;
-    use crate::pool::tests::{Random, violations};
+    use crate::pool::tests::{ASKER, Random, violations};
     use crate::prefix::chain_hashes;
     use crate::retention::{Choice, NUM_CLASSES};
 
@@ -536,7 +536,7 @@ mod tests {
             let found = self.pool.index().find(&hashes);
             self.num_hits += found.len();
             self.pool.acquire(&found, 1).unwrap();
-            let fresh = self.pool.allocate(prompt.len() - found.len() + usize::from(has_tail)).unwrap();
+            let fresh = self.pool.allocate(prompt.len() - found.len() + usize::from(has_tail), &ASKER).unwrap();
             fresh.iter().for_each(|block| self.enter_eviction(*block));
             self.pool.enter_admission(&found, &fresh, &hashes);
             let table = [found, fresh].concat();
@@ -569,7 +569,7 @@ mod tests {
 
         /// Evicts all that is cached: what comes back is a ghost's.
         fn evict_all(&mut self) {
-            let blocks = self.pool.allocate(self.pool.num_allocatable()).unwrap();
+            let blocks = self.pool.allocate(self.pool.num_allocatable(), &ASKER).unwrap();
             blocks.iter().for_each(|block| self.enter_eviction(*block));
             self.pool.release(&blocks).unwrap();
         }
@@ -701,7 +701,7 @@ mod tests {
     #[test]
     fn what_becomes_free_leaves_its_segment_and_an_empty_segment_is_used_again() {
         let mut cache = Cache::new("lineage", 8);
-        let table = cache.pool.allocate(3).unwrap();
+        let table = cache.pool.allocate(3, &ASKER).unwrap();
         cache.pool.enter_admission(&[], &table, &hashes_of(&[1, 2]));
         cache.pool.publish(&hashes_of(&[1])[0], table[0]);
         cache.release(&table);

@@ -16,6 +16,7 @@ use crate::pool::{BlockPool, BlockState};
 use crate::prefix::{BlockId, Hash, Past, chain_hashes, digest_of};
 use crate::sequences::{Row, Sequence, SequenceTable};
 use crate::steps::{Run, StepInFlight};
+use crate::tenants::Asker;
 
 const DIGEST_BYTES: usize = 16;
 const MAX_SEQUENCE_ID: i64 = i32::MAX as i64;
@@ -39,6 +40,7 @@ pub struct StepPlanner<'a> {
     table: &'a mut SequenceTable,
     geometry: &'a Geometry,
     counters: &'a mut Counters,
+    asker: Asker,
     step: StepInFlight,
     plan: StepPlan,
     budget: Option<usize>,
@@ -51,10 +53,11 @@ impl<'a> StepPlanner<'a> {
         table: &'a mut SequenceTable,
         geometry: &'a Geometry,
         counters: &'a mut Counters,
+        asker: Asker,
     ) -> StepPlanner<'a> {
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
         let plan = StepPlan { step_number: lease.next_step, known_step: lease.known_step, ..StepPlan::default() };
-        StepPlanner { lease, pool, table, geometry, counters, step, plan, budget: None }
+        StepPlanner { lease, pool, table, geometry, counters, asker, step, plan, budget: None }
     }
 
     /// Applies the request and puts the step in flight.
@@ -289,7 +292,7 @@ impl<'a> StepPlanner<'a> {
                 self.forget_claims(block);
             }
         }
-        let mut fresh = self.pool.allocate(num_fresh)?;
+        let mut fresh = self.pool.allocate(num_fresh, &self.asker)?;
         let added = fresh.split_off(foreign.len());
         for (index, target) in foreign.into_iter().zip(fresh) {
             self.replace(row, index, target, index * block_size < start)?;
@@ -388,7 +391,7 @@ impl<'a> StepPlanner<'a> {
             return Ok(Err(self.out_of_blocks(seq_id, num_needed + reserve, available)));
         }
         self.pool.acquire(&found, 1)?;
-        let fresh = self.pool.allocate(num_needed)?;
+        let fresh = self.pool.allocate(num_needed, &self.asker)?;
         self.pool.enter_admission(&found, &fresh, &hashes);
         let num_found = found.len();
         let block_table = [found, fresh].concat();

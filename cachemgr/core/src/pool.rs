@@ -15,6 +15,7 @@ use std::ops::Range;
 use crate::errors::{Result, broken};
 use crate::eviction::EvictionPolicy;
 use crate::prefix::{BlockId, Hash, NULL_BLOCK, Past, PrefixIndex};
+use crate::tenants::{Asker, TenantId};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockState {
@@ -51,7 +52,8 @@ pub struct BlockPool {
     policy: Box<dyn EvictionPolicy>,
     refs: Vec<u32>,
     pins: Vec<u32>,
-    free: Vec<BlockId>, // a stack: the lowest id on top at first
+    owners: Vec<TenantId>, // of the blocks that are not free
+    free: Vec<BlockId>,    // a stack: the lowest id on top at first
     counters: PoolCounters,
 }
 
@@ -62,6 +64,7 @@ impl BlockPool {
             policy,
             refs: vec![0; num_blocks],
             pins: vec![0; num_blocks],
+            owners: vec![0; num_blocks],
             free: (1..num_blocks as BlockId).rev().collect(),
             counters: PoolCounters::default(),
         }
@@ -97,6 +100,11 @@ impl BlockPool {
         self.pins[block as usize]
     }
 
+    /// Whose block it is; nobody's if it is free.
+    pub fn owner(&self, block: BlockId) -> Option<TenantId> {
+        (self.state(block) != BlockState::Free).then(|| self.owners[block as usize])
+    }
+
     /// Whether its one holder may write it: nobody else holds it, and it never was findable by content.
     pub fn is_writable(&self, block: BlockId) -> bool {
         self.ref_count(block) == 1 && self.index.past(block) == Past::None
@@ -125,9 +133,10 @@ impl BlockPool {
     }
 
     /// Hands out `count` blocks with one reference each: without content first, then what the policy gives up.
+    /// They are the asker's tenant's from now on.
     ///
     /// The caller has compared `count` with `num_allocatable`.
-    pub fn allocate(&mut self, count: usize) -> Result<Vec<BlockId>> {
+    pub fn allocate(&mut self, count: usize, asker: &Asker) -> Result<Vec<BlockId>> {
         let num_popped = count.min(self.free.len());
         let num_missing = count - num_popped;
         if num_missing > self.policy.num_parked() {
@@ -139,7 +148,10 @@ impl BlockPool {
             self.policy.evict(num_missing, &mut blocks);
             blocks[num_popped..].iter().for_each(|block| self.index.forget(*block));
         }
-        blocks.iter().for_each(|block| self.refs[*block as usize] = 1);
+        for block in &blocks {
+            self.refs[*block as usize] = 1;
+            self.owners[*block as usize] = asker.tenant;
+        }
         self.counters.num_active += count;
         self.counters.num_references += count;
         self.counters.num_allocated += count as u64;
@@ -324,6 +336,8 @@ pub(crate) mod tests {
     use crate::eviction::{POLICIES, make_policy};
     use crate::prefix::digest_of;
 
+    pub(crate) const ASKER: Asker = Asker { tenant: 0, lease: [0; 8], now: 0.0 };
+
     /// The same numbers for the same seed.
     pub(crate) struct Random(pub u64);
 
@@ -370,7 +384,7 @@ pub(crate) mod tests {
 
     /// Blocks that are cached, the first one evicted first.
     fn cache(pool: &mut BlockPool, names: &[i32]) -> Vec<BlockId> {
-        let blocks = pool.allocate(names.len()).unwrap();
+        let blocks = pool.allocate(names.len(), &ASKER).unwrap();
         names.iter().zip(&blocks).for_each(|(name, block)| assert_eq!(pool.publish(&hash(*name), *block), *block));
         pool.release(&blocks).unwrap();
         blocks
@@ -378,7 +392,7 @@ pub(crate) mod tests {
 
     /// Blocks 1 to 4, all of them published, as one table.
     fn published_table(pool: &mut BlockPool) -> Vec<BlockId> {
-        let table = pool.allocate(4).unwrap();
+        let table = pool.allocate(4, &ASKER).unwrap();
         table.iter().for_each(|block| assert_eq!(pool.publish(&hash(*block as i32), *block), *block));
         table
     }
@@ -391,26 +405,26 @@ pub(crate) mod tests {
     fn a_new_pool_is_free_but_for_the_null_block() {
         let mut pool = pool();
         assert_eq!((pool.counts(), pool.num_allocatable()), (counts(4, 0, 0, 0), 4));
-        assert_eq!(pool.allocate(0).unwrap(), [0; 0]);
-        assert_eq!(pool.allocate(4).unwrap(), [1, 2, 3, 4]);
-        assert_eq!(told(pool.allocate(1)), "1 blocks to evict, 0 are cached");
+        assert_eq!(pool.allocate(0, &ASKER).unwrap(), [0; 0]);
+        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [1, 2, 3, 4]);
+        assert_eq!(told(pool.allocate(1, &ASKER)), "1 blocks to evict, 0 are cached");
         assert_eq!((pool.counts(), violations(&pool)), (counts(0, 0, 4, 0), vec![]));
     }
 
     #[test]
     fn the_block_freed_last_is_handed_out_first() {
         let mut pool = pool();
-        pool.allocate(4).unwrap();
+        pool.allocate(4, &ASKER).unwrap();
         pool.release(&[3, 1, 4]).unwrap();
-        assert_eq!(pool.allocate(2).unwrap(), [4, 1]);
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [4, 1]);
         pool.release(&[2]).unwrap();
-        assert_eq!(pool.allocate(2).unwrap(), [2, 3]);
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [2, 3]);
     }
 
     #[test]
     fn a_block_goes_through_all_states() {
         let mut pool = pool();
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &ASKER).unwrap();
         assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Active, 3));
         pool.retire(&[1]).unwrap();
         assert_eq!(
@@ -428,7 +442,7 @@ pub(crate) mod tests {
     #[test]
     fn what_somebody_else_holds_stays_active_when_it_is_retired() {
         let mut pool = pool();
-        pool.allocate(2).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[2, 1]).unwrap();
         assert_eq!((pool.state(1), pool.state(2)), (BlockState::Active, BlockState::Retired));
@@ -443,7 +457,7 @@ pub(crate) mod tests {
     fn free_blocks_are_handed_out_before_cached_ones_and_the_oldest_of_these_first() {
         let mut pool = pool();
         assert_eq!(cache(&mut pool, &[1, 2, 3]), [1, 2, 3]);
-        assert_eq!(pool.allocate(3).unwrap(), [4, 1, 2]);
+        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [4, 1, 2]);
         assert_eq!((pool.counters().num_evicted, pool.state(3)), (2, BlockState::Cached));
         assert_eq!((pool.index().lookup(&hash(1)), pool.index().lookup(&hash(3))), (None, Some(3)));
         assert_eq!(violations(&pool), [""; 0]);
@@ -455,7 +469,7 @@ pub(crate) mod tests {
         cache(&mut pool, &[1, 2]);
         pool.acquire(&[1], 1).unwrap();
         pool.release(&[1]).unwrap();
-        assert_eq!(pool.allocate(4).unwrap()[2..], [2, 1]);
+        assert_eq!(pool.allocate(4, &ASKER).unwrap()[2..], [2, 1]);
     }
 
     #[test]
@@ -463,44 +477,44 @@ pub(crate) mod tests {
         let mut released = pool();
         published_table(&mut released);
         released.release(&[4, 3, 2, 1]).unwrap();
-        assert_eq!(released.allocate(4).unwrap(), [4, 3, 2, 1]);
+        assert_eq!(released.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
         let mut unpinned = pool();
         published_table(&mut unpinned);
         unpinned.retire(&[4, 3, 2, 1]).unwrap();
         unpinned.unpin(&[4, 3, 2, 1]).unwrap();
-        assert_eq!(unpinned.allocate(4).unwrap(), [4, 3, 2, 1]);
+        assert_eq!(unpinned.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
     }
 
     #[test]
     fn of_a_released_table_the_part_without_content_is_free_and_the_rest_cached() {
         let mut pool = pool();
-        pool.allocate(4).unwrap();
+        pool.allocate(4, &ASKER).unwrap();
         pool.publish(&hash(1), 1);
         pool.publish(&hash(3), 3);
         pool.release(&[4, 3, 2, 1]).unwrap();
         assert_eq!((pool.free_blocks(), pool.parked_blocks()), (&[4, 2][..], vec![3, 1]));
         assert_eq!(violations(&pool), [""; 0]);
-        assert_eq!(pool.allocate(4).unwrap(), [2, 4, 3, 1]);
+        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [2, 4, 3, 1]);
     }
 
     #[test]
     fn a_retired_block_is_handed_out_only_after_its_last_pin() {
         let mut pool = pool();
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &ASKER).unwrap();
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[1]).unwrap();
         pool.retire(&[1]).unwrap();
         pool.unpin(&[1]).unwrap();
-        assert_eq!(pool.allocate(3).unwrap(), [2, 3, 4]);
+        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [2, 3, 4]);
         assert_eq!(pool.num_allocatable(), 0);
         pool.unpin(&[1]).unwrap();
-        assert_eq!(pool.allocate(1).unwrap(), [1]);
+        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
     }
 
     #[test]
     fn a_retired_block_with_content_can_be_acquired_at_once() {
         let mut pool = pool();
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
         pool.retire(&[1]).unwrap();
         pool.acquire(&[1], 1).unwrap();
@@ -513,7 +527,7 @@ pub(crate) mod tests {
     #[test]
     fn several_references_are_taken_at_once_and_given_back_one_by_one() {
         let mut pool = pool();
-        pool.allocate(2).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
         pool.acquire(&[1, 2], 3).unwrap();
         assert_eq!((pool.ref_count(1), pool.ref_count(2), pool.counters().num_references), (4, 4, 8));
         for num_left in (1..4).rev() {
@@ -530,7 +544,7 @@ pub(crate) mod tests {
     fn only_blocks_that_nothing_keeps_are_what_acquiring_takes_from_the_allocatable_ones() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2]);
-        assert_eq!(pool.allocate(2).unwrap(), [3, 4]);
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [3, 4]);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
         assert_eq!((pool.num_parked(&[1, 2, 3, 4]), pool.num_parked(&[3, 4]), pool.num_parked(&[])), (2, 0, 0));
@@ -542,7 +556,7 @@ pub(crate) mod tests {
     fn only_the_one_holder_of_an_unpublished_block_may_write_it() {
         let mut pool = pool();
         assert!(!pool.is_writable(1));
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &ASKER).unwrap();
         assert!(pool.is_writable(1));
         pool.acquire(&[1], 1).unwrap();
         assert!(!pool.is_writable(1));
@@ -555,20 +569,20 @@ pub(crate) mod tests {
     #[test]
     fn a_published_block_stays_unwritable_after_the_cache_was_dropped_until_it_is_handed_out_again() {
         let mut pool = pool();
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
         assert_eq!(pool.drop_cached(0, 5), 1);
         assert!(!pool.is_writable(1));
         pool.release(&[1]).unwrap();
         assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
-        assert_eq!(pool.allocate(1).unwrap(), [1]);
+        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
         assert!(pool.is_writable(1));
     }
 
     #[test]
     fn a_duplicate_is_not_published_and_stays_writable() {
         let mut pool = pool();
-        pool.allocate(2).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
         assert_eq!((pool.publish(&hash(7), 1), pool.publish(&hash(7), 2)), (1, 1));
         assert!(pool.is_writable(2));
     }
@@ -577,7 +591,7 @@ pub(crate) mod tests {
     fn dropping_the_cache_frees_cached_blocks_and_leaves_held_and_retired_ones() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2]);
-        pool.allocate(2).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
         pool.publish(&hash(3), 3);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
@@ -603,7 +617,7 @@ pub(crate) mod tests {
         cache(&mut pool, &[1, 2, 3]);
         pool.acquire(&[1, 2], 2).unwrap();
         pool.acquire(&[2], 1).unwrap();
-        pool.allocate(2).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
         let told = PoolCounters { num_active: 4, num_references: 7, num_shared: 2, num_allocated: 5, num_evicted: 1 };
         assert_eq!((pool.counters(), pool.counts()), (told, counts(0, 0, 4, 0)));
     }
@@ -612,7 +626,7 @@ pub(crate) mod tests {
     fn a_wrong_call_is_a_broken_book() {
         let held = || {
             let mut pool = pool();
-            pool.allocate(2).unwrap();
+            pool.allocate(2, &ASKER).unwrap();
             pool
         };
         assert_eq!(told(pool().release(&[1])), "block 1 is released, nobody holds it");
@@ -720,7 +734,7 @@ pub(crate) mod tests {
 
         fn allocate(&mut self) {
             let count = self.random.below(4.min(self.free.len() + self.parked.len()) + 1);
-            let taken = self.pool.allocate(count).unwrap();
+            let taken = self.pool.allocate(count, &ASKER).unwrap();
             assert_eq!(taken.len(), count);
             let (popped, evicted) = taken.split_at(count.min(self.free.len()));
             popped.iter().for_each(|block| assert_eq!(self.free.pop(), Some(*block)));

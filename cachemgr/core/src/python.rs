@@ -294,12 +294,13 @@ impl PyBooks {
     }
 
     /// Plans the lease's next step. The extends are those of the arguments.
-    #[pyo3(signature = (lease_id, request, *, extend_ids, extend_token_counts, appends))]
+    #[pyo3(signature = (lease_id, request, now, *, extend_ids, extend_token_counts, appends))]
     fn plan(
         &mut self,
         py: Python<'_>,
         lease_id: &str,
         request: PyStepRequest,
+        now: f64,
         extend_ids: &[u8],
         extend_token_counts: &[u8],
         appends: Option<Vec<PyBackedBytes>>,
@@ -311,7 +312,7 @@ impl PyBooks {
             extend.append = ids(&tokens)?;
         }
         let request = request.decode(extends)?;
-        let plan = changing(py, || self.0.plan(lease_id, &request))?;
+        let plan = changing(py, || self.0.plan(lease_id, &request, now))?;
         plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
     }
 
