@@ -1,0 +1,78 @@
+/* Seeded faults: the protocol without one of its rules. Each has to be caught; check.py says by what. */
+
+#define FAULT_NO_RETIRED_STATE        1  /* what is released is free at once, whatever is in flight */
+#define FAULT_NO_FENCE                2  /* the blocks of a lease that ends come back before the worker has answered */
+#define FAULT_PUBLISH_AT_ALLOCATION   3  /* a block can be found before it is computed */
+#define FAULT_EQUAL_TERM              4  /* two managers of one term */
+#define FAULT_NO_EPOCH_CHECK          5  /* the worker takes grants of any epoch */
+#define FAULT_SHARE_ACROSS_TENANTS    6  /* the tenant is not in the prefix hash */
+#define FAULT_PINNED_TOO_SHORT        7  /* what is released waits for the first step in flight, not for the last */
+#define FAULT_COPY_SOURCE_NOT_PINNED  8
+#define FAULT_REPORT_OF_OLD_EPOCH     9  /* entered into the books of the new one */
+#define FAULT_FAILED_IS_COMPUTED     10  /* the outcome of a step is not looked at */
+#define FAULT_REPLAY_ACCEPTED        11  /* a step number below the next one is accepted */
+#define FAULT_OUT_OF_ORDER           12  /* a step number above the next one is accepted */
+#define FAULT_FENCE_ANSWERED_EARLY   13  /* while a step of the lease waits or runs */
+#define FAULT_OLD_MANAGERS_GRANT     14  /* neither the signature nor whether this manager opened the lease is checked */
+#define FAULT_REPORT_ENTERED_TWICE   15  /* the report's number is not looked at */
+#define FAULT_ACKNOWLEDGED_UNAPPLIED 16  /* acknowledged when read, entered later */
+#define FAULT_NO_PRIOR_STEP_FAILED   17  /* a step runs although one that it builds on computed nothing */
+#define FAULT_REQUEST_APPLIED_AGAIN  18  /* a repeated request is planned again */
+#define FAULT_WRITE_SHARED           19  /* no copy on write */
+#define FAULT_FENCED_TOO_LATE        20  /* a lease's steps are accepted until its fence is answered */
+#define FAULT_KNOWN_EPOCH_TRUSTED    21  /* an epoch that another manager ruled goes on under the first one's books */
+#define FAULT_REPORTS_NOT_KEPT       22  /* a report that was sent is not sent again */
+#define FAULT_LOWER_TERM             23  /* a superseded manager is obeyed */
+#define FAULT_ORDER_AFTER_BREAK      24  /* orders of an earlier stream are obeyed */
+#define FAULT_CHANGES_NOT_TOLD       25  /* the worker is not told of a table entry that became another block */
+#define FAULT_TRIM_KEEPS_CLAIM       26  /* what a step in flight computes counts, though it was trimmed since */
+#define FAULT_BOOKS_LOST             27  /* a manager without the books of an epoch with a history takes it */
+#define FAULT_NEW_EPOCH_RUNS_FIRST   28  /* the worker forgets its rows while steps of the old epoch still wait */
+#define FAULT_DOOMED_SHARED          29  /* blocks that a failed step was to fill are still shared */
+#define FAULT_CLAIM_OF_RELEASED      30  /* a released sequence's step publishes what its fork writes on */
+#define FAULT_CACHED_KEPT            31  /* cached blocks are not given up */
+#define FAULT_REFERENCE_LEFT         32  /* a block that another one replaces keeps its reference */
+#define FAULT_FOUND_STILL_EVICTABLE  33  /* a cached block that is found stays where evictions are taken from */
+#define FAULT_FENCE_NOT_REPEATED     34  /* a fence order that a break lost is not given again on attach */
+#define FAULT_ASKED_FOR_EVER         35  /* somebody tries again and again what changes nothing */
+
+/* Situations that the search has to get to: with -DCOVERAGE it says so when it does for the first time. */
+
+#define REACH_FENCED_WHILE_RUNNING    1
+#define REACH_LATE_GRANT              2
+#define REACH_COPY                    3
+#define REACH_EVICTION                4
+#define REACH_WAITS_FOR_RETIRED       5
+#define REACH_SHARED_ACROSS_LEASES    6
+#define REACH_SHARED_UNFINISHED       7
+#define REACH_PRIOR_STEP_FAILED       8
+#define REACH_BLOCK_SWAPPED           9
+#define REACH_REPORT_AGAIN           10
+#define REACH_OLD_STREAM_HEARD       11
+#define REACH_NEW_EPOCH_REQUIRED     12
+#define REACH_TERM_SUPERSEDED        13
+#define REACH_TWO_BOOKS_OF_AN_EPOCH  14
+#define REACH_STEP_OF_OLD_EPOCH      15
+#define REACH_RETIRED_ACQUIRED       16
+#define REACH_LEASE_ADOPTED          17
+#define REACH_SIGNATURE_REFUSED      18
+#define REACH_THREE_STEPS            19  /* in flight */
+#define REACH_CLAIM_FORGOTTEN        20
+
+/* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
+   fault is followed until that one is violated. */
+#define IS_WAIVED(n) (ONLY != 0 && ONLY != (n))
+hidden byte I1 = IS_WAIVED(1), I2 = IS_WAIVED(2), I3 = IS_WAIVED(3), I4 = IS_WAIVED(4);
+hidden byte I5 = IS_WAIVED(5), I6 = IS_WAIVED(6), I7 = IS_WAIVED(7), I8 = IS_WAIVED(8);
+hidden byte REPORTS = IS_WAIVED(9);    /* what is reported is what was planned, each once, in order, without holes */
+hidden byte TERMS = IS_WAIVED(10);     /* one manager rules, and none comes back after a later one */
+hidden byte PROGRESS = IS_WAIVED(11);  /* in the end: attached, every lease gone, every report acknowledged */
+hidden byte BOUND = 0;                 /* a queue of the model is too short for its sizes: QUEUE */
+
+#define REQUIRE(condition, name) assert((condition) || name)
+#ifdef COVERAGE
+c_decl { static char situation_reached[64]; }
+#define MARK(situation) c_code { if (!situation_reached[situation]++) printf("reached %d\n", situation); }
+#else
+#define MARK(situation) skip
+#endif

@@ -1,0 +1,163 @@
+/* Everything there is to know. Arrays with two indexes are flat. */
+
+#define NONE       255
+#define NO_STREAM    2
+#define NO_STEP    255
+#define SLOTS      (LEASES * STEPS)
+#define BIT(n)     (1 << (n))
+
+#define MANAGER(l)    ((l) % MANAGERS)     /* whose lease it is */
+#define TENANT(l)     ((l) % TENANTS)
+/* Leases of a manager and tenant are alike: they are made in the order of their numbers. */
+#define IS_TURN(l)    (TENANTS > 1 || (l) < MANAGERS || life[((l) + LEASES - MANAGERS) % LEASES] != UNUSED)
+#define SEQ(l, q)     ((l) * SEQS + (q))
+#define LEASE_OF(s)   ((s) / SEQS)
+#define SLOT(l, k)    ((l) * STEPS + (k))  /* of the lease's k-th plan, from 0 on */
+#define LEASE(g)      ((g) / STEPS)
+#define AT(s, i)      ((s) * TABLE + (i))
+#define MIN(a, b) ((a) < (b) -> (a) : (b))
+#define NUM_BLOCKS(n) (((n) + BLOCK_SIZE - 1) / BLOCK_SIZE)
+
+/* A token's KV is a function of all tokens up to it and of the tenant. Both are one number: 1, then a bit per token.
+   0 is what nobody computed. */
+#define PREFIX(code, length, n) ((code) >> ((length) - (n)))
+#define KV(tenant, prefix)      ((tenant) * 32 + (prefix))
+#if FAULT == FAULT_SHARE_ACROSS_TENANTS
+#define HASH(tenant, prefix)    (prefix)
+#else
+#define HASH(tenant, prefix)    KV(tenant, prefix)
+#endif
+
+/* -- cachemgr: one or two, each with books of its own -------------------------------------------------------------- */
+
+#define FREE    0
+#define CACHED  1
+#define ACTIVE  2
+#define RETIRED 3
+
+#define AT_BLOCK(m, b)  ((m) * (BLOCKS + 1) + (b))
+#define STATE(m, b)     state[AT_BLOCK(m, b)]
+#define REF(m, b)       ref[AT_BLOCK(m, b)]
+#define PUBLISHED(m, b) published[AT_BLOCK(m, b)]
+
+bit alive[MANAGERS], died[MANAGERS];
+byte term[MANAGERS];
+byte epoch_of[MANAGERS];      /* whose books it has; 0: none */
+bit attached[MANAGERS];
+byte current[MANAGERS];       /* the stream that orders go to */
+byte entered[MANAGERS];       /* the last report that was entered */
+
+byte state[MANAGERS * (BLOCKS + 1)];
+byte ref[MANAGERS * (BLOCKS + 1)];
+byte published[MANAGERS * (BLOCKS + 1)];  /* the prefix hash by which it is found, or 0 */
+
+#define UNUSED  0
+#define OPENING 1             /* open, but its holder does not know it yet */
+#define OPEN    2
+#define FENCING 3
+#define GONE    4
+
+byte life[LEASES];
+byte planned[LEASES];         /* plans so far, over all epochs: the next plan's k */
+byte before[LEASES];          /* plans before this epoch: step number = k + 1 - before */
+byte settled[LEASES];         /* plans whose steps were reported */
+byte known[LEASES];           /* plans whose outcome is known: reported, or doomed */
+byte changes[LEASES];         /* table entries that the next grant has to tell */
+byte asked[LEASES];           /* ghost: plans that the client wanted */
+
+#define NOBODY   0
+#define SEQUENCE 1
+#define RELEASED 2            /* its row waits for the step that tells the worker */
+
+byte holds[LEASES * SEQS];
+byte code[LEASES * SEQS];
+byte length[LEASES * SEQS];       /* tokens */
+byte scheduled[LEASES * SEQS];    /* tokens */
+byte computed[LEASES * SEQS];     /* tokens */
+byte num_published[LEASES * SEQS];/* blocks */
+byte table_length[LEASES * SEQS];
+byte table[LEASES * SEQS * TABLE];
+
+#define HELD(l, q)    (holds[SEQ(l, q)] == SEQUENCE)
+#define STAYS(l, q)   (HELD(l, q) && !(c_release & BIT(q)))
+#define IS_CACHED(m, b) ((b) <= BLOCKS && STATE(m, (b) % (BLOCKS + 1)) == CACHED)
+#define HAS_CACHED(m) (IS_CACHED(m, 1) || IS_CACHED(m, 2) || IS_CACHED(m, 3) || IS_CACHED(m, 4) || IS_CACHED(m, 5))
+#define IN_FLIGHT(l)  (planned[l] - settled[l])
+#define may_plan(l)   (life[l] == OPEN && alive[MANAGER(l)])
+
+typedef StepInFlight {
+    byte pinned;              /* blocks that wait for its end */
+    byte frees;               /* sequences whose rows do */
+    bit has_runs;
+    bit doomed;
+    byte start[SEQS];
+    byte end[SEQS]            /* what counts of the run, less after a trim; 0: no run */
+}
+StepInFlight step[SLOTS];
+
+/* -- a grant, as the client has it --------------------------------------------------------------------------------- */
+
+typedef Grant {
+    byte copies;              /* that are still to reach the worker */
+    byte epoch;
+    byte signed_by;
+    byte number;
+    byte known;               /* known_step_number */
+    byte released;            /* sequences */
+    byte written;             /* which entries of `table` are told; the others are a ghost: what cachemgr has */
+    byte table[SEQS * TABLE];
+    byte copy_from[SEQS];
+    byte copy_to[SEQS];
+    byte start[SEQS];
+    byte end[SEQS];           /* 0: no run */
+    byte code[SEQS];          /* the sequence's first `end` tokens */
+    byte fresh;               /* ghost: blocks handed out by it */
+    byte touches;             /* ghost: blocks that its execution reads or writes */
+    bit reused                /* ghost: one of those was handed out since */
+}
+Grant grant[SLOTS];
+
+/* -- streams: what a break leaves on the way up may still be heard ---------- */
+
+mtype = {ATTACHED, NEW_EPOCH, OPEN_LEASE, FENCE_LEASE, ACKNOWLEDGED, REPORT, LEASE_OPENED, LEASE_FENCED, STEP, FENCE,
+    BEGIN};
+#define COMPUTED 0
+#define FAILED   1
+#define SKIPPED  2
+
+chan up0 = [QUEUE] of {mtype, byte, byte, byte};
+chan up1 = [QUEUE] of {mtype, byte, byte, byte};
+chan down0 = [QUEUE] of {mtype, byte, byte};
+chan down1 = [QUEUE] of {mtype, byte, byte};
+byte talks_to[3];             /* a stream's manager, NONE if there is no stream */
+byte talks_of[3];             /* the epoch that was registered on it */
+
+/* -- the worker ---------- */
+
+byte epoch, last_epoch;
+byte highest_term, attached_term;
+byte key;                     /* whose grants are taken; NONE */
+byte stream;                  /* the one it reads */
+bit sending;                  /* whether reports go there at once: after Attached */
+byte next_step[LEASES];       /* 0: not open */
+byte fencing;                 /* leases whose fence has to be answered on this stream */
+chan thread = [QUEUE] of {mtype, byte};
+chan kept = [QUEUE] of {byte, byte};      /* reports: step, outcome */
+byte first_kept;              /* the number of the oldest, less 1 */
+
+byte rows[LEASES * SEQS * TABLE];     /* block tables, on the device */
+byte last_failed[LEASES];             /* step number */
+byte kv[(BLOCKS + 1) * BLOCK_SIZE];
+byte executed_epoch;          /* ghost: of the step that ran last */
+
+/* -- budgets and choices ------------------------------------------------------------------------------------------- */
+
+byte breaks = BREAKS, restarts = RESTARTS, damages = DAMAGES, deaths = DEATHS, failures = FAILURES, skips = SKIPS;
+byte repeats = REPEATS;
+byte c_items, c_release, c_trim, c_trim_to, c_fork, c_fork_at, c_extend, c_token, c_admit, c_evict, c_outcome;
+
+/* Scratch of a single d_step. */
+hidden byte m, n, last, pins, count, b, found, victim, x, outcome, number;
+hidden byte i1, i2, i3, i4, i5, i6, i7, i8, e1, q1, q2, q3, s1, s2, s3, g1, g2, h1, need, child, from, to, first;
+hidden byte ok, all_found;
+hidden byte kind;
