@@ -7,21 +7,27 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import click
+from prometheus_client.metrics_core import Metric
 
 from quire.cache.v1 import cache_service_pb2_grpc
 from quire.cachemgr._core import POLICIES
+from quire.cachemgr.bounds import MAX_LEASES
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.ledger import DEFAULT_POLICY
 from quire.cachemgr.metrics import metric_families
 from quire.cachemgr.roles import ROLES
 from quire.cachemgr.servicer import CacheServicer
+from quire.cachemgr.shares import Shares, watch_shares
 from quire.cachemgr.statuses import DOMAIN
 from quire.serving.logs import configure_logging
 from quire.serving.metrics import MetricsPage
-from quire.serving.options import ServerOptions, command_settings, option, server_options
+from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
 from quire.serving.runtime import tune_garbage_collector
 from quire.serving.server import Server, StopSignals, run
 
@@ -31,19 +37,23 @@ SERVICE_NAME = "quire.cache.v1.CacheService"
 DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
 
 
-async def serve(options: ServerOptions, signals: StopSignals, *, policy: str, verify: bool) -> None:
+async def serve(
+    options: ServerOptions, signals: StopSignals, *, policy: str, max_leases: int, tenants: Path | None, verify: bool
+) -> None:
     """Serves CacheService until a signal."""
+    shares = Shares if tenants is None else watch_shares(tenants).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
     # A later start is a higher term; the wall clock needs no state to be kept between starts.
     catalog = Catalog(term=time.time_ns(), policy=policy, verify=verify)
-    servicer = CacheServicer(catalog)
+    servicer = CacheServicer(
+        catalog, max_leases=max_leases, max_leases_of=lambda tenant: shares().of(tenant).max_leases
+    )
     async with contextlib.AsyncExitStack() as stack:
         server = Server(service_names=[SERVICE_NAME], domain=DOMAIN, fatal=(BrokenInvariant,), security=security)
         await stack.enter_async_context(server)
         if options.metrics_listen is not None:
-            stack.enter_context(
-                MetricsPage(options.metrics_listen, lambda: metric_families(catalog), security=security)
-            )
+            read = partial(read_metrics, catalog, servicer, server)
+            stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
         await server.start(options.listen)
         server.run_alongside(servicer.expire_leases())
@@ -52,6 +62,11 @@ async def serve(options: ServerOptions, signals: StopSignals, *, policy: str, ve
         addresses = ",".join(map(str, server.addresses))
         log.info("serving term=%d addresses=%s eviction_policy=%s", catalog.term, addresses, policy)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=options.drain_timeout_s)
+
+
+def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> Iterator[Metric]:
+    """The page's metrics, as they are now."""
+    return metric_families(catalog, servicer.statistics(), server.statistics())
 
 
 @click.command(name="cachemgr", context_settings=command_settings("QUIRE_CACHEMGR"))
@@ -63,7 +78,20 @@ async def serve(options: ServerOptions, signals: StopSignals, *, policy: str, ve
     help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or the "
     "least recently used.",
 )
-def main(server: ServerOptions, eviction_policy: str) -> None:
+@option(
+    "--max-leases",
+    type=click.IntRange(min=1),
+    default=MAX_LEASES,
+    metavar="NUMBER",
+    help="Leases that there may be at a time, of all tenants together.",
+)
+@option(
+    "--tenants",
+    type=FILE,
+    metavar="FILE",
+    help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
+)
+def main(server: ServerOptions, eviction_policy: str, max_leases: int, tenants: Path | None) -> None:
     """Serve the block manager: who owns which KV block.
 
     Workers attach their pools to it, clients take leases and plan steps. It keeps no state: after a restart it makes
@@ -73,9 +101,10 @@ def main(server: ServerOptions, eviction_policy: str) -> None:
     Example:
       quire cachemgr --listen unix:/run/quire/cachemgr.sock --listen 127.0.0.1:7070
     """
-    configure_logging(server.log_level)
+    configure_logging(server.log_level, server.log_format)
     verify = os.environ.get("QUIRE_VERIFY") == "1"
-    sys.exit(run(lambda signals: serve(server, signals, policy=eviction_policy, verify=verify)))
+    settings = partial(serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, verify=verify)
+    sys.exit(run(lambda signals: settings(server, signals)))
 
 
 if __name__ == "__main__":

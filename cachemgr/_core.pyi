@@ -101,7 +101,45 @@ class SequenceView:
     @property
     def sampled_position(self) -> int: ...
     @property
+    def num_blocks(self) -> int: ...
+    @property
     def block_table(self) -> list[int]: ...
+
+@final
+class Explanation:
+    """Why a prefix is not found.
+
+    `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant".
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks of the tokens."""
+
+    @property
+    def num_found(self) -> int:
+        """Of which so many leading ones are found."""
+
+    @property
+    def missing(self) -> bytes | None:
+        """Prefix hash of the first that is not."""
+
+    @property
+    def reason(self) -> str: ...
+    @property
+    def lost_at(self) -> float | None:
+        """When it was evicted or dropped, by the clock of `plan` and `reset_prefix_cache`."""
+
+    @property
+    def evicted_by(self) -> tuple[str, str] | None:
+        """Whose allocation it made room for: the tenant, and the first 8 characters of the lease's id."""
+
+    @property
+    def num_stranded(self) -> int:
+        """Blocks behind the missing one that are there."""
+
+    @property
+    def other_tenant(self) -> str | None: ...
 
 @final
 class StepView:
@@ -151,7 +189,8 @@ class Books:
         extend_token_counts: bytes,
         appends: list[bytes] | None,
     ) -> StepPlan:
-        """Plans the lease's next step at a time, in seconds. The extends are those of the arguments, each of another sequence.
+        """Plans the lease's next step at a time, in seconds. The extends are those of the arguments, each of another
+        sequence.
 
         Raises CallRefused (TOO_MANY_STEPS, INVALID_ARGUMENT).
         """
@@ -175,6 +214,9 @@ class Books:
     def sequence_ids(self, lease_id: str) -> list[int]:
         """As they were admitted."""
 
+    def sequences_from(self, lease_id: str, first: int, most: int) -> list[SequenceView]:
+        """By id, from `first` on."""
+
     def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None: ...
     def tokens(self, lease_id: str, seq_id: int) -> bytes | None: ...
     def num_cached_tokens(self, tokens: bytes, salt: bytes, tenant: str) -> int: ...
@@ -184,7 +226,23 @@ class Books:
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash."""
 
-    def reset_prefix_cache(self, first: int, end: int) -> int: ...
+    def list_blocks(
+        self, first: int, most: int, *, state: str | None, tenant: str | None, lease_id: str | None
+    ) -> tuple[bytes, int | None]:
+        """Serialised blocks of a ListBlocksResponse from `first` on, and where the next page begins."""
+
+    def snapshot(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int | None]:
+        """The same of the blocks that are not free, as events of a WatchBlocksResponse."""
+
+    def changes(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int] | None:
+        """Serialised events: what changed from number `first` on, and the number to go on from; None after a gap."""
+
+    def num_changes(self) -> int: ...
+    def num_changes_kept(self) -> int: ...
+    def begin_reading(self) -> None: ...
+    def end_reading(self) -> None: ...
+    def explain(self, tokens: bytes, salt: bytes, tenant: str, *, with_other_tenants: bool) -> Explanation: ...
+    def reset_prefix_cache(self, first: int, end: int, now: float) -> int: ...
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
 

@@ -6,10 +6,14 @@ or a stranger (an epoch with a history that this cachemgr does not have), which 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
 from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.leases import Lease
 from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger
 
 
@@ -46,6 +50,7 @@ class Catalog:
         self._verify = verify
         self._pools: dict[str, AttachedPool] = {}
         self._pool_of_lease: dict[str, str] = {}
+        self._listeners: dict[str, set[Callable[[], None]]] = {}
 
     def pools(self) -> list[AttachedPool]:
         """All pools, by name."""
@@ -71,6 +76,15 @@ class Catalog:
         name = self._pool_of_lease.get(lease_id)
         return None if name is None else self._pools[name].ledger.tenant_of(lease_id)
 
+    def leases_after(self, key: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[str, Lease]]:
+        """Leases of these pools behind a page key, by theirs. They must not change meanwhile."""
+        ordered = heapq.merge(*(ledger.leases_from(key) for ledger in ledgers), key=itemgetter(0))
+        return ((each, lease) for each, lease in ordered if each > key)
+
+    def listeners(self, pool: str) -> set[Callable[[], None]]:
+        """Whom to call when anything of the pool of this name has changed, its epoch included; to be added to."""
+        return self._listeners.setdefault(pool, set())
+
     def register(self, registration: Registration, *, signing_key: bytes) -> AttachedPool | None:
         """Attaches a pool; None if its worker has to begin a new epoch first.
 
@@ -94,7 +108,12 @@ class Catalog:
     def _begin(self, registration: Registration, signing_key: bytes, known: AttachedPool | None) -> AttachedPool:
         """Books for a new epoch. Open leases of the pool go on without their sequences."""
         ledger = Ledger(
-            registration.pool, registration.epoch, registration.geometry, policy=self._policy, verify=self._verify
+            registration.pool,
+            registration.epoch,
+            registration.geometry,
+            policy=self._policy,
+            verify=self._verify,
+            listeners=self.listeners(registration.pool),
         )
         pool = AttachedPool(ledger, signing_key, registration.worker_address)
         self._pools[registration.pool] = pool
@@ -103,6 +122,8 @@ class Catalog:
                 ledger.adopt_lease(lease)
             else:
                 self._pool_of_lease.pop(lease.lease_id, None)
+        for tell in self.listeners(registration.pool):
+            tell()
         return pool
 
     def _refuse_if_superseded(self, registration: Registration) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import sha256
 
 from quire.cachemgr._core import StepPlan
 from quire.cachemgr.errors import CallRefused, Reason, refuse
 
+PAGE_KEY = "[0-9a-f]{24}"
+"""The form of what orders leases in lists."""
 REMEMBERED_PLANS = 8
 """Answers kept per lease for a repeated request_id."""
+SPARE_ENTRIES = 256
 
 
 class LeaseState(Enum):
@@ -59,14 +65,55 @@ class Lease:
                 self.answers.popitem(last=False)
 
 
-class ExpiryQueue:
-    """Which leases have run out. Renewals cost nothing here: an entry that is early is put back when it comes up."""
+def page_key(lease_id: str) -> str:
+    """Orders leases in lists without giving their ids away, which are capabilities; a PAGE_KEY."""
+    return sha256(lease_id.encode()).hexdigest()[:24]
+
+
+class LeaseOrder:
+    """Leases by their page keys, so that a page of a list costs no more than its leases."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, str]] = []
+        self._keys: list[str] = []
+        self._leases: dict[str, Lease] = {}
 
     def add(self, lease: Lease) -> None:
-        heapq.heappush(self._entries, (lease.expires_at, lease.lease_id))
+        key = page_key(lease.lease_id)
+        bisect.insort(self._keys, key)
+        self._leases[key] = lease
+
+    def remove(self, lease_id: str) -> None:
+        key = page_key(lease_id)
+        del self._keys[bisect.bisect_left(self._keys, key)]
+        del self._leases[key]
+
+    def starting(self, key: str) -> Iterator[tuple[str, Lease]]:
+        """Leases from this key on, with their keys. They must not change meanwhile."""
+        for index in range(bisect.bisect_left(self._keys, key), len(self._keys)):
+            yield self._keys[index], self._leases[self._keys[index]]
+
+
+class ExpiryQueue:
+    """Which leases have run out. Renewals cost nothing here: an entry that is early is put back when it comes up.
+
+    The end of a lease costs nothing either. Its entry stays until it comes up, or until there are twice as many entries
+    as there were open leases at the last look, SPARE_ENTRIES at least; then all of them are looked through.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, str, Lease]] = []
+        self._limit = SPARE_ENTRIES
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, lease: Lease) -> None:
+        """Cost: O(log n), on average over many."""
+        if len(self._entries) >= self._limit:
+            self._entries = [entry for entry in self._entries if entry[2].state is LeaseState.OPEN]
+            heapq.heapify(self._entries)
+            self._limit = max(SPARE_ENTRIES, 2 * len(self._entries))
+        heapq.heappush(self._entries, (lease.expires_at, lease.lease_id, lease))
 
     def next_expiry(self) -> float | None:
         """No lease runs out before this; None if there is none."""
@@ -76,7 +123,7 @@ class ExpiryQueue:
         """The open leases among `leases` whose time is over. Cost: O(log n) per entry that has come up."""
         expired = []
         while self._entries and self._entries[0][0] <= now:
-            _, lease_id = heapq.heappop(self._entries)
+            _, lease_id, _ = heapq.heappop(self._entries)
             lease = leases.get(lease_id)
             if lease is None or lease.state is not LeaseState.OPEN:
                 continue

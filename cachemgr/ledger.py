@@ -9,7 +9,8 @@ Single writer, no I/O, no clock: every method is atomic, and time comes in as `n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -17,11 +18,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.cachemgr._core import POLICIES, Books, SequenceView, StepPlan, StepView
+from quire.cachemgr._core import POLICIES, Books, Explanation, SequenceView, StepPlan, StepView
 from quire.cachemgr.blocks import BlockCounts, BlockState
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import ExpiryQueue, Lease, LeaseState
+from quire.cachemgr.leases import ExpiryQueue, Lease, LeaseOrder, LeaseState, page_key
 from quire.cachemgr.plans import StepRequest
 
 ID_BYTES = 4
@@ -69,6 +70,8 @@ class LedgerStatistics:
     admissions: int
     admitted_tokens: int
     cached_tokens: int
+    recomputed_tokens: int
+    """Tokens of admissions that were cached before, and evicted."""
     forks: int
     copied_blocks: int
     expired_leases: int
@@ -79,12 +82,21 @@ class Ledger:
     """Books of one pool, from the attachment of an epoch to its end."""
 
     def __init__(
-        self, pool: str, epoch: int, geometry: Geometry, *, policy: str = DEFAULT_POLICY, verify: bool = False
+        self,
+        pool: str,
+        epoch: int,
+        geometry: Geometry,
+        *,
+        policy: str = DEFAULT_POLICY,
+        verify: bool = False,
+        listeners: AbstractSet[Callable[[], None]] = frozenset(),
     ) -> None:
+        """`listeners` are called after every change of the books."""
         self.pool = pool
         self.epoch = epoch
         self.geometry = geometry
         self._verify = verify
+        self._listeners = listeners
         self._books = Books(
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
@@ -95,6 +107,7 @@ class Ledger:
             policy=policy,
         )
         self._leases: dict[str, Lease] = {}
+        self._lease_order = LeaseOrder()
         self._expiry = ExpiryQueue()
         self._num_expired = 0
         self._refusals: Counter[Reason] = Counter()
@@ -112,6 +125,7 @@ class Ledger:
         lease.start_anew()
         self._books.open_lease(lease.lease_id, lease.tenant)
         self._leases[lease.lease_id] = lease
+        self._lease_order.add(lease)
         self._expiry.add(lease)
 
     def lease(self, lease_id: str) -> Lease:
@@ -135,6 +149,13 @@ class Ledger:
         """All leases, those being fenced included, by id."""
         return [self._leases[lease_id] for lease_id in sorted(self._leases)]
 
+    def leases_from(self, key: str, *, only: str = "") -> Iterator[tuple[str, Lease]]:
+        """Leases with their page keys, by these, from one on; of `only` that id. They must not change meanwhile."""
+        if not only:
+            yield from self._lease_order.starting(key)
+        elif only in self._leases and page_key(only) >= key:
+            yield page_key(only), self._leases[only]
+
     def end_lease(self, lease_id: str) -> bool:
         """Stops a lease; its blocks come back with `lease_fenced`. False if it is not open."""
         if not self.is_open(lease_id):
@@ -157,8 +178,9 @@ class Ledger:
     def lease_fenced(self, lease_id: str) -> None:
         """The worker will not touch the lease's blocks any more: all of them come back. No effect if it is gone."""
         if self._leases.pop(lease_id, None) is not None:
+            self._lease_order.remove(lease_id)
             self._books.close_lease(lease_id)
-            self._check()
+            self._changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +213,7 @@ class Ledger:
         if plan.has_refusals:
             self._refusals.update(refused.refusal.reason for refused in plan.refusals)
         lease.remember(request_id, digest, plan)
-        self._check()
+        self._changed()
         return plan
 
     def settle(
@@ -220,7 +242,7 @@ class Ledger:
             sampled_ids=as_bytes(sampled_ids),
             sampled_tokens=as_bytes(sampled_tokens),
         )
-        self._check()
+        self._changed()
 
     def _require_epoch(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -251,6 +273,10 @@ class Ledger:
         """The same with what is known of them."""
         return [self.view(lease_id, seq_id) for seq_id in self.sequence_ids(lease_id)]
 
+    def sequences_from(self, lease_id: str, first: int, most: int) -> list[SequenceView]:
+        """The first `most` of a lease's sequences with ids from `first` on, by id. Cost: O(the lease's sequences)."""
+        return self._books.sequences_from(lease_id, first, most)
+
     def view(self, lease_id: str, seq_id: int) -> SequenceView:
         """A sequence of a lease, one being fenced included. Raises KeyError if there is none."""
         view = self._books.sequence(lease_id, seq_id)
@@ -274,14 +300,58 @@ class Ledger:
         state, ref_count, pin_count, prefix_hash = self._books.block(block_id)
         return BlockState(state), ref_count, pin_count, prefix_hash
 
+    def list_blocks(
+        self, first: int, most: int, *, state: BlockState | None, tenant: str | None, lease_id: str
+    ) -> tuple[bytes, int | None]:
+        """A page of at most `most` blocks from `first` on, by id, and where the next one begins; None at the end.
+
+        The blocks are those of a ListBlocksResponse, serialised. Fewer than `most` come with a next page where those
+        that are listed are rare. Filters: a state, a tenant (whose no free block is), the tables of a lease; None and
+        an empty lease_id let everything through. Cost: O(page + 65,536), and of a lease its table entries.
+        """
+        first = min(first, self.geometry.num_blocks)
+        return self._books.list_blocks(
+            first, most, state=None if state is None else state.value, tenant=tenant, lease_id=lease_id or None
+        )
+
+    def snapshot(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int | None]:
+        """The same of all blocks that are not free, as events of a WatchBlocksResponse."""
+        return self._books.snapshot(first, most, tenant=tenant, with_content=with_content)
+
+    def changes(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int] | None:
+        """What changed from number `first` on, of at most `most` blocks, and the number to go on from.
+
+        Events of a WatchBlocksResponse, serialised: the blocks as they are now; to a tenant, those that are not its own
+        any more are free. None if what came next is not known any more: `num_changes_kept` changes are.
+        """
+        return self._books.changes(first, most, tenant=tenant, with_content=with_content)
+
+    def num_changes(self) -> int:
+        """Changes of blocks in this epoch."""
+        return self._books.num_changes()
+
+    def num_changes_kept(self) -> int:
+        return self._books.num_changes_kept()
+
+    def begin_reading(self) -> None:
+        """Somebody reads what is in blocks: it is kept of those that are published, until as many `end_reading`."""
+        self._books.begin_reading()
+
+    def end_reading(self) -> None:
+        self._books.end_reading()
+
+    def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
+        """Why an admission would not find more in the cache; takes nothing. Cost: about that of a lookup."""
+        return self._books.explain(tokens, salt, tenant, with_other_tenants=with_other_tenants)
+
     def parked_blocks(self) -> list[int]:
         """The cached blocks as the eviction policy keeps them."""
         return self._books.parked_blocks()
 
-    def reset_prefix_cache(self, first: int = 0, end: int | None = None) -> int:
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
         """Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were."""
-        dropped = self._books.reset_prefix_cache(first, self.geometry.num_blocks if end is None else end)
-        self._check()
+        dropped = self._books.reset_prefix_cache(first, self.geometry.num_blocks if end is None else end, now)
+        self._changed()
         return dropped
 
     def statistics(self) -> LedgerStatistics:
@@ -315,9 +385,11 @@ class Ledger:
         for violation in self.violations():
             raise BrokenInvariant(violation)
 
-    def _check(self) -> None:
+    def _changed(self) -> None:
         if self._verify:
             self.check_invariants()
+        for tell in self._listeners:
+            tell()
 
 
 def appends_in_order(request: StepRequest, extend_ids: bytes) -> list[bytes]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr import statuses
-from quire.cachemgr._core import SequenceView, StepPlan
+from quire.cachemgr._core import Explanation, SequenceView, StepPlan
 from quire.cachemgr.blocks import BlockCounts, BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Refusal, invalid
@@ -22,6 +22,8 @@ from quire.serving.errors import to_message
 
 MAX_REQUEST_ID_BYTES = 64
 MAX_SALT_BYTES = 64
+MAX_PLAN_ITEMS = 65_536
+"""Of each kind in one plan."""
 MAX_POOL_NAME_LENGTH = 128
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
@@ -41,6 +43,15 @@ BLOCK_STATES = {
 LEASE_STATES = {
     LeaseState.OPEN: cache_service_pb2.LEASE_STATE_OPEN,
     LeaseState.FENCING: cache_service_pb2.LEASE_STATE_FENCING,
+}
+MISS_REASONS = {
+    "none": cache_service_pb2.MISS_REASON_NONE,
+    "never_computed": cache_service_pb2.MISS_REASON_NEVER_COMPUTED,
+    "evicted": cache_service_pb2.MISS_REASON_EVICTED,
+    "reset": cache_service_pb2.MISS_REASON_RESET,
+    "being_computed": cache_service_pb2.MISS_REASON_BEING_COMPUTED,
+    "other_salt": cache_service_pb2.MISS_REASON_OTHER_SALT,
+    "other_tenant": cache_service_pb2.MISS_REASON_OTHER_TENANT,
 }
 OUTCOMES: dict[int, StepOutcome] = {
     attach_pb2.STEP_OUTCOME_COMPUTED: StepOutcome.COMPUTED,
@@ -65,6 +76,7 @@ def digest_of(request: cache_service_pb2.PlanStepRequest) -> bytes:
 def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     """Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together and values out of range."""
     check_request_id(request.request_id)
+    check_plan_size(request)
     require_parallel("trim_token_counts", request.trim_token_counts, "trim_sequence_ids", request.trim_sequence_ids)
     require_not_negative("admission_token_budget", request.admission_token_budget)
     require_not_negative("admission_reserve_block_count", request.admission_reserve_block_count)
@@ -81,6 +93,21 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
         admission_token_budget=request.admission_token_budget,
         admission_reserve=request.admission_reserve_block_count,
     )
+
+
+def check_plan_size(request: cache_service_pb2.PlanStepRequest) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if there are more than MAX_PLAN_ITEMS of a kind."""
+    sizes = (
+        ("release_sequence_ids", len(request.release_sequence_ids)),
+        ("return_hints", len(request.return_hints)),
+        ("trim_sequence_ids", len(request.trim_sequence_ids)),
+        ("forks.child_sequence_ids", sum(len(fork.child_sequence_ids) for fork in request.forks)),
+        ("extends.sequence_ids", len(request.extends.sequence_ids)),
+        ("admissions", len(request.admissions)),
+    )
+    for name, size in sizes:
+        if size > MAX_PLAN_ITEMS:
+            raise CallRefused(invalid(name, f"{size} entries", f"at most {MAX_PLAN_ITEMS} entries"))
 
 
 def decode_fork(fork: cache_service_pb2.Fork) -> Fork:
@@ -261,8 +288,27 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         scheduled_token_count=sequence.num_scheduled,
         cached_token_count=sequence.num_cached,
         block_ids=sequence.block_table if with_blocks else (),
-        block_count=len(sequence.block_table),
+        block_count=sequence.num_blocks,
     )
+
+
+def encode_explanation(
+    explanation: Explanation, num_tokens: int, block_size: int, *, offset_s: float
+) -> cache_service_pb2.ExplainPrefixResponse:
+    """Without the pool and without who evicted it, which is not for everybody. `offset_s` makes wall clock times."""
+    num_usable = (num_tokens - 1) // block_size  # at least one token is left to compute
+    response = cache_service_pb2.ExplainPrefixResponse(
+        cached_token_count=min(explanation.num_found, num_usable) * block_size,
+        block_count=explanation.num_blocks,
+        missing_block_index=explanation.num_found,
+        missing_prefix_hash=explanation.missing or b"",
+        reason=MISS_REASONS[explanation.reason],
+        stranded_block_count=explanation.num_stranded,
+        other_tenant=explanation.other_tenant or "",
+    )
+    if explanation.lost_at is not None:
+        response.lost_time.FromNanoseconds(int((explanation.lost_at + offset_s) * 1e9))
+    return response
 
 
 def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache_service_pb2.PoolStatistics:
@@ -289,10 +335,31 @@ def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache
         published_block_count=statistics.num_published,
         refusal_counts={reason.value: count for reason, count in statistics.refusals.items()},
         expired_lease_count=statistics.expired_leases,
+        recomputed_token_count=statistics.recomputed_tokens,
     )
 
 
 # -- form ---------------------------------------------------------------------------------------------------------
+
+
+def decode_block_state(name: str, value: int) -> BlockState | None:
+    """A filter; None lets everything through. Raises CallRefused (INVALID_ARGUMENT)."""
+    if value == cache_service_pb2.BLOCK_STATE_UNSPECIFIED:
+        return None
+    for state, number in BLOCK_STATES.items():
+        if number == value:
+            return state
+    raise CallRefused(invalid(name, value, "a BlockState"))
+
+
+def decode_lease_state(name: str, value: int) -> LeaseState | None:
+    """A filter; None lets everything through. Raises CallRefused (INVALID_ARGUMENT)."""
+    if value == cache_service_pb2.LEASE_STATE_UNSPECIFIED:
+        return None
+    for state, number in LEASE_STATES.items():
+        if number == value:
+            return state
+    raise CallRefused(invalid(name, value, "a LeaseState"))
 
 
 def check_request_id(request_id: str) -> None:

@@ -1,52 +1,110 @@
-"""Prometheus metrics, read from statistics at the moment they are asked for."""
+"""Prometheus metrics, read from statistics at the moment they are asked for. docs/operations.md lists them all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.leases import LeaseState
 from quire.cachemgr.ledger import LedgerStatistics
+from quire.cachemgr.servicer import ServicerStatistics
+from quire.serving.interceptor import CallStatistics
 
-COUNTERS = {
-    "quire_cache_steps_planned": "Steps planned.",
-    "quire_cache_admissions": "Sequences admitted.",
-    "quire_cache_prompt_tokens": "Tokens of admitted prompts.",
-    "quire_cache_prefix_hit_tokens": "Tokens of admitted prompts that were found in the prefix cache.",
-    "quire_cache_forks": "Sequences made by forks.",
-    "quire_cache_blocks_copied": "Blocks copied because a shared or published one was to be written.",
-    "quire_cache_blocks_allocated": "Blocks handed out.",
-    "quire_cache_blocks_evicted": "Blocks that lost their content to make room.",
-    "quire_cache_leases_expired": "Leases that ended by expiry.",
+Statistics = dict[str, LedgerStatistics]
+"""By pool."""
+
+COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
+    "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_steps),
+    "quire_cache_admissions": ("Sequences admitted.", lambda pool: pool.admissions),
+    "quire_cache_prompt_tokens": (
+        "Tokens of admitted prompts, which were looked up in the prefix cache.",
+        lambda pool: pool.admitted_tokens,
+    ),
+    "quire_cache_prefix_hit_tokens": (
+        "Tokens of admitted prompts that were found in the prefix cache.",
+        lambda pool: pool.cached_tokens,
+    ),
+    "quire_cache_recomputed_tokens": (
+        "Tokens of admissions that had been computed before: their blocks were evicted.",
+        lambda pool: pool.recomputed_tokens,
+    ),
+    "quire_cache_forks": ("Sequences made by forks.", lambda pool: pool.forks),
+    "quire_cache_blocks_copied": (
+        "Blocks copied because a shared or published one was to be written.",
+        lambda pool: pool.copied_blocks,
+    ),
+    "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.num_allocated),
+    "quire_cache_blocks_evicted": ("Blocks that lost their content to make room.", lambda pool: pool.num_evicted),
+    "quire_cache_blocks_published": (
+        "Blocks that could be found by content for the first time.",
+        lambda pool: pool.num_published,
+    ),
+    "quire_cache_leases_expired": ("Leases that ended by expiry.", lambda pool: pool.expired_leases),
+}
+GAUGES: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
+    "quire_sequences": ("Sequences that hold blocks.", lambda pool: pool.num_sequences),
+    "quire_kv_held_tokens": ("Tokens in blocks that are held.", lambda pool: pool.num_held_tokens),
+    "quire_kv_shared_blocks": ("Blocks that two or more sequences hold.", lambda pool: pool.num_shared_blocks),
 }
 
 
-def counter_values(statistics: LedgerStatistics) -> list[int]:
-    """In the order of COUNTERS."""
-    return [
-        statistics.planned_steps,
-        statistics.admissions,
-        statistics.admitted_tokens,
-        statistics.cached_tokens,
-        statistics.forks,
-        statistics.copied_blocks,
-        statistics.num_allocated,
-        statistics.num_evicted,
-        statistics.expired_leases,
-    ]
+def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallStatistics) -> Iterator[Metric]:
+    """All metrics: of each pool, labelled by its name, and of the process. Counters of pools start anew with an epoch.
 
-
-def metric_families(catalog: Catalog) -> Iterator[Metric]:
-    """All metrics of all pools, labelled by pool. Counters start anew with a pool's epoch."""
+    Cost: O(pools + leases + sequences).
+    """
     statistics = {pool.ledger.pool: pool.ledger.statistics() for pool in catalog.pools()}
-    yield from gauges(catalog, statistics)
-    for index, (name, text) in enumerate(COUNTERS.items()):
-        family = CounterMetricFamily(name, text, labels=["pool"])
+    yield from pool_families(catalog.pools())
+    yield from block_families(statistics)
+    for name, (text, value_of) in GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=["pool"])
         for pool, values in statistics.items():
-            family.add_metric([pool], counter_values(values)[index])
-        yield family
+            gauge.add_metric([pool], value_of(values))
+        yield gauge
+    for name, (text, value_of) in COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=["pool"])
+        for pool, values in statistics.items():
+            counter.add_metric([pool], value_of(values))
+        yield counter
+    yield from outcome_families(statistics)
+    yield from process_families(catalog.term, servicer, calls)
+
+
+def pool_families(pools: list[AttachedPool]) -> Iterator[Metric]:
+    """What each pool is made of, its leases and their steps."""
+    info = InfoMetricFamily("quire_pool", "What the pool is made of.", labels=["pool"])
+    attached = GaugeMetricFamily("quire_pool_attached", "Whether the pool's worker is attached.", labels=["pool"])
+    leases = GaugeMetricFamily("quire_leases", "Leases by state.", labels=["pool", "state"])
+    in_flight = GaugeMetricFamily("quire_cache_steps_in_flight", "Steps planned and not reported.", labels=["pool"])
+    for pool in pools:
+        ledger, geometry = pool.ledger, pool.ledger.geometry
+        sizes = {"block_size_tokens": str(geometry.block_size), "block_bytes": str(geometry.block_bytes)}
+        info.add_metric([ledger.pool], {"model": geometry.model, **sizes})
+        attached.add_metric([ledger.pool], int(pool.is_attached))
+        present = ledger.leases()
+        states = Counter(lease.state for lease in present)
+        for state in LeaseState:
+            leases.add_metric([ledger.pool, state.value], states[state])
+        num_in_flight = sum(ledger.holdings(lease.lease_id).num_in_flight for lease in present)
+        in_flight.add_metric([ledger.pool], num_in_flight)
+    yield from (info, attached, leases, in_flight)
+
+
+def block_families(statistics: Statistics) -> Iterator[Metric]:
+    """Blocks by state."""
+    blocks = GaugeMetricFamily("quire_kv_blocks", "Blocks by state.", labels=["pool", "state"])
+    for pool, values in statistics.items():
+        for state in ("free", "cached", "active", "retired"):
+            blocks.add_metric([pool, state], getattr(values.counts, state))
+    yield blocks
+
+
+def outcome_families(statistics: Statistics) -> Iterator[Metric]:
+    """What became of steps and items."""
     ended = CounterMetricFamily("quire_cache_steps_ended", "Steps reported.", labels=["pool", "outcome"])
     refused = CounterMetricFamily("quire_cache_refusals", "Items of plans refused.", labels=["pool", "reason"])
     for pool, values in statistics.items():
@@ -55,25 +113,26 @@ def metric_families(catalog: Catalog) -> Iterator[Metric]:
         ended.add_metric([pool, "skipped"], values.skipped_steps)
         for reason, count in values.refusals.items():
             refused.add_metric([pool, reason.value], count)
-    yield ended
+    yield from (ended, refused)
+
+
+def process_families(term: int, servicer: ServicerStatistics, calls: CallStatistics) -> Iterator[Metric]:
+    """What is not about one pool."""
+    yield GaugeMetricFamily("quire_cache_term", "This cachemgr's incarnation.", value=term)
+    yield GaugeMetricFamily("quire_cache_open_calls", "Calls that are open, streams included.", value=calls.num_open)
+    yield GaugeMetricFamily(
+        "quire_cache_waiting_admissions",
+        "Plans with admissions that wait for their turn.",
+        value=servicer.num_waiting_admissions,
+    )
+    yield GaugeMetricFamily("quire_cache_watches", "WatchBlocks streams that are open.", value=servicer.num_watches)
+    refused = CounterMetricFamily(
+        "quire_cache_calls_refused",
+        "Calls, and plans on streams, that were refused as a whole.",
+        labels=["method", "reason"],
+    )
+    counts = Counter({(method.rpartition("/")[2], reason): count for (method, reason), count in calls.refused.items()})
+    counts.update({("PlanSteps", reason.value): count for reason, count in servicer.refused_plans.items()})
+    for (method, reason), count in sorted(counts.items()):
+        refused.add_metric([method, reason], count)
     yield refused
-
-
-def gauges(catalog: Catalog, statistics: dict[str, LedgerStatistics]) -> Iterator[Metric]:
-    """The present state of each pool."""
-    attached = GaugeMetricFamily("quire_pool_attached", "Whether the pool's worker is attached.", labels=["pool"])
-    for pool in catalog.pools():
-        attached.add_metric([pool.ledger.pool], int(pool.is_attached))
-    yield attached
-    blocks = GaugeMetricFamily("quire_kv_blocks", "Blocks by state.", labels=["pool", "state"])
-    leases = GaugeMetricFamily("quire_leases", "Leases, those being fenced included.", labels=["pool"])
-    sequences = GaugeMetricFamily("quire_sequences", "Sequences that hold blocks.", labels=["pool"])
-    tokens = GaugeMetricFamily("quire_kv_held_tokens", "Tokens in blocks that are held.", labels=["pool"])
-    for name, values in statistics.items():
-        counts = values.counts
-        for state in ("free", "cached", "active", "retired"):
-            blocks.add_metric([name, state], getattr(counts, state))
-        leases.add_metric([name], values.num_leases)
-        sequences.add_metric([name], values.num_sequences)
-        tokens.add_metric([name], values.num_held_tokens)
-    yield from (blocks, leases, sequences, tokens)

@@ -15,9 +15,9 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}{method}": roles
     for methods, roles in (
         (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
-        (("LookupPrefix", "GetPool", "ListPools"), CLIENT | OPERATOR),
+        (("LookupPrefix", "ExplainPrefix", "GetPool", "ListPools"), CLIENT | OPERATOR),
         # Of these a client sees its own tenant's, an operator everybody's.
-        (("GetSequence", "ListLeases", "ListSequences", "ListBlocks"), CLIENT | OPERATOR),
+        (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
         (("GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
     )

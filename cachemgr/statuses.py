@@ -1,11 +1,11 @@
-"""The one table from domain errors to gRPC statuses."""
+"""The one table from domain errors to gRPC statuses, and when asking again may help."""
 
 from __future__ import annotations
 
 from grpc import StatusCode
 
 from quire.cachemgr.errors import Reason, Refusal
-from quire.serving.errors import ErrorStatus
+from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus
 
 DOMAIN = "cache.quire.dev"
 
@@ -19,8 +19,10 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.POOL_NOT_FOUND: StatusCode.NOT_FOUND,
     Reason.LEASE_NOT_FOUND: StatusCode.NOT_FOUND,
     Reason.SEQUENCE_NOT_FOUND: StatusCode.NOT_FOUND,
+    Reason.PREFIX_NOT_CACHED: StatusCode.NOT_FOUND,
     Reason.SEQUENCE_EXISTS: StatusCode.ALREADY_EXISTS,
     Reason.EPOCH_CHANGED: StatusCode.ABORTED,
+    Reason.CURSOR_EXPIRED: StatusCode.ABORTED,
     Reason.NOTHING_TO_COMPUTE: StatusCode.FAILED_PRECONDITION,
     Reason.POOL_ALREADY_ATTACHED: StatusCode.FAILED_PRECONDITION,
     Reason.TERM_SUPERSEDED: StatusCode.FAILED_PRECONDITION,
@@ -28,6 +30,10 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.TOO_MANY_SEQUENCES: StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOO_MANY_STEPS: StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOKEN_BUDGET_SPENT: StatusCode.RESOURCE_EXHAUSTED,
+    Reason.QUOTA_EXCEEDED: StatusCode.RESOURCE_EXHAUSTED,
+    Reason.PIN_BUDGET_SPENT: StatusCode.RESOURCE_EXHAUSTED,
+    Reason.TOO_MANY_LEASES: StatusCode.RESOURCE_EXHAUSTED,
+    Reason.OVERLOADED: StatusCode.RESOURCE_EXHAUSTED,
     Reason.POOL_DETACHED: StatusCode.UNAVAILABLE,
     Reason.SHUTTING_DOWN: StatusCode.UNAVAILABLE,
     Reason.CREDENTIALS_MISSING: StatusCode.UNAUTHENTICATED,
@@ -35,8 +41,28 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
 }
 
+# In seconds. What is not here does not get better by waiting: the caller has to change something first, which for
+# PIN_BUDGET_SPENT is to unpin.
+RETRY_DELAYS_S: dict[Reason, float] = {
+    # A step or two later: blocks and rows of sequences come back as steps end, outcomes as they are reported.
+    Reason.OUT_OF_BLOCKS: 0.02,
+    Reason.TOO_MANY_SEQUENCES: 0.02,
+    Reason.TOO_MANY_STEPS: 0.02,
+    # The next plan has a budget of its own.
+    Reason.TOKEN_BUDGET_SPENT: 0.0,
+    # Only sequences of the same tenant that end make room.
+    Reason.QUOTA_EXCEEDED: 0.1,
+    # Longer than what waits takes to be answered: a full line is gone after tens of milliseconds.
+    Reason.OVERLOADED: 0.1,
+    # The shortest life of a lease that nobody renews.
+    Reason.TOO_MANY_LEASES: 1.0,
+    Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,
+    Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,
+}
+
 
 def to_error_status(refusal: Refusal) -> ErrorStatus:
     """A refusal as the servers send it."""
     code = STATUS_CODES[refusal.reason]
-    return ErrorStatus(code, refusal.reason.value, refusal.message, DOMAIN, refusal.metadata)
+    delay_s = RETRY_DELAYS_S.get(refusal.reason)
+    return ErrorStatus(code, refusal.reason.value, refusal.message, DOMAIN, refusal.metadata, delay_s)

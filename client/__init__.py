@@ -6,6 +6,7 @@ from quire.client.engine import Engine, EngineConfig, EngineStatistics
 from quire.client.errors import (
     AccessDenied,
     CredentialsUnusable,
+    CursorExpired,
     EngineStopped,
     EpochChanged,
     InvalidRequest,
@@ -33,6 +34,7 @@ __all__ = [
     "Completion",
     "Credentials",
     "CredentialsUnusable",
+    "CursorExpired",
     "Engine",
     "EngineConfig",
     "EngineStatistics",

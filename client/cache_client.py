@@ -57,7 +57,7 @@ class CacheClient:
         )
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
-        """See CacheService.CreateLease. Repeated under one request_id. Raises NotFound, Unavailable."""
+        """See CacheService.CreateLease. Repeated under one request_id. Raises NotFound, OutOfRoom, Unavailable."""
         ttl = duration_pb2.Duration()
         ttl.FromMilliseconds(round(ttl_s * 1000))
         request = pb.CreateLeaseRequest(pool=pool, ttl=ttl, request_id=uuid.uuid4().hex)
@@ -76,7 +76,7 @@ class CacheClient:
     async def plan(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """See CacheService.PlanStep; goes over the stream. Repeated after a break if it has a request_id.
 
-        Raises LeaseLost, EpochChanged, OutOfRoom (TOO_MANY_STEPS), Unavailable.
+        Raises LeaseLost, EpochChanged, OutOfRoom (TOO_MANY_STEPS, OVERLOADED), Unavailable.
         """
         message = pb.PlanStepsRequest(plan=request)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import error_pb2
@@ -44,9 +45,11 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
 def decode_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
     """The exception for a call that failed: by the ErrorInfo of its status, else by its code."""
     message = error.details() or error.code().name
-    info = _error_info(error)
+    details = _details(error)
+    info, retry = _unpacked(details, error_details_pb2.ErrorInfo), _unpacked(details, error_details_pb2.RetryInfo)
     if info is not None:
-        return error_of_reason(info.reason, message, dict(info.metadata))
+        retry_after_s = None if retry is None else _seconds(retry.retry_delay)
+        return error_of_reason(info.reason, message, dict(info.metadata), retry_after_s=retry_after_s)
     if error.code() in _UNAVAILABLE_CODES:
         return Unavailable(message, reason=error.code().name)
     return QuireError(message, reason=error.code().name)
@@ -54,18 +57,31 @@ def decode_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
 
 def decode_error(error: error_pb2.Error) -> QuireError:
     """The exception for an Error inside an answer."""
-    return error_of_reason(error.reason, error.message, dict(error.metadata))
+    retry_after_s = _seconds(error.retry_delay) if error.HasField("retry_delay") else None
+    return error_of_reason(error.reason, error.message, dict(error.metadata), retry_after_s=retry_after_s)
 
 
-def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+    """What the status has beside code and text."""
     for key, value in error.trailing_metadata():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            info = error_details_pb2.ErrorInfo()
             with contextlib.suppress(ValueError):  # DecodeError is one: not a Status, so no details
-                for detail in status_pb2.Status.FromString(value).details:
-                    if detail.Unpack(info):
-                        return info
+                return list(status_pb2.Status.FromString(value).details)
+    return []
+
+
+def _unpacked(details: list[any_pb2.Any], kind: Callable[[], Any]) -> Any:
+    """The first detail of this type, None if there is none."""
+    for detail in details:
+        message = kind()
+        with contextlib.suppress(ValueError):  # it is of the type by its name, and can't be read
+            if detail.Unpack(message):
+                return message
     return None
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +105,15 @@ ONCE = RetryPolicy(max_attempts=1)
 
 
 async def retried(attempt: Callable[[], Awaitable[Response]], policy: RetryPolicy) -> Response:
-    """The result of the first attempt that does not end in Unavailable; the last one's error if there is none."""
+    """The result of the first attempt that does not end in Unavailable; the last one's error if there is none.
+
+    Waits as long as the policy says, or as the server asked if that is longer.
+    """
     for delay_s in policy.delays_s():
         try:
             return await attempt()
-        except Unavailable:
-            await asyncio.sleep(delay_s)
+        except Unavailable as error:
+            await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
     return await attempt()
 
 

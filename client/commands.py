@@ -5,6 +5,7 @@ command line or value; 130 for Ctrl-C.
 """
 
 import functools
+import importlib.util
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from quire.client.errors import InvalidRequest, QuireError
 DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 
 option = functools.partial(click.option, show_default=True, show_envvar=True)
+# A package of each extra that tells whether it is installed.
+_MARKS = {"client": "rich", "cachemgr": "prometheus_client", "worker": "torch"}
 # Everything a service's own parser should see, help included.
 _PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 _CREDENTIALS = {
@@ -70,6 +73,13 @@ def explain(error: QuireError) -> click.ClickException:
     if error.reason == "UNREACHABLE":
         return click.ClickException(error.message)
     return click.ClickException(f"{error.message} ({error.reason})")
+
+
+def _require(*extras: str) -> None:
+    """Raises click.ClickException if what they install is not there."""
+    lacking = sorted(extra for extra in extras if importlib.util.find_spec(_MARKS[extra]) is None)
+    if lacking:
+        raise click.ClickException(f"this needs more than is installed here: pip install 'quire[{','.join(lacking)}]'")
 
 
 def _known_ports(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -212,6 +222,7 @@ def up(
     for flag, instead in _SET_BY_UP.items():
         if any(given == flag or given.startswith(f"{flag}=") for given in worker_flags):
             raise click.UsageError(f"{flag} can't be passed to the worker: {instead}.")
+    _require("client", "cachemgr", "worker")
     from quire.client.up import run_up
 
     run_up(
@@ -229,6 +240,7 @@ def up(
 @click.pass_context
 def cachemgr(ctx: click.Context) -> None:
     """Run cachemgr; its flags are those of `quire cachemgr --help`."""
+    _require("cachemgr")
     _become("quire.cachemgr", ctx.args)
 
 
@@ -236,6 +248,7 @@ def cachemgr(ctx: click.Context) -> None:
 @click.pass_context
 def worker(ctx: click.Context) -> None:
     """Run a worker; its flags are those of `quire worker --help`."""
+    _require("worker")
     _become("quire.worker", ctx.args)
 
 
@@ -283,6 +296,7 @@ def generate(
       cat question.txt | quire generate - --temperature 0 --max-tokens 200
       quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
     """
+    _require("client")
     from quire.client.generate import Target, run_generate
     from quire.client.sampling import SamplingParams
 
@@ -321,6 +335,7 @@ def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str,
       quire stats --watch --interval 0.2
       quire stats --json | jq '.pools[].statistics.block_counts'
     """
+    _require("client")
     from quire.client.stats import run_stats
 
     run_stats(cachemgr, pool, as_json=as_json, interval_s=interval if watch else None, credentials=credentials)
@@ -393,6 +408,7 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
       quire demo --samples 4 --max-tokens 100
       quire demo --model Qwen/Qwen3-0.6B --num-blocks 513
     """
+    _require("client", "cachemgr", "worker")
     from quire.client.demo import DemoOptions, run_demo
 
     run_demo(DemoOptions(model, prompts, samples, max_tokens, num_blocks, seed))

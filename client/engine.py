@@ -208,7 +208,10 @@ class Engine:
         )
 
     async def __aenter__(self) -> Self:
-        """Take a lease and begin. Raises NotFound, Unavailable; OSError or ValueError for the tokenizer asked for."""
+        """Take a lease and begin.
+
+        Raises NotFound, OutOfRoom, Unavailable; OSError or ValueError for the tokenizer asked for.
+        """
         try:
             session = await self._open_session()
             await self._load_tokenizer(session.model.tokenizer)
@@ -520,11 +523,11 @@ class Engine:
         while self._scheduler.has_work:
             try:
                 session = await self._open_session()
-            except (Unavailable, NotFound, LeaseLost, EpochChanged, AccessDenied) as error:
+            except (Unavailable, NotFound, LeaseLost, EpochChanged, OutOfRoom, AccessDenied) as error:
                 if time.monotonic() > deadline:
                     self._fail_requests(error)
                     return None
-                await asyncio.sleep(next(delays_s))
+                await asyncio.sleep(max(next(delays_s), error.retry_after_s or 0.0))
             else:
                 self._scheduler.reset_all()
                 self._use(session)
@@ -593,6 +596,6 @@ def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:
 
 def _copy_of(error: QuireError) -> QuireError:
     """Each caller raises its own: an exception collects tracebacks."""
-    copy = type(error)(error.message, reason=error.reason, metadata=error.metadata)
+    copy = type(error)(error.message, reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s)
     copy.__cause__ = error.__cause__
     return copy

@@ -2,10 +2,11 @@
 
     QuireError
     ├── InvalidRequest       the request can never succeed as it is; nothing was done
-    ├── NotFound             a pool or a sequence that does not exist
-    ├── OutOfRoom            not now: blocks, sequences or steps are used up
+    ├── NotFound             a pool, a sequence or a cached prefix that does not exist
+    ├── OutOfRoom            not now: blocks, sequences, steps, leases or turns are used up, or the tenant's share
     ├── LeaseLost            the lease ended or was fenced: make a new one, admit again
     ├── EpochChanged         the pool's memory is a new one: go on with `epoch`, admit again
+    ├── CursorExpired        what happened since a cursor is not known any more: watch again without one
     ├── StepRefused          the worker refused a step before it touched anything
     ├── StepFailed           a step was accepted and computed nothing
     ├── AccessDenied         a server does not know who calls, or the method is for others
@@ -26,15 +27,28 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class QuireError(Exception):
-    """Base of all. `reason` is a name of the contract's ErrorReason, or the client's own; `metadata` its numbers."""
+    """Base of all.
+
+    reason         a name of the contract's ErrorReason, or the client's own
+    metadata       its numbers and names
+    retry_after_s  asking again may help, not before this has passed; None: the server does not say so
+    """
 
     default_reason = "UNKNOWN"
 
-    def __init__(self, message: str, *, reason: str = "", metadata: Mapping[str, str] = _NO_METADATA) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] = _NO_METADATA,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
+        self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
@@ -60,13 +74,13 @@ class InvalidRequest(QuireError):
 
 
 class NotFound(QuireError):
-    """A pool or a sequence that does not exist."""
+    """A pool, a sequence or a cached prefix that does not exist."""
 
     default_reason = "NOT_FOUND"
 
 
 class OutOfRoom(QuireError):
-    """Not now: blocks, sequences or steps are used up."""
+    """Not now: blocks, sequences, steps, leases or turns are used up, or the tenant's share of them."""
 
     default_reason = "OUT_OF_BLOCKS"
 
@@ -86,6 +100,12 @@ class EpochChanged(QuireError):
     def epoch(self) -> int:
         """The pool's epoch now, 0 if the server did not say."""
         return self.number("epoch")
+
+
+class CursorExpired(QuireError):
+    """What happened since the cursor is not known any more. Watch again without one."""
+
+    default_reason = "CURSOR_EXPIRED"
 
 
 class StepRefused(QuireError):
@@ -150,13 +170,19 @@ REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
         "BLOCK_OUT_OF_RANGE": InvalidRequest,
         "POOL_NOT_FOUND": NotFound,
         "SEQUENCE_NOT_FOUND": NotFound,
+        "PREFIX_NOT_CACHED": NotFound,
         "OUT_OF_BLOCKS": OutOfRoom,
         "TOO_MANY_SEQUENCES": OutOfRoom,
         "TOO_MANY_STEPS": OutOfRoom,
         "TOKEN_BUDGET_SPENT": OutOfRoom,
+        "QUOTA_EXCEEDED": OutOfRoom,
+        "PIN_BUDGET_SPENT": OutOfRoom,
+        "TOO_MANY_LEASES": OutOfRoom,
+        "OVERLOADED": OutOfRoom,
         "LEASE_NOT_FOUND": LeaseLost,
         "LEASE_FENCED": LeaseLost,
         "EPOCH_CHANGED": EpochChanged,
+        "CURSOR_EXPIRED": CursorExpired,
         "TOKENS_MISMATCH": StepRefused,
         "BAD_SIGNATURE": StepRefused,
         "STEP_OUT_OF_ORDER": StepRefused,
@@ -174,6 +200,9 @@ REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
 )
 
 
-def error_of_reason(reason: str, message: str, metadata: Mapping[str, str] = _NO_METADATA) -> QuireError:
+def error_of_reason(
+    reason: str, message: str, metadata: Mapping[str, str] = _NO_METADATA, *, retry_after_s: float | None = None
+) -> QuireError:
     """The exception for a reason; a plain QuireError for one this client does not know."""
-    return REASONS.get(reason, QuireError)(message, reason=reason, metadata=metadata)
+    kind = REASONS.get(reason, QuireError)
+    return kind(message, reason=reason, metadata=metadata, retry_after_s=retry_after_s)

@@ -4,10 +4,14 @@ Both incremental parts hold text back while it is undecided: the detokenizer wha
 string search what may be the beginning of a stop string.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer as RawTokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RawTokenizer
 
 _FILE = "tokenizer.json"
 _REPLACEMENT = "\ufffd"
@@ -36,6 +40,8 @@ class Tokenizer:
             path = _download(source)
         if not path.is_file():
             raise FileNotFoundError(f"no {_FILE} at {source}")
+        from tokenizers import Tokenizer as RawTokenizer  # only here: without text no client needs it
+
         try:
             return cls(RawTokenizer.from_file(str(path)))
         except Exception as error:  # the library raises nothing more specific

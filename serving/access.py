@@ -31,6 +31,7 @@ class Role(StrEnum):
     CLIENT = "client"
     WORKER = "worker"
     OPERATOR = "operator"
+    CONTENT = "content"
 
 
 Roles = frozenset[Role]

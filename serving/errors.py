@@ -1,6 +1,7 @@
 """An error as a value, and the two forms in which it travels.
 
-ErrorStatus  --- to_grpc_status --->  gRPC status with one google.rpc.ErrorInfo in its details: the call failed
+ErrorStatus  --- to_grpc_status --->  gRPC status with one google.rpc.ErrorInfo in its details, and a RetryInfo beside
+                                      it where asking again may help: the call failed
              --- to_message ------->  quire.cache.v1.Error inside an answer: one item or one request failed
 """
 
@@ -9,27 +10,33 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from quire.cache.v1 import error_pb2
+from quire.serving.logs import REQUEST_ID_KEY, current_call
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Refused = TypeVar("Refused", bound=Exception)
 Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
 
+AWAY_RETRY_DELAY_S = 1.0
+"""How long who is told that a server or a worker is away should wait: they are back in seconds, not in milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
     """Why a call, or one item of it, failed.
 
-    code      gRPC status code, never OK
-    reason    name of an ErrorReason without its prefix ("OUT_OF_BLOCKS"); clients branch on it
-    message   for people, in English
-    metadata  every number and name of the message
-    domain    whose reasons these are ("cache.quire.dev")
+    code           gRPC status code, never OK
+    reason         name of an ErrorReason without its prefix ("OUT_OF_BLOCKS"); clients branch on it
+    message        for people, in English
+    metadata       every number and name of the message
+    domain         whose reasons these are ("cache.quire.dev")
+    retry_delay_s  asking again may help, not before this has passed; None: nothing is said of asking again
     """
 
     code: grpc.StatusCode
@@ -37,6 +44,7 @@ class ErrorStatus:
     message: str
     domain: str
     metadata: Mapping[str, str] = field(default_factory=dict)
+    retry_delay_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.code is grpc.StatusCode.OK:
@@ -46,23 +54,33 @@ class ErrorStatus:
 def to_grpc_status(error: ErrorStatus) -> grpc.Status:
     """For `context.abort_with_status`."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=error.domain, metadata=error.metadata)
-    details = any_pb2.Any()
-    details.Pack(info)
-    status = status_pb2.Status(code=_number(error.code), message=error.message, details=[details])
+    details = [_packed(info)]
+    if error.retry_delay_s is not None:
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_delay_s))))
+    status = status_pb2.Status(code=_number(error.code), message=error.message, details=details)
     return rpc_status.to_status(status)
 
 
 def to_message(error: ErrorStatus) -> error_pb2.Error:
     """For an answer about many items or requests. The domain is not sent: it is the service's own."""
     return error_pb2.Error(
-        code=_number(error.code), reason=error.reason, message=error.message, metadata=dict(error.metadata)
+        code=_number(error.code),
+        reason=error.reason,
+        message=error.message,
+        metadata=dict(error.metadata),
+        retry_delay=None if error.retry_delay_s is None else _duration(error.retry_delay_s),
     )
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ErrorStatus) -> NoReturn:
     """Ends the call with the error. Never returns: gRPC unwinds the handler by an exception of its own."""
-    await context.abort_with_status(to_grpc_status(error))
-    raise AssertionError("abort_with_status returned")
+    status, call = to_grpc_status(error), current_call()
+    metadata = status.trailing_metadata
+    if call is not None:
+        call.refused = error.code, error.reason
+        metadata = (*metadata, (REQUEST_ID_KEY, call.request_id))
+    await context.abort(status.code, status.details, metadata)
+    raise AssertionError("abort returned")
 
 
 def answering(
@@ -80,6 +98,18 @@ def answering(
         return handle
 
     return decorate
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
 
 
 def _number(code: grpc.StatusCode) -> int:

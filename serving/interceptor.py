@@ -1,8 +1,12 @@
-"""What stands between gRPC and every handler: who may call, unexpected exceptions, unreadable messages, a stream's end.
+"""What stands between gRPC and every handler: how many calls, who may call, unexpected exceptions, unreadable messages,
+the end of a stream, the log line of a call.
 
 gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an
 unreadable message the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
 type and place, and the second INVALID_ARGUMENT. Before either, a caller who may not call is refused.
+
+Every call has a request id: the caller's own (metadata x-request-id) or one drawn here. It is in the call's log lines
+and in the trailing metadata of the answer.
 
 Handlers are async functions or async generators. Others pass untouched, but only where nobody is asked who they are.
 """
@@ -11,21 +15,30 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from quire.serving.access import Access, Evidence, evidence_of, is_open, set_caller
-from quire.serving.errors import ErrorStatus, abort
-from quire.serving.logs import describe_exception
+from quire.serving.access import Access, Evidence, caller, evidence_of, is_open, set_caller
+from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus, abort
+from quire.serving.logs import REQUEST_ID_KEY, Call, begin_call, describe_exception
 
 log = logging.getLogger(__name__)
 
 Handler = Any  # grpc.RpcMethodHandler, whose fields the stubs leave untyped
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_CALLS = 8_192
+"""Calls, streams included, that a server has open at a time."""
+OVERLOADED_RETRY_DELAY_S = 0.1
+
+_ONE_WORD = re.compile(r"[!-~]*")
 
 
 class MalformedRequestError(Exception):
@@ -98,12 +111,21 @@ class _WatchedContext:
         return getattr(self._context, name)
 
 
+@dataclass(frozen=True, slots=True)
+class CallStatistics:
+    """Calls that are open, and those that were refused since the start by method and reason."""
+
+    num_open: int
+    refused: Mapping[tuple[str, str], int]
+
+
 class HandlerGuard(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, once per method.
 
-    fatal     exceptions after which the process must not go on; `on_fatal` is called with them
-    domain    of the errors made here
-    access    who may call what; None: everybody everything
+    fatal      exceptions after which the process must not go on; `on_fatal` is called with them
+    domain     of the errors made here
+    access     who may call what; None: everybody everything
+    max_calls  open at a time, those of health and reflection apart; more are refused (OVERLOADED)
     """
 
     def __init__(
@@ -113,14 +135,21 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         fatal: tuple[type[BaseException], ...],
         on_fatal: Callable[[BaseException], None],
         access: Access | None = None,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         self._domain = domain
+        self._max_calls = max_calls
+        self._num_open = 0
+        self._refused: Counter[tuple[str, str]] = Counter()
         self._access = access
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
         self._streams: set[_Stream] = set()
         self._ending = False
+
+    def statistics(self) -> CallStatistics:
+        return CallStatistics(self._num_open, dict(self._refused))
 
     async def intercept_service(
         self,
@@ -148,17 +177,51 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             if self._access is not None and opened.evidence is not None:
                 decision = self._access.decide(opened.method, opened.evidence)
                 if isinstance(decision, ErrorStatus):
-                    log.info("stream ended method=%s reason=%s", opened.method, decision.reason)
                     opened.end(decision)
 
+    @contextlib.contextmanager
+    def _logged(self, method: str, context: Context) -> Iterator[None]:
+        """A call from its begin to its end: counts it, gives it its id and a log line."""
+        call = begin_call(context.invocation_metadata() or ())
+        context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+        self._num_open += 1
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if call.refused is not None or log.isEnabledFor(logging.DEBUG):
+                self._ended(call, method, context, time.perf_counter() - begun)
+
+    def _ended(self, call: Call, method: str, context: Context, seconds: float) -> None:
+        name, milliseconds = _as_one_word(caller().name), 1e3 * seconds
+        if call.refused is None:
+            log.debug("ended method=%s caller=%s duration_ms=%.3f", method, name, milliseconds)
+            return
+        code, reason = call.refused
+        self._refused[method, reason] += 1
+        if code is grpc.StatusCode.INTERNAL:
+            return  # has been logged with its cause
+        log.log(
+            logging.WARNING if code is grpc.StatusCode.RESOURCE_EXHAUSTED else logging.INFO,
+            "refused method=%s reason=%s code=%s caller=%s peer=%s duration_ms=%.3f",
+            *(method, reason, code.name, name, context.peer(), milliseconds),
+        )
+
     async def _admit(self, method: str, context: Context) -> Evidence | None:
-        """Ends the call if it is not for this caller. Returns by what it was let in, None if nobody asked."""
-        if self._access is None or is_open(method):
+        """Ends the call if it is one too many or not for this caller.
+
+        Returns by what it was let in, None if nobody asked.
+        """
+        if is_open(method):
+            return None
+        if self._num_open > self._max_calls:
+            await abort(context, overloaded(self._domain, self._max_calls))
+        if self._access is None:
             return None
         evidence = evidence_of(context)
         decision = self._access.decide(method, evidence)
         if isinstance(decision, ErrorStatus):
-            log.info("refused method=%s reason=%s peer=%s", method, decision.reason, context.peer())
             await abort(context, decision)
         set_caller(decision)
         return evidence
@@ -182,13 +245,14 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             return self._untouched(behavior, method)
 
         async def unary(request: Any, context: Context) -> Any:
-            try:
-                await self._admit(method, context)
-                if isinstance(request, _Malformed):
-                    raise MalformedRequestError
-                return await behavior(request, context)
-            except Exception as error:
-                await self._answer(error, method, context)
+            with self._logged(method, context):
+                try:
+                    await self._admit(method, context)
+                    if isinstance(request, _Malformed):
+                        raise MalformedRequestError
+                    return await behavior(request, context)
+                except Exception as error:
+                    await self._answer(error, method, context)
 
         return unary
 
@@ -199,8 +263,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             return self._untouched(behavior, method)
 
         async def stream(request: Any, context: Context) -> Any:
-            evidence = await self._admit(method, context)
-            with self._open_stream(method, evidence) as opened:
+            async with self._opened(method, context) as opened:
                 try:
                     if isinstance(request, _Malformed):
                         raise MalformedRequestError
@@ -214,8 +277,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     def _guard_generator(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            evidence = await self._admit(method, context)
-            with self._open_stream(method, evidence) as opened:
+            async with self._opened(method, context) as opened:
                 try:
                     if isinstance(request, _Malformed):
                         raise MalformedRequestError
@@ -231,18 +293,19 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
         return stream
 
-    @contextlib.contextmanager
-    def _open_stream(self, method: str, evidence: Evidence | None) -> Iterator["_Stream"]:
+    @contextlib.asynccontextmanager
+    async def _opened(self, method: str, context: Context) -> AsyncIterator["_Stream"]:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
-        opened = _Stream(task, method, evidence)
-        self._streams.add(opened)
-        if self._ending:
-            opened.end(shutting_down(self._domain))
-        try:
-            yield opened
-        finally:
-            self._streams.discard(opened)
+        with self._logged(method, context):
+            opened = _Stream(task, method, await self._admit(method, context))
+            self._streams.add(opened)
+            if self._ending:
+                opened.end(shutting_down(self._domain))
+            try:
+                yield opened
+            finally:
+                self._streams.discard(opened)
 
     async def _say_why(self, opened: "_Stream", context: Context) -> NoReturn:
         """Answers a stream that was cancelled: with a reason if it was by us, not at all if it was by its client."""
@@ -266,7 +329,25 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
 def shutting_down(domain: str) -> ErrorStatus:
     """What a stream ends with when the server stops."""
-    return ErrorStatus(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the server is shutting down", domain)
+    return ErrorStatus(
+        grpc.StatusCode.UNAVAILABLE,
+        "SHUTTING_DOWN",
+        "the server is shutting down",
+        domain,
+        retry_delay_s=AWAY_RETRY_DELAY_S,
+    )
+
+
+def overloaded(domain: str, limit: int) -> ErrorStatus:
+    """What a call is answered with when there are as many as there may be."""
+    return ErrorStatus(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "OVERLOADED",
+        f"{limit} calls are open already",
+        domain,
+        {"limit": str(limit)},
+        OVERLOADED_RETRY_DELAY_S,
+    )
 
 
 def malformed_request(domain: str) -> ErrorStatus:
@@ -278,6 +359,11 @@ def malformed_request(domain: str) -> ErrorStatus:
 def unexpected(domain: str) -> ErrorStatus:
     """What a defect of the server is answered with: nothing of the exception leaves the process."""
     return ErrorStatus(grpc.StatusCode.INTERNAL, "INTERNAL", "unexpected error in the server; see its log", domain)
+
+
+def _as_one_word(name: str) -> str:
+    """A certificate may give any name; in a line of text a value ends at a space."""
+    return name if _ONE_WORD.fullmatch(name) else repr(name).replace(" ", "_")
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None, *, is_stream: bool) -> Callable[[bytes], Any] | None:

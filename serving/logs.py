@@ -1,41 +1,127 @@
-"""Log lines: on stderr, one per event, plain text.
+"""Log lines: on stderr, one per event, as text or as JSON; and the call that a line belongs to.
 
-    2026-01-31T12:00:00.123Z INFO quire.cachemgr serving addresses=unix:/run/quire/cachemgr.sock
+    2026-01-31T12:00:00.123Z INFO quire.cachemgr serving term=7 addresses=unix:/run/quire/cachemgr.sock
+    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "logger": "quire.cachemgr", "event": "serving", "term": 7, …}
 
-Whoever logs puts what varies in key=value pairs behind a fixed text. Nothing logs token ids, so an exception out of a
-handler is logged by type and place, not by its text.
+Whoever logs puts what varies in key=value pairs behind a fixed text. Lines of a call end in its request_id, which its
+caller has chosen or the server has drawn. Nothing logs token ids, so an exception out of a handler is logged by type
+and place, not by its text, and of a refusal the reason, not the message.
 """
 
+import contextvars
+import json
 import logging
+import random
+import re
 import sys
 import time
 import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+REQUEST_ID_KEY = "x-request-id"
+"""Of the metadata in which callers send an id for a call, and get it back."""
+
+# Graphic ASCII: no space, which would end the value in a line of text.
+_REQUEST_ID = re.compile(r"[!-~]{1,64}")
+_FIELD = re.compile(r"(\w+)=%[-+ #0]*\d*(?:\.\d+)?[a-z]")
+_FIELDS_AT_THE_END = re.compile(rf"(?P<event>[^%=]*?)(?:(?:^| ){_FIELD.pattern})+")
 
 
-class OneLineFormatter(logging.Formatter):
-    """UTC time, level, logger and message; line breaks escaped, an exception behind its message."""
+@dataclass(slots=True)
+class Call:
+    """A call that is being answered. `refused` is the status and the reason that it has been answered with, if any."""
+
+    request_id: str
+    refused: tuple[grpc.StatusCode, str] | None = None
+
+
+_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
+
+
+def current_call() -> Call | None:
+    """The call that the running handler answers, or that what runs was begun for."""
+    return _call.get()
+
+
+def begin_call(metadata: Iterable[tuple[str, Any]]) -> Call:
+    """For the interceptor: says which call this task answers. Its id is the caller's own if it can be one."""
+    given = dict(metadata).get(REQUEST_ID_KEY)
+    if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
+        given = f"{random.getrandbits(64):016x}"
+    call = Call(given)
+    _call.set(call)
+    return call
+
+
+class _LineFormatter(logging.Formatter):
+    """UTC time; no traceback, whose last line may quote what a client sent."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
     def formatException(self, ei: object) -> str:  # noqa: N802
         error = ei[1] if isinstance(ei, tuple) else None
         return "" if error is None else f"error={describe_exception(error)}"
 
 
-def configure_logging(level: str) -> None:
-    """Sends this process's log lines of `level` (one of LEVELS) and above to stderr, and nowhere else."""
+class TextFormatter(_LineFormatter):
+    """Time, level, logger, message, request_id; line breaks escaped, an exception behind it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        line, call = super().formatMessage(record), current_call()
+        return line if call is None else f"{line} request_id={call.request_id}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+class JsonFormatter(_LineFormatter):
+    """One object: time, level, logger, event, the pairs of the message by their keys, request_id, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, fields = split_message(record)
+        line: dict[str, object] = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": event,
+        }
+        call = current_call()
+        if call is not None:
+            line["request_id"] = call.request_id
+        if record.exc_info and record.exc_info[1] is not None:
+            line["error"] = describe_exception(record.exc_info[1])
+        return json.dumps(fields | line)
+
+
+def split_message(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
+    """The fixed text of a line, and its key=value pairs; all of it and none if it is not made like this."""
+    template, values = str(record.msg), record.args
+    match = _FIELDS_AT_THE_END.fullmatch(template)
+    keys = _FIELD.findall(template)
+    if match is None or not isinstance(values, tuple) or len(keys) != len(values):
+        return record.getMessage(), {}
+    plain = (value if isinstance(value, (int, float)) else str(value) for value in values)
+    return match["event"], dict(zip(keys, plain, strict=True))
+
+
+def configure_logging(level: str, form: str = FORMATS[0]) -> None:
+    """Sends this process's log lines of `level` (one of LEVELS) and above to stderr, and nowhere else.
+
+    `form` is one of FORMATS.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter())
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

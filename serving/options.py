@@ -17,7 +17,7 @@ from quire.serving.addresses import (
     parse_listen_address,
 )
 from quire.serving.dialing import DialOptions
-from quire.serving.logs import LEVELS
+from quire.serving.logs import FORMATS, LEVELS
 from quire.serving.security import Security, SecurityOptions
 from quire.serving.tls import TlsFiles
 
@@ -34,6 +34,7 @@ class ServerOptions:
     listen: tuple[Address, ...]
     metrics_listen: TcpAddress | None
     log_level: str
+    log_format: str
     drain_timeout_s: float
     security: SecurityOptions = field(default_factory=SecurityOptions)
 
@@ -85,8 +86,9 @@ def server_options(*, default_listen: str) -> Callable[[F], F]:
         def with_server(*args: Any, **values: Any) -> Any:
             server = ServerOptions(
                 listen=values.pop("listen"),
-                metrics_listen=_metrics_address(values.pop("metrics_listen")),
+                metrics_listen=_port_only(values.pop("metrics_listen"), "--metrics-listen", "metrics are served"),
                 log_level=values.pop("log_level"),
+                log_format=values.pop("log_format"),
                 drain_timeout_s=values.pop("drain_timeout"),
                 security=_security(values),
             )
@@ -166,10 +168,23 @@ def _serving_flags(default_listen: str) -> list[Callable[[Any], Any]]:
             help="Where to serve Prometheus metrics over HTTP. Off if not given.",
         ),
         option(
+            "--health-listen",
+            type=LISTEN_ADDRESS,
+            metavar="HOST:PORT",
+            help="Where to answer grpc.health.v1 and nothing else, in plain text from the first moment on: for probes "
+            "that know no TLS, such as the kubelet's.",
+        ),
+        option(
             "--log-level",
             type=click.Choice(LEVELS, case_sensitive=False),
             default="info",
             help="The least severe log lines to write to stderr.",
+        ),
+        option(
+            "--log-format",
+            type=click.Choice(FORMATS),
+            default=FORMATS[0],
+            help="Log lines for people, with key=value pairs, or a JSON object each.",
         ),
         option(
             "--drain-timeout",
@@ -212,6 +227,7 @@ def _security_flags() -> list[Callable[[Any], Any]]:
 def _security(values: dict[str, Any]) -> SecurityOptions:
     cert, key, client_ca = (values.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
     token_listen, token_file = values.pop("token_listen"), values.pop("token_file")
+    health_listen = _port_only(values.pop("health_listen"), "--health-listen", "health is answered")
     if (cert is None) != (key is None):
         raise click.UsageError("--tls-cert and --tls-key go together.")
     if client_ca is not None and cert is None:
@@ -221,10 +237,10 @@ def _security(values: dict[str, Any]) -> SecurityOptions:
     if any(not isinstance(address, TcpAddress) for address in token_listen):
         raise click.BadParameter("unix sockets ask for no certificate: use --listen", param_hint="'--token-listen'")
     tls = None if cert is None else TlsFiles(cert, key, client_ca)
-    return SecurityOptions(tls, token_file, token_listen, allow_plaintext=values.pop("allow_plaintext"))
+    return SecurityOptions(tls, token_file, token_listen, health_listen, allow_plaintext=values.pop("allow_plaintext"))
 
 
-def _metrics_address(address: Address | None) -> TcpAddress | None:
+def _port_only(address: Address | None, flag: str, what: str) -> TcpAddress | None:
     if address is None or isinstance(address, TcpAddress):
         return address
-    raise click.BadParameter("metrics are served on host:port, not on a unix socket", param_hint="'--metrics-listen'")
+    raise click.BadParameter(f"{what} on host:port, not on a unix socket", param_hint=f"'{flag}'")

@@ -16,12 +16,14 @@ class SecurityOptions:
     tls               None: plain text, on loopback and unix sockets
     token_file        who may call; None: as client certificates say
     token_listen      further addresses, where no client certificate is asked for
+    health_listen     a further address, plain text wherever it is, where health is answered and nothing else
     allow_plaintext   plain text on any address
     """
 
     tls: TlsFiles | None = None
     token_file: Path | None = None
     token_listen: tuple[TcpAddress, ...] = ()
+    health_listen: TcpAddress | None = None
     allow_plaintext: bool = False
 
     @property
@@ -41,6 +43,7 @@ class Security:
         self.tls = None if options.tls is None else ServerTls(options.tls)
         self.access = Access(roles, token_file=options.token_file, domain=domain) if options.asks_who else None
         self.token_listen = options.token_listen
+        self.health_listen = options.health_listen
 
     @property
     def asks_clients(self) -> bool:

@@ -3,7 +3,7 @@
     async def serve(signals: StopSignals) -> None:
         async with Server(service_names=["quire.cache.v1.CacheService"], domain="cache.quire.dev") as server:
             add_CacheServiceServicer_to_server(servicer, server.grpc)
-            await server.start(addresses)               # health: NOT_SERVING
+            await server.start(addresses)               # health: NOT_SERVING, but for LIVENESS
             await server.announce_serving()             # health: SERVING
             await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
 
@@ -38,9 +38,10 @@ from quire.serving.addresses import (
     claimed_socket,
     explain_bind_failure,
 )
-from quire.serving.interceptor import HandlerGuard
+from quire.serving.interceptor import CallStatistics, HandlerGuard
 from quire.serving.logs import describe_exception
 from quire.serving.security import Security, SecurityOptions
+from quire.serving.systemd import ServiceManager
 from quire.serving.watched import FileError
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
+# A name that health knows beside the services': SERVING for as long as the process is of use, whatever it waits for.
+LIVENESS = "liveness"
 # How often open streams are held against the token file.
 _REVOCATION_PERIOD_S = 1.0
 # Left for streams to tell their clients, when the drain has used up its time.
@@ -113,7 +116,8 @@ class Server:
     fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
     security        certificates, and who may call what; by default plain text on loopback and unix sockets, for all
 
-    `grpc` is the server to add servicers to, before `start`.
+    `grpc` is the server to add servicers to, before `start`. Health is also answered at the security's health_listen,
+    from the beginning of the `async with` block to its end; entering raises AddressError if it can't listen there.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Server:
         self._security = security or Security(SecurityOptions(), roles={}, domain=domain)
         self._guard = HandlerGuard(domain=domain, fatal=fatal, on_fatal=self.fail, access=self._security.access)
         self._health = health.aio.HealthServicer()
+        self._manager = ServiceManager(os.environ)
         self._names = ("", *service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._sockets: dict[str, int] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,11 +139,20 @@ class Server:
         self._alongside: list[asyncio.Task[None]] = []
         self.addresses: tuple[Address, ...] = ()
         self.grpc = grpc.aio.server(interceptors=(self._guard,), options=SERVER_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+        for server in (self.grpc, self._probes):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(self._names[1:], self.grpc)
 
     async def __aenter__(self) -> "Server":
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        if (address := self._security.health_listen) is not None:
+            bound = _bound(address, lambda: self._probes.add_insecure_port(str(address)))
+            await self._probes.start()
+            log.info("health address=%s", bound)
+        if self._manager.has_watchdog:
+            self.run_alongside(self._manager.feed_watchdog())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,6 +161,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
         self._guard.end_streams()
         await self.grpc.stop(None)
+        await self._probes.stop(None)
         self._unlink_sockets()
         if self._failure.done() and not self._failure.cancelled():
             self._failure.exception()  # seen, whether or not anybody waited for it
@@ -172,9 +187,14 @@ class Server:
             await asyncio.sleep(_REVOCATION_PERIOD_S)
             self._guard.end_revoked_streams()
 
+    def statistics(self) -> CallStatistics:
+        """Of the calls it answers."""
+        return self._guard.statistics()
+
     async def announce_serving(self) -> None:
-        """Health SERVING, for the whole server and each service. Without effect once the stop has begun."""
+        """Health SERVING, for all of it and each service; READY to systemd. Without effect once the stop has begun."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._manager.ready(f"serving at {' '.join(map(str, self.addresses))}")
 
     def run_alongside(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs it for as long as the server; one that ends by itself, however, is what `fail` is for."""
@@ -190,6 +210,7 @@ class Server:
         """Ends `serve_until_signal` with this error, now and without a drain. For broken invariants."""
         if not self._failure.done():
             self._failure.set_exception(error)
+            self._manager.stopping("failed, see the log")
             task = asyncio.get_running_loop().create_task(self._health.enter_graceful_shutdown())
             self._background.add(task)
             task.add_done_callback(self._background.discard)
@@ -205,6 +226,7 @@ class Server:
         """
         await self._first_of(signals.first())
         log.info("draining signal=%s timeout_s=%g", _signal_name(signals.last_signal), drain_timeout_s)
+        self._manager.stopping(f"draining, for at most {drain_timeout_s:g} s")
         await self._health.enter_graceful_shutdown()
         await self._first_of(self._stop(drain, drain_timeout_s), _hurry(signals))
         log.info("stopped")
@@ -255,17 +277,10 @@ class Server:
     def _bind_tcp(self, address: TcpAddress, *, asks_clients: bool) -> TcpAddress:
         tls = self._security.tls
         self._security.check_plaintext("--listen", address)
-        try:
-            if tls is None:
-                port = self.grpc.add_insecure_port(str(address))
-            else:
-                port = self.grpc.add_secure_port(str(address), tls.port_credentials(asks_clients=asks_clients))
-        except RuntimeError as error:
-            reason = explain_bind_failure(address)
-            if reason == os.strerror(errno.EADDRINUSE):
-                raise AddressInUseError(f"{address}: another process is listening there") from error
-            raise AddressError(f"{address}: can't listen there: {reason or 'gRPC does not say why'}") from error
-        return TcpAddress(address.host, port)
+        if tls is None:
+            return _bound(address, lambda: self.grpc.add_insecure_port(str(address)))
+        credentials = tls.port_credentials(asks_clients=asks_clients)
+        return _bound(address, lambda: self.grpc.add_secure_port(str(address), credentials))
 
     def _unlink_sockets(self) -> None:
         """Removes the socket files made here; gRPC does too, but not when a start fails half-way."""
@@ -274,6 +289,17 @@ class Server:
                 if os.stat(path).st_ino == inode:
                     Path(path).unlink()
         self._sockets.clear()
+
+
+def _bound(address: TcpAddress, bind: Callable[[], int]) -> TcpAddress:
+    """The address with the real port. Raises AddressInUseError or AddressError."""
+    try:
+        return TcpAddress(address.host, bind())
+    except RuntimeError as error:
+        reason = explain_bind_failure(address)
+        if reason == os.strerror(errno.EADDRINUSE):
+            raise AddressInUseError(f"{address}: another process is listening there") from error
+        raise AddressError(f"{address}: can't listen there: {reason or 'gRPC does not say why'}") from error
 
 
 def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> NoReturn:

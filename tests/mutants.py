@@ -38,8 +38,10 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "cachemgr"
 CRATE = PACKAGE / "core"
 LIBRARY = "_core.abi3.so"
-EXAMPLES = ["test_ledger.py", "test_leases.py", "test_catalog.py"]
+EXAMPLES = ["test_ledger.py", "test_leases.py", "test_catalog.py", "test_looking.py"]
 RUST_EXAMPLES = EXAMPLES[:1]
+SHELL_EXAMPLES = ["test_bounds.py", "test_shares.py", "test_watch.py"]
+SHELL = {"bounds.py", "messages.py", "servicer.py", "shares.py", "watch.py"}
 MACHINE = ["test_ledger_machine.py"]
 SUITES = ["examples", "crate", "machine"]
 """Examples and state machine in Python; in between the crate's own tests."""
@@ -72,6 +74,13 @@ class Mutant:
         return self.file.endswith(".rs")
 
     @property
+    def examples(self) -> list[str]:
+        """The files of tests that are about its file."""
+        if self.is_rust:
+            return RUST_EXAMPLES
+        return SHELL_EXAMPLES if self.file in SHELL else EXAMPLES
+
+    @property
     def path(self) -> Path:
         """Where its file is in the package."""
         return Path("core/src", self.file) if self.is_rust else Path(self.file)
@@ -95,6 +104,7 @@ def product_of(source: str) -> str:
 
 
 NO_BUG = Mutant("no bug", "ledger.py", '"""The books of one pool', '"""The books of one pool')
+NO_SHELL_BUG = Mutant("no bug in the shell", "bounds.py", "class Places:", "class Places:")
 NO_RUST_BUG = Mutant("no bug in Rust", "lib.rs", "//! The books of a pool", "//! The books of a pool")
 
 SAMPLE = {
@@ -624,7 +634,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "an evicted block can still be found",
         "pool.rs",
-        "            blocks[num_popped..].iter().for_each(|block| self.index.forget(*block));\n",
+        "            blocks[num_popped..].iter().for_each(|block| self.lose(*block, asker));\n",
         "",
     ),
     Mutant(
@@ -665,7 +675,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "unpinned head first",
         "pool.rs",
-        "            self.pins[block as usize] = pins;\n        }\n        self.rest(blocks);\n",
+        "            self.pins[block as usize] = pins;\n        }\n"
+        "        self.journal.touch_all(blocks, &self.owners);\n        self.rest(blocks);\n",
         "            self.pins[block as usize] = pins;\n        }\n"
         "        self.rest(&blocks.iter().rev().copied().collect::<Vec<_>>());\n",
     ),
@@ -717,8 +728,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "nothing left to compute of a cached prompt",
         "planner.rs",
-        "let most = (num_tokens - 1) / self.geometry.block_size;",
-        "let most = num_tokens / self.geometry.block_size;",
+        "        (num_tokens - 1) / self.geometry.block_size\n",
+        "        num_tokens / self.geometry.block_size\n",
     ),
     Mutant(
         "a lookup finds more than an admission",
@@ -866,8 +877,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the cache is reset but for the index",
         "pool.rs",
-        "                self.index.forget(block);\n                self.push_free",
-        "                self.push_free",
+        "            self.index.drop_hash(block);\n            if self.is_idle",
+        "            if self.is_idle",
     ),
     Mutant("the cache is reset but for the policy", "pool.rs", "                self.policy.unpark(&[block]);\n", ""),
     Mutant(
@@ -1698,6 +1709,140 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a lease that starts anew gives old answers", "leases.py", "        self.answers.clear()\n", "        pass\n"
     ),
+    # what is bounded, and by how much
+    Mutant(
+        "entries of leases that ended pile up",
+        "leases.py",
+        "if entry[2].state is LeaseState.OPEN]",
+        "]",
+    ),
+    Mutant(
+        "open leases are dropped from the queue with those that ended",
+        "leases.py",
+        "if entry[2].state is LeaseState.OPEN]",
+        "if False]",
+    ),
+    Mutant("the queue is looked through only once", "leases.py", "max(SPARE_ENTRIES, 2 * len(self._entries))", "2**62"),
+    Mutant(
+        "one place more than there are",
+        "bounds.py",
+        "if self.num_taken >= self._limit:",
+        "if self.num_taken > self._limit:",
+    ),
+    Mutant("a place is never free again", "bounds.py", "            self.num_taken -= 1\n", "            pass\n"),
+    Mutant(
+        "one lease more than a tenant may have",
+        "bounds.py",
+        "len(self._leases.get(tenant, ())) >= limit:",
+        "len(self._leases.get(tenant, ())) > limit:",
+    ),
+    Mutant(
+        "one lease more than there may be",
+        "bounds.py",
+        "if self._num_leases >= self._limit:",
+        "if self._num_leases > self._limit:",
+    ),
+    Mutant("a tenant without leases has no limit", "bounds.py", "if limit is not None and", "if limit and"),
+    Mutant("leases that ended count", "bounds.py", "            self._recount()\n", ""),
+    Mutant(
+        "who is refused counts all leases again",
+        "bounds.py",
+        "            self._recounted_at = now\n",
+        "",
+    ),
+    Mutant(
+        "tenants whose leases are gone stay in the sum",
+        "bounds.py",
+        "        self._num_leases = sum(map(len, self._leases.values()))\n",
+        "",
+    ),
+    Mutant("more admissions wait than may", "servicer.py", "if len(self._waiting) >= self._limit:", "if False:"),
+    Mutant(
+        "a call that still runs is forgotten for another one",
+        "servicer.py",
+        "for key, (_, _, answer) in self._calls.items() if answer.done()), None)",
+        "for key, (_, _, answer) in self._calls.items()), None)",
+    ),
+    Mutant(
+        "a tenant gets another one's lease",
+        "servicer.py",
+        "key = tenant, request.request_id",
+        'key = "", request.request_id',
+    ),
+    Mutant(
+        "what was answered is never forgotten",
+        "servicer.py",
+        "        if len(self._calls) < self._limit:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "children of forks are not counted",
+        "messages.py",
+        "sum(len(fork.child_sequence_ids) for fork in request.forks)",
+        "len(request.forks)",
+    ),
+    Mutant(
+        "one item more than a plan may have",
+        "messages.py",
+        "        if size > MAX_PLAN_ITEMS:\n",
+        "        if size > MAX_PLAN_ITEMS + 1:\n",
+    ),
+    Mutant(
+        "as many items as a plan may have are too many",
+        "messages.py",
+        "        if size > MAX_PLAN_ITEMS:\n",
+        "        if size >= MAX_PLAN_ITEMS:\n",
+    ),
+    # what tenants may have
+    Mutant(
+        "tenants with a section have the default's",
+        "shares.py",
+        "self.tenants.get(tenant, self.default)",
+        "self.default",
+    ),
+    Mutant(
+        "a quota above the limit", "shares.py", "quota = min(blocks(self.quota), limit)", "quota = blocks(self.quota)"
+    ),
+    Mutant(
+        "a floor above the quota",
+        "shares.py",
+        "ResolvedShare(min(blocks(self.floor), quota), quota,",
+        "ResolvedShare(blocks(self.floor), quota,",
+    ),
+    Mutant(
+        "parts of a pool are rounded",
+        "shares.py",
+        "int(num_blocks * self.value / 100)",
+        "round(num_blocks * self.value / 100)",
+    ),
+    Mutant("more blocks than the pool has", "shares.py", "else amount, num_usable_blocks)", "else amount, 2**31)"),
+    Mutant(
+        "no limit is a limit of none",
+        "shares.py",
+        "                return num_usable_blocks\n",
+        "                return 0\n",
+    ),
+    Mutant("floors of more than the pool", "shares.py", "    if floors > 100:\n", "    if False:\n"),
+    Mutant("a floor for whoever comes", "shares.py", "    if default.floor != 0:\n", "    if False:\n"),
+    Mutant(
+        "only neighbours are compared",
+        "shares.py",
+        "from itertools import combinations\n",
+        "from itertools import pairwise\n\ncombinations = lambda keys, _: pairwise(keys)\n",
+    ),
+    Mutant(
+        "blocks are compared with percentages",
+        "shares.py",
+        "return isinstance(amount, int) and isinstance(other, int) and amount > other",
+        "return getattr(amount, 'value', amount) > getattr(other, 'value', other)",
+    ),
+    Mutant(
+        "true is a number of blocks",
+        "shares.py",
+        'match["number"]))\n    if isinstance(value, int) and not isinstance(value, bool) and',
+        'match["number"]))\n    if isinstance(value, int) and',
+    ),
+    Mutant("unknown keys are passed over", "shares.py", "        if key not in known:\n", "        if False:\n"),
     Mutant(
         "any worker that is back has its epoch's books",
         "catalog.py",
@@ -1709,6 +1854,176 @@ MUTANTS: list[Mutant] = [
         "catalog.py",
         "        if registration.attached_term:\n            return None\n",
         "",
+    ),
+    # what is told of blocks, to whom, and why a prefix misses
+    Mutant(
+        "a change that was overwritten is no gap",
+        "journal.rs",
+        "if num_new > self.ring.len() as u64 {",
+        "if num_new > self.ring.len() as u64 + 1 {",
+    ),
+    Mutant(
+        "the oldest change that is kept is a gap",
+        "journal.rs",
+        "if num_new > self.ring.len() as u64 {",
+        "if num_new >= self.ring.len() as u64 {",
+    ),
+    Mutant("old content is told as new", "journal.rs", "self.content_at[block as usize] > first", "true"),
+    Mutant(
+        "new content is told when its own entry is read",
+        "journal.rs",
+        "        self.content_at[block as usize] = self.num_changes;\n",
+        "        self.content_at[block as usize] = 0;\n",
+    ),
+    Mutant(
+        "what is over the page is left out",
+        "journal.rs",
+        "changes.len() == most => return Some((changes, number)),",
+        "changes.len() == most => return Some((changes, end)),",
+    ),
+    Mutant("a tenant is not told what it lost", "journal.rs", "was_own |= tenant == Some(owner);", "was_own |= false;"),
+    Mutant(
+        "blocks handed out are not told",
+        "pool.rs",
+        "        self.journal.touch_all(&blocks[..num_popped], &self.owners);\n",
+        "",
+    ),
+    Mutant(
+        "blocks released are not told",
+        "pool.rs",
+        "self.let_go(*block))?;\n        self.journal.touch_all(blocks, &self.owners);\n",
+        "self.let_go(*block))?;\n",
+    ),
+    Mutant(
+        "blocks acquired are not told",
+        "pool.rs",
+        "        self.journal.touch_all(blocks, &self.owners);\n        self.policy.unpark(&parked);\n",
+        "        self.policy.unpark(&parked);\n",
+    ),
+    Mutant("blocks published are not told", "pool.rs", "        if standing == block {\n", "        if false {\n"),
+    Mutant(
+        "what is in an evicted block is still known",
+        "pool.rs",
+        "        self.contents.forget(block);\n        self.touch_content(block);\n        self.index",
+        "        self.touch_content(block);\n        self.index",
+    ),
+    Mutant(
+        "the first loss of a place stays",
+        "losses.rs",
+        "        self.places[place] = Some(loss);\n",
+        "        self.places[place].get_or_insert(loss);\n",
+    ),
+    Mutant("any loss on its place will do", "losses.rs", ".filter(|loss| loss.hash == *hash)", ""),
+    Mutant("what was reset counts as evicted", "losses.rs", "loss.cause != Cause::Reset", "loss.at >= 0.0"),
+    Mutant(
+        "a root that was forgotten is known for ever",
+        "losses.rs",
+        "            self.known.remove(&oldest.hash);\n",
+        "            drop(oldest);\n",
+    ),
+    Mutant(
+        "a tenant is told of everybody's blocks", "looking.rs", "            was_own.then(", "            true.then("
+    ),
+    Mutant(
+        "a tenant lists everybody's blocks",
+        "looking.rs",
+        "tenant.is_none_or(|tenant| self.pool.owner(*block) == Some(tenant))",
+        "tenant.is_none_or(|tenant| self.pool.owner(*block).is_some() || tenant == NOBODY)",
+    ),
+    Mutant("a tenant that is not there lists the first one's", "looking.rs", "unwrap_or(NOBODY)", "unwrap_or(0)"),
+    Mutant(
+        "a short page is the last one",
+        "looking.rs",
+        "(end < num_blocks).then_some(end)",
+        "(end < num_blocks && !listed.is_empty()).then_some(end)",
+    ),
+    Mutant("content is told to everybody", "looking.rs", "        if with_content\n", "        if true\n"),
+    Mutant(
+        "others' tenants are told to everybody",
+        "explain.rs",
+        "if !is_own && (!with_other_tenants || other_tenant.is_some()) {",
+        "if !is_own && other_tenant.is_some() {",
+    ),
+    Mutant(
+        "what is being computed is lost",
+        "explain.rs",
+        "if self.is_being_computed(&root, num_found, &missing) {",
+        "if self.pool.losses().find(&missing).is_none() && self.is_being_computed(&root, num_found, &missing) {",
+    ),
+    Mutant(
+        "the block that is missing counts as behind itself",
+        "explain.rs",
+        "hashes[num_found + 1..]",
+        "hashes[..]",
+    ),
+    Mutant("looking under other roots does not end", "explain.rs", "*num_left = left;", "*num_left = left + 1;"),
+    Mutant("every block is the second", "settle.rs", "                parent = *hash;\n", ""),
+    Mutant(
+        "the last block of a prompt counts as computed again",
+        "planner.rs",
+        "&hashes[found.len()..self.num_sharable(tokens.len())]",
+        "&hashes[found.len()..]",
+    ),
+    Mutant(
+        "nobody's roots are known",
+        "planner.rs",
+        "        self.pool.enter_root(",
+        "        let _ = |pool: &mut BlockPool| pool.enter_root(",
+    ),
+    Mutant(
+        "a sequence is admitted without its salt", "planner.rs", "        sequence.salt = admission.salt.clone();\n", ""
+    ),
+    Mutant("a lease is not where its key is", "leases.py", "range(bisect.bisect_left(", "range(bisect.bisect_right("),
+    Mutant(
+        "the next lease goes out of the order",
+        "leases.py",
+        "        del self._keys[bisect.bisect_left(self._keys, key)]\n",
+        "        del self._keys[bisect.bisect_right(self._keys, key) % len(self._keys)]\n",
+    ),
+    Mutant("a fenced lease stays in the list", "ledger.py", "            self._lease_order.remove(lease_id)\n", ""),
+    Mutant("nobody is told of a change", "ledger.py", "        for tell in self._listeners:\n            tell()\n", ""),
+    Mutant(
+        "one lease is listed on every page",
+        "ledger.py",
+        "elif only in self._leases and page_key(only) >= key:",
+        "elif only in self._leases:",
+    ),
+    Mutant("a page begins with the last one's end", "catalog.py", "if each > key)", "if each >= key)"),
+    Mutant(
+        "nobody is told of a new epoch",
+        "catalog.py",
+        "        for tell in self.listeners(registration.pool):\n            tell()\n",
+        "",
+    ),
+    Mutant(
+        "a cursor of another epoch is good",
+        "watch.py",
+        "if place is None or place.epoch != ledger.epoch:",
+        "if place is None:",
+    ),
+    Mutant(
+        "a gap is passed over",
+        "watch.py",
+        "            raise cursor_expired(self._ledger)\n",
+        "            return None\n",
+    ),
+    Mutant("a watch never ends", "watch.py", "        listeners.discard(changed.set)\n", "        pass\n"),
+    Mutant("content is kept for ever", "watch.py", "        ledger.end_reading()\n", "        pass\n"),
+    Mutant("a watch looks all the time", "watch.py", "        changed.clear()\n", "        pass\n"),
+    Mutant(
+        "each change is told by itself",
+        "watch.py",
+        "        await asyncio.sleep(self._looked_at + INTERVAL_S - asyncio.get_running_loop().time())\n",
+        "",
+    ),
+    Mutant(
+        "a snapshot does not say that it is one", "watch.py", "epoch=ledger.epoch, cleared=True)", "epoch=ledger.epoch)"
+    ),
+    Mutant(
+        "who sees nothing keeps its place until it is gone",
+        "watch.py",
+        "if not events and self._number - self._told_number < self._ledger.num_changes_kept() // 4:",
+        "if not events:",
     ),
 ]
 
@@ -1826,7 +2141,7 @@ def killer_of(mutant: Mutant, suites: list[str], scratch: Path) -> str | None:
         else:
             mutant.seed(folder)
         notices = {
-            "examples": lambda: is_noticed(folder, RUST_EXAMPLES if mutant.is_rust else EXAMPLES),
+            "examples": lambda: is_noticed(folder, mutant.examples),
             "crate": lambda: mutant.is_rust and workshop_in(scratch).is_noticed(),
             "machine": lambda: is_noticed(folder, MACHINE),
         }
@@ -1889,7 +2204,8 @@ def main() -> int:
     options = parser.parse_args()
     suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
     mutants = chosen(options)
-    sound = [no_bug for no_bug in (NO_BUG, NO_RUST_BUG) if any(mutant.is_rust == no_bug.is_rust for mutant in mutants)]
+    no_bugs = (NO_BUG, NO_SHELL_BUG, NO_RUST_BUG)
+    sound = [no_bug for no_bug in no_bugs if any(mutant.examples == no_bug.examples for mutant in mutants)]
 
     os.environ |= ENVIRONMENT
     if NO_RUST_BUG in sound:

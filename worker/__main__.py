@@ -75,7 +75,7 @@ def main(
       quire worker --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --cachemgr cachemgr.internal:7070 \\
         --cachemgr-tls-ca ca.pem --listen 0.0.0.0:7071 --tls-cert worker.pem --tls-key worker.key
     """
-    configure_logging(server.log_level)
+    configure_logging(server.log_level, server.log_format)
     config = WorkerConfig(
         server=server,
         cachemgr=cachemgr,

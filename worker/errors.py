@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from grpc import StatusCode
 
-from quire.serving.errors import ErrorStatus
+from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus
 
 DOMAIN = "compute.quire.dev"
 
@@ -47,6 +47,12 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
 }
 
+# In seconds; what is not here does not get better by waiting.
+RETRY_DELAYS_S: dict[Reason, float] = {
+    Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,
+    Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,
+}
+
 
 class Refused(Exception):
     """A call or a step was refused; `metadata` holds every number of the message."""
@@ -58,7 +64,8 @@ class Refused(Exception):
 
     @property
     def status(self) -> ErrorStatus:
-        return ErrorStatus(STATUS_CODES[self.reason], self.reason.value, str(self), DOMAIN, self.metadata)
+        code, delay_s = STATUS_CODES[self.reason], RETRY_DELAYS_S.get(self.reason)
+        return ErrorStatus(code, self.reason.value, str(self), DOMAIN, self.metadata, delay_s)
 
 
 def invalid(name: str, value: object, limit: object) -> Refused:

@@ -96,7 +96,7 @@ class Grpcurl:
 def status_of(text: str) -> Refused:
     """What grpcurl says of a call that failed, with -format-error."""
     status = json.loads(text)
-    (info,) = status.get("details") or [{}]
+    info, *_ = status.get("details") or [{}]
     if "@value" in info:  # the server was gone before grpcurl asked it what the bytes mean
         bare = error_details_pb2.ErrorInfo.FromString(base64.b64decode(info["@value"]))
         return Refused(status["code"], bare.reason, bare.domain, dict(bare.metadata))

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from certificates import sha256
 from conformance.foreign import CACHE, ROOT, TIMEOUT_S, WORKER, Grpcurl, Refused, status_of
 from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS, WORKER_ARGS, await_that
 from model_zoo import save
 
-from quire.cache.v1 import error_pb2, grant_pb2
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2, grant_pb2
 from quire.client.launch import LocalServices, ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
@@ -29,7 +30,10 @@ TOKENS = f"""
 all client,operator,worker {sha256("t-all")}
 wanda worker {sha256("t-worker")}
 olga operator {sha256("t-operator")}
+lena client {sha256("t-lena")}
 """
+TENANTS = "[tenants.lena]\nmax_leases = 0\n"
+MAX_WATCHES = 256
 PROMPT = [1, 2, 3, 4, 5]
 GEOMETRY = {
     "block_size_tokens": 4,
@@ -122,11 +126,12 @@ def both(grpcurl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bo
     folder = tmp_path_factory.mktemp("reasons")
     (folder / "tokens").write_text(TOKENS)
     (folder / "own").write_text("t-worker\n")
+    (folder / "tenants.toml").write_text(TENANTS)
     tokens = ("--token-file", str(folder / "tokens"))
     with LocalServices.start(
         model=save("llama", folder / "model"),
         num_blocks=NUM_BLOCKS,
-        extra_cachemgr_args=tokens,
+        extra_cachemgr_args=(*tokens, "--tenants", str(folder / "tenants.toml")),
         extra_worker_args=(*WORKER_ARGS, *tokens, "--cachemgr-token-file", str(folder / "own")),
         worker_target=FAULTY_WORKER,
     ) as services:
@@ -228,6 +233,21 @@ def cache_too_many_steps(both: Both) -> None:
 def cache_token_budget_spent(both: Both) -> None:
     lease = both.lease()
     lease.refused(lease.admit(PROMPT, [6, *PROMPT], admission_token_budget=len(PROMPT)))
+
+
+def cache_too_many_leases(both: Both) -> None:
+    with_token(both.cache, "t-lena").call(f"{CACHE}/CreateLease", {"pool": "default"})
+
+
+def cache_overloaded(both: Both) -> None:
+    shown = (("authorization", "Bearer t-all"),)
+    request = cache_service_pb2.WatchBlocksRequest(pool="default")
+    with grpc.insecure_channel(both.services.cachemgr_address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        watch: Any = cache_service_pb2_grpc.CacheServiceStub(channel).WatchBlocks
+        watching = [watch(request, metadata=shown, timeout=TIMEOUT_S) for _ in range(MAX_WATCHES)]
+        for answers in watching:
+            assert next(answers).epoch
+        both.cache.stream(f"{CACHE}/WatchBlocks", [{"pool": "default"}])
 
 
 def cache_pool_detached(both: Both) -> None:

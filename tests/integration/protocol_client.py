@@ -63,21 +63,31 @@ class RefusedError(Exception):
     domain: str
     metadata: dict[str, str]
     message: str
+    retry_delay_s: float | None = None
 
     @classmethod
     def of_call(cls, error: grpc.RpcError) -> RefusedError:
         """What a failed call says; a status without details has no reason."""
         status = rpc_status.from_call(error)
-        info = error_details_pb2.ErrorInfo()
+        info, delay_s = error_details_pb2.ErrorInfo(), None
         if status is not None:
-            (details,) = status.details
-            assert details.Unpack(info)
-        return cls(error.code(), info.reason, info.domain, dict(info.metadata), error.details() or "")
+            first, *others = status.details
+            assert first.Unpack(info)
+            delay_s = retry_delay_s(*others) if others else None
+        return cls(error.code(), info.reason, info.domain, dict(info.metadata), error.details() or "", delay_s)
 
     @classmethod
     def of_message(cls, error: error_pb2.Error) -> RefusedError:
         """What an error inside an answer says."""
-        return cls(CODES[error.code], error.reason, "", dict(error.metadata), error.message)
+        delay_s = error.retry_delay.ToNanoseconds() / 1e9 if error.HasField("retry_delay") else None
+        return cls(CODES[error.code], error.reason, "", dict(error.metadata), error.message, delay_s)
+
+
+def retry_delay_s(detail: Any) -> float:
+    """What a RetryInfo says."""
+    retry = error_details_pb2.RetryInfo()
+    assert detail.Unpack(retry)
+    return float(retry.retry_delay.ToNanoseconds() / 1e9)
 
 
 def ask(method: Any, request: Any, *, wait_for_ready: bool = False) -> Any:

@@ -125,7 +125,7 @@ async def serve(signals: StopSignals, options: ServerOptions, model: str) -> Non
 @option("--num-blocks", type=int)
 def main(server: ServerOptions, cachemgr: str, model: str, num_blocks: int) -> None:
     """Stands in for cachemgr and worker."""
-    configure_logging(server.log_level)
+    configure_logging(server.log_level, server.log_format)
     run(lambda signals: serve(signals, server, model))
 
 

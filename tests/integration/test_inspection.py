@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from integration.lone_cachemgr import Bookkeeper, LoneCachemgr, Tenant
 from integration.protocol_client import (
     BLOCK_SIZE,
     MAX_SEQUENCES,
@@ -176,6 +180,124 @@ def test_a_filter_and_pages_go_together(pair: Pair, busy: tuple[LeaseHolder, Lea
     pages = all_pages(pair.cache.ListBlocks, request, "blocks")
     assert list(chain(*pages)) == pair.blocks(state=ACTIVE, lease_id=busy[0].lease_id)
     assert [len(page) for page in pages] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("entries", ["leases", "sequences"])
+def test_what_is_there_all_the_time_is_listed_once_whatever_comes_and_goes(
+    entries: str, page_size: int, pair: Pair, create_lease: CreateLease
+) -> None:
+    staying = [create_lease() for _ in range(5)]
+    first = staying[0]
+    first.run(first.admit((3, [1]), (7, [2])))
+    method, message, _ = LISTS[entries]
+    request = message(pool="default", page_size=page_size)
+    keys: list[tuple[str, int]] = []
+    for number in range(100):
+        answer = ask(getattr(pair.cache, method), request)
+        keys += [(entry.lease_id_prefix, getattr(entry, "sequence_id", 0)) for entry in getattr(answer, entries)]
+        if not answer.next_page_token:
+            break
+        request.page_token = answer.next_page_token
+        going = create_lease()
+        first.run(first.admit((4 + number % 3, [1])))
+        first.run(first.plan(release_sequence_ids=[4 + number % 3]))
+        if number % 2:
+            going.delete()
+    assert len(set(keys)) == len(keys)
+    there = {(first.lease_id[:8], 3), (first.lease_id[:8], 7)}
+    assert set(keys) >= (there if entries == "sequences" else {(holder.lease_id[:8], 0) for holder in staying})
+
+
+def test_leases_by_state(pair: Pair, create_lease: CreateLease) -> None:
+    open_lease, ended = create_lease(), create_lease()
+    plan = ended.admit((1, PROMPT))
+    with pair.held() as hold:
+        running = ended.start(plan)
+        hold.await_running()
+        ended.delete()
+
+        def listed(state: Any) -> list[str]:
+            request = cache_service_pb2.ListLeasesRequest(pool="default", state=state)
+            return [lease.lease_id_prefix for lease in ask(pair.cache.ListLeases, request).leases]
+
+        assert listed(cache_service_pb2.LEASE_STATE_OPEN) == [open_lease.lease_id[:8]]
+        assert listed(cache_service_pb2.LEASE_STATE_FENCING) == [ended.lease_id[:8]]
+        assert len(listed(cache_service_pb2.LEASE_STATE_UNSPECIFIED)) == 2
+    ended.finish(running)
+
+
+@pytest.mark.parametrize("method", ["ListBlocks", "ListLeases"])
+def test_a_state_that_is_none_is_refused(pair: Pair, method: str) -> None:
+    request = getattr(cache_service_pb2, f"{method}Request")(pool="default", state=9)
+    with pytest.raises(RefusedError) as refused:
+        ask(getattr(pair.cache, method), request)
+    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert refused.value.metadata["field"] == "state"
+
+
+@pytest.fixture(scope="module")
+def lone() -> Iterator[LoneCachemgr]:
+    """A cachemgr that asks who calls."""
+    with tempfile.TemporaryDirectory(prefix="q-") as name:
+        cachemgr = LoneCachemgr(Path(name)).start()
+        yield cachemgr
+        cachemgr.close()
+
+
+def test_each_sees_what_is_its_own_and_operators_whose_it_is(lone: LoneCachemgr) -> None:
+    worker = Bookkeeper(lone, "shared", epoch=1)
+    alice, bob = (Tenant.begin(lone, worker, caller) for caller in ("alice", "bob"))
+    alice.cache(1, [1, 2, 3, 4, 5])
+    alice.admit(2, [6, 7])
+    bob.admit(1, [1, 2, 3, 4, 5])
+
+    def names(caller: str, method: str, **fields: Any) -> list[Any]:
+        """Whose blocks or leases they are; of sequences, whose leases."""
+        request = getattr(cache_service_pb2, f"{method}Request")(pool="shared", **fields)
+        answer = ask(getattr(lone.stub(caller), method), request)
+        if method == "ListSequences":
+            owners = {tenant.lease_id[:8]: name for tenant, name in ((alice, "alice"), (bob, "bob"))}
+            return [owners[sequence.lease_id_prefix] for sequence in answer.sequences]
+        return [entry.tenant for entry in (answer.blocks if method == "ListBlocks" else answer.leases)]
+
+    own = {"ListLeases": {"alice": 1, "bob": 1}, "ListSequences": {"alice": 1, "bob": 1}}
+    for method, counts in (own | {"ListBlocks": {"alice": 2, "bob": 2}}).items():
+        for caller, other in (("alice", "bob"), ("bob", "alice")):
+            mine = [caller] * counts[caller]
+            assert names(caller, method) == names(caller, method, tenant=caller) == mine
+            assert names("olga", method, tenant=caller) == mine
+            assert names(caller, method, tenant=other) == names("olga", method, tenant="nobody") == []
+    assert sorted(names("olga", "ListLeases")) == sorted(names("olga", "ListSequences")) == ["alice", "bob"]
+    assert sorted(names("olga", "ListBlocks")) == [*[""] * 4, "alice", "alice", "bob", "bob"]
+    assert names("alice", "ListBlocks", state=FREE) == names("olga", "ListBlocks", state=FREE, tenant="alice") == []
+    assert names("alice", "ListBlocks", state=CACHED) == ["alice"]
+    assert names("alice", "ListBlocks", lease_id=alice.lease_id) == ["alice"]
+    for method in ("ListBlocks", "GetSequence"):
+        fields = {"lease_id": bob.lease_id} | ({"sequence_id": 1} if method == "GetSequence" else {})
+        with pytest.raises(RefusedError, match="LEASE_NOT_FOUND"):
+            ask(getattr(lone.stub("alice"), method), getattr(cache_service_pb2, f"{method}Request")(**fields))
+    alice.settle()
+    bob.settle()
+    worker.detach()
+
+
+def test_what_is_rare_in_a_large_pool_comes_in_pages_that_are_short(lone: LoneCachemgr) -> None:
+    worker = Bookkeeper(lone, "large", epoch=1, block_count=150_001, max_sequence_tokens=1 << 20)
+    alice = Tenant.begin(lone, worker, "alice")
+    alice.admit(1, [1] * 4 * 100_000)
+    alice.cache(2, [2, 2, 2, 2])
+    alice.settle()
+    request = cache_service_pb2.ListBlocksRequest(pool="large", state=CACHED)
+    pages = all_pages(lone.stub("alice").ListBlocks, request, "blocks")
+    assert [[block.block_id for block in page] for page in pages] == [[], [100_001], []]
+    request = cache_service_pb2.ListBlocksRequest(pool="large", lease_id=alice.lease_id, page_size=10_000)
+    pages = all_pages(lone.stub("alice").ListBlocks, request, "blocks")
+    assert [block.block_id for block in chain(*pages)] == list(range(1, 100_001))
+    request = cache_service_pb2.ListBlocksRequest(pool="large", page_token="9999999999")
+    assert not ask(lone.stub("olga").ListBlocks, request).blocks
+    alice.release(1)
+    worker.detach()
 
 
 def test_pools(pair: Pair, attach: Callable[[], StandInWorker]) -> None:

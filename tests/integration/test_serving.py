@@ -121,9 +121,8 @@ def status_of(error: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
     status = rpc_status.from_call(error)
     if status is None:
         return error.code(), "", {}
-    (detail,) = status.details
     info = error_details_pb2.ErrorInfo()
-    assert detail.Unpack(info)
+    assert status.details[0].Unpack(info)
     return error.code(), info.reason, dict(info.metadata)
 
 

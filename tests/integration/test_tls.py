@@ -247,6 +247,14 @@ def refusal_reason(channel: grpc.Channel, path: str, method: Any, metadata: tupl
         except grpc.RpcError:
             return RefusedError.of_call(answers).reason
         return ""
+    if method.server_streaming:
+        answers = channel.unary_stream(path)(b"", metadata=metadata, timeout=DEADLINE_S)
+        try:
+            next(answers)
+        except grpc.RpcError:
+            return RefusedError.of_call(answers).reason
+        answers.cancel()
+        return ""
     try:
         channel.unary_unary(path)(b"", metadata=metadata, timeout=DEADLINE_S)
     except grpc.RpcError as error:
@@ -290,9 +298,10 @@ def test_a_tenant_sees_and_ends_only_what_is_its_own(
             ("RenewLease", {"lease_id": lease.lease_id}),
             ("GetSequence", {"lease_id": lease.lease_id, "sequence_id": 1}),
             ("ListBlocks", {"lease_id": lease.lease_id}),
-            ("ListBlocks", {}),
         ):
             assert refusal(method, "b", **fields) == "LEASE_NOT_FOUND", method
+        owners = [[block.tenant for block in call("ListBlocks", token).blocks] for token in ("a", "b", "o")]
+        assert (set(owners[0]), owners[1], len(owners[2])) == ({"alice"}, [], NUM_BLOCKS - 1)
         call("DeleteLease", "b", lease_id=lease.lease_id)
         for token, tenants in (("a", ["alice"]), ("b", []), ("o", ["alice"])):
             open_leases = [each for each in call("ListLeases", token).leases if each.ttl.seconds == 60]

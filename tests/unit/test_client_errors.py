@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
@@ -19,6 +18,7 @@ from quire.client.errors import (
     EpochChanged,
     InvalidRequest,
     LeaseLost,
+    NotFound,
     OutOfRoom,
     ProtocolViolation,
     QuireError,
@@ -48,6 +48,14 @@ def test_a_reason_keeps_its_name_and_numbers(reason: str) -> None:
     assert type(error) is REASONS[reason]
     assert (error.reason, error.message, error.number("value")) == (reason, "no", 7)
     assert str(error) == f"{reason}: no"
+
+
+def test_an_error_in_an_answer_says_when_to_ask_again() -> None:
+    assert decode_error(error_pb2.Error(reason="OVERLOADED")).retry_after_s is None
+    for delay_s in (0.0, 0.25):
+        error = error_pb2.Error(reason="OVERLOADED")
+        error.retry_delay.FromNanoseconds(int(delay_s * 1e9))
+        assert decode_error(error).retry_after_s == delay_s
 
 
 def test_an_unknown_reason_is_still_an_error() -> None:
@@ -83,11 +91,14 @@ def test_waits_between_attempts_grow_to_a_limit() -> None:
 # Over gRPC.
 
 
-def status_of(code: grpc.StatusCode, reason: str, **metadata: str) -> Any:
-    """A status with an ErrorInfo, as grpcio's abort_with_status takes it."""
-    detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="cache.quire.dev", metadata=metadata))
-    status = status_pb2.Status(code=code.value[0], message="refused", details=[detail])
+def status_of(code: grpc.StatusCode, reason: str, *, retry_delay_s: float | None = None, **metadata: str) -> Any:
+    """A status with an ErrorInfo, and a RetryInfo before it if asked for, as grpcio's abort_with_status takes it."""
+    status = status_pb2.Status(code=code.value[0], message="refused")
+    if retry_delay_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_delay_s * 1e9))
+        status.details.add().Pack(retry)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="cache.quire.dev", metadata=metadata))
 
     class AsStatus(grpc.Status):
         def __init__(self) -> None:
@@ -214,6 +225,26 @@ def test_a_lease_is_asked_for_again_under_one_request_id(tmp_path: Path) -> None
         with pytest.raises(Unavailable) as caught:
             await client.create_lease("", ttl_s=1)
         assert caught.value.reason == "POOL_DETACHED"
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_server_that_says_when_to_ask_again_is_asked_then(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client, loop = CacheClient(address, retry=QUICK), asyncio.get_running_loop()
+        cache.leases = [status_of(grpc.StatusCode.UNAVAILABLE, "POOL_DETACHED", retry_delay_s=0.05)] * 2
+        asked = loop.time()
+        assert (await client.create_lease("", ttl_s=1)).lease_id == "lease"
+        assert loop.time() - asked >= 0.1
+        cache.leases = [status_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_LEASES", retry_delay_s=1.5)]
+        with pytest.raises(OutOfRoom) as caught:
+            await client.create_lease("", ttl_s=1)
+        assert caught.value.retry_after_s == 1.5
+        cache.leases = [status_of(grpc.StatusCode.NOT_FOUND, "POOL_NOT_FOUND")]
+        with pytest.raises(NotFound) as lost:
+            await client.create_lease("", ttl_s=1)
+        assert lost.value.retry_after_s is None
         await client.close()
 
     with_server(tmp_path, body)

@@ -451,6 +451,19 @@ def test_services_that_come_back_in_time_are_waited_for() -> None:
     with_engine(body)
 
 
+def test_a_lease_that_can_not_be_had_yet_is_waited_for() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        loop = asyncio.get_running_loop()
+        services.plan_errors.append(LeaseLost("gone"))
+        services.lease_errors.append(OutOfRoom("too many", reason="TOO_MANY_LEASES", retry_after_s=0.2))
+        asked = loop.time()
+        (completion,) = await engine.complete(["a\n"], greedy(5))
+        assert completion.token_ids == tuple(RECITED[:5])
+        assert loop.time() - asked >= 0.2
+
+    with_engine(body)
+
+
 def test_services_that_stay_away_fail_the_requests_but_not_the_engine() -> None:
     async def body(engine: Engine, services: Services) -> None:
         services.plan_errors.append(Unavailable("away"))

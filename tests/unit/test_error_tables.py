@@ -30,10 +30,19 @@ def worker_status(reason: Any) -> ErrorStatus:
     return worker_errors.Refused(reason, MESSAGE, value=7, pool="a").status
 
 
+def retry_delay_s(detail: Any) -> float:
+    """Of a RetryInfo."""
+    retry = error_details_pb2.RetryInfo()
+    assert detail.Unpack(retry)
+    return float(retry.retry_delay.ToNanoseconds() / 1e9)
+
+
 class Service:
     """What must agree for one service."""
 
-    def __init__(self, name: str, *, enum: Any, proto: str, errors: Any, table: Any, domain: str, status: Any) -> None:
+    def __init__(
+        self, name: str, *, enum: Any, proto: str, errors: Any, table: Any, delays: Any, domain: str, status: Any
+    ) -> None:
         self.name = name
         self.names_in_proto = {value.removeprefix(PREFIX) for value, _ in enum.items()} - {"UNSPECIFIED"}
         self.codes_in_proto = {
@@ -44,8 +53,13 @@ class Service:
         }
         self.reasons = list(errors.Reason)
         self.table = table
+        self.delays = delays
         self.domain = domain
         self.status = status
+
+    def retry_delays_s(self, reason: Any) -> list[float]:
+        """None or one."""
+        return [self.delays[reason]] if reason in self.delays else []
 
 
 CACHE = Service(
@@ -54,6 +68,7 @@ CACHE = Service(
     proto="protos/quire/cache/v1/error.proto",
     errors=cache_errors,
     table=cache_statuses.STATUS_CODES,
+    delays=cache_statuses.RETRY_DELAYS_S,
     domain="cache.quire.dev",
     status=cache_status,
 )
@@ -63,6 +78,7 @@ WORKER = Service(
     proto="protos/quire/compute/v1/worker_service.proto",
     errors=worker_errors,
     table=worker_errors.STATUS_CODES,
+    delays=worker_errors.RETRY_DELAYS_S,
     domain="compute.quire.dev",
     status=worker_status,
 )
@@ -90,7 +106,7 @@ def test_the_proto_says_the_code_of_each_reason(service: Service) -> None:
 
 
 @ROWS
-def test_each_row_is_a_status_with_one_error_info(service: Service, reason: Any) -> None:
+def test_each_row_is_a_status_with_an_error_info_and_when_to_ask_again(service: Service, reason: Any) -> None:
     error = service.status(reason)
     status = to_grpc_status(error)
     assert status.code is service.table[reason] is not grpc.StatusCode.OK
@@ -99,11 +115,12 @@ def test_each_row_is_a_status_with_one_error_info(service: Service, reason: Any)
     assert name == "grpc-status-details-bin"
     sent = status_pb2.Status.FromString(value)
     assert (sent.code, sent.message) == (service.table[reason].value[0], MESSAGE)
-    (details,) = sent.details
+    first, *others = sent.details
     info = error_details_pb2.ErrorInfo()
-    assert details.Unpack(info)
+    assert first.Unpack(info)
     assert (info.reason, info.domain) == (reason.value, service.domain)
     assert dict(info.metadata) == {"value": "7", "pool": "a"}
+    assert [retry_delay_s(detail) for detail in others] == service.retry_delays_s(reason)
 
 
 @ROWS
@@ -111,6 +128,17 @@ def test_each_row_is_a_message_too(service: Service, reason: Any) -> None:
     message = to_message(service.status(reason))
     assert (message.code, message.reason, message.message) == (service.table[reason].value[0], reason.value, MESSAGE)
     assert dict(message.metadata) == {"value": "7", "pool": "a"}
+    said = [message.retry_delay.ToNanoseconds() / 1e9] if message.HasField("retry_delay") else []
+    assert said == service.retry_delays_s(reason)
+
+
+@ROWS
+def test_what_is_used_up_or_away_says_when_to_ask_again(service: Service, reason: Any) -> None:
+    code = service.table[reason]
+    may_help = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+    # Pins stay until they are taken back.
+    assert bool(service.retry_delays_s(reason)) == (may_help and reason.value != "PIN_BUDGET_SPENT")
+    assert all(0 <= delay_s <= 1 for delay_s in service.retry_delays_s(reason))
 
 
 @ROWS

@@ -6,7 +6,7 @@ import pytest
 
 from quire.cachemgr._core import Books, StepPlan
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.leases import REMEMBERED_PLANS, ExpiryQueue, Lease, LeaseState
+from quire.cachemgr.leases import REMEMBERED_PLANS, SPARE_ENTRIES, ExpiryQueue, Lease, LeaseState
 from quire.cachemgr.plans import StepRequest
 
 
@@ -32,6 +32,20 @@ def test_leases_expire_in_order_unless_they_were_renewed_ended_or_gone() -> None
     assert queue.next_expiry() == 5.0
     assert queue.pop_expired(leases, 5.0) == [leases["a"]]
     assert queue.next_expiry() is None
+
+
+def test_leases_that_ended_do_not_pile_up() -> None:
+    queue = ExpiryQueue()
+    leases = {f"kept {number}": lease_of(f"kept {number}", expires_at=1e6 + number) for number in range(300)}
+    for lease in leases.values():
+        queue.add(lease)
+    for number in range(20_000):
+        lease = lease_of(f"brief {number}", expires_at=1e5 + number)
+        queue.add(lease)
+        lease.state = LeaseState.FENCING
+        assert len(queue) <= 2 * (len(leases) + 1) + SPARE_ENTRIES
+    assert queue.pop_expired(leases, 2e5) == []
+    assert queue.pop_expired(leases, 2e6) == list(leases.values())
 
 
 def test_a_renewed_lease_has_its_whole_time_again() -> None:

@@ -116,7 +116,9 @@ impl Books {
         }
         leases.sort();
         let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
-        format!("{:?} {free:?} {parked:?} {} {leases:?}", blocks.collect::<Vec<_>>(), self.num_rows())
+        let blocks = blocks.collect::<Vec<_>>();
+        let num_changes = self.pool.journal().num_changes();
+        format!("{blocks:?} {free:?} {parked:?} {} {num_changes} {leases:?}", self.num_rows())
     }
 }
 
@@ -221,7 +223,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_pool_is_told() {
         let mut bench = bench();
-        bench.0.pool.drop_cached(0, 9);
+        bench.0.pool.drop_cached(0, 9, 0.0);
         bench.0.pool.policy().park(&[8]);
         assert_eq!(bench.0.violations().len(), 2, "{:?}", bench.0.violations());
     }

@@ -51,6 +51,8 @@ pub struct Counters {
     pub admissions: u64,
     pub admitted_tokens: u64,
     pub cached_tokens: u64,
+    /// Tokens that were to be computed again because their blocks were evicted.
+    pub recomputed_tokens: u64,
     pub forks: u64,
     pub copied_blocks: u64,
 }
@@ -192,6 +194,10 @@ impl Books {
         self.counters
     }
 
+    pub fn tenant_name(&self, tenant: TenantId) -> &[u8] {
+        self.tenants.name(tenant)
+    }
+
     pub fn sequence(&self, row: Row) -> &Sequence {
         self.table.get(row)
     }
@@ -269,7 +275,7 @@ pub(crate) mod tests {
     use crate::pool::tests::Random;
     use crate::settle::{StepOutcome, StepReport};
 
-    fn geometry(num_usable: usize) -> Geometry {
+    pub(crate) fn geometry(num_usable: usize) -> Geometry {
         Geometry {
             block_size: 2,
             num_blocks: num_usable + 1,
@@ -298,7 +304,7 @@ pub(crate) mod tests {
             self.plan_for("a", request)
         }
 
-        fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> StepPlan {
+        pub(crate) fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> StepPlan {
             self.0.plan(lease_id, &request, 0.0).unwrap().unwrap()
         }
 
@@ -458,7 +464,7 @@ pub(crate) mod tests {
 
     // -- anything at all ----------------------------------------------------------------------------------------------
 
-    fn some_request(random: &mut Random) -> StepRequest {
+    pub(crate) fn some_request(random: &mut Random) -> StepRequest {
         let mut ids = |bound| (0..random.below(bound)).map(|_| random.below(6) as i64).collect::<Vec<_>>();
         let (releases, trimmed, parents, admitted) = (ids(2), ids(2), ids(2), ids(4));
         let extended = random.sample((0..6).collect());

@@ -5,6 +5,8 @@
 //!       sequences tokens and tables       steps     what is in flight             plans   requests and plans
 //!       pool      who holds a block       prefix    what is found                 eviction, lineage, retention
 //!     tenants     whose a block is
+//!     looking   pages and changes of blocks   explain   why a prefix misses
+//!     journal   what changed last   losses   what was cached once   contents   what is in blocks, for who may ask
 //!     wire        plans as bytes
 //!     python      the only one that knows Python
 //!
@@ -14,9 +16,14 @@
 
 pub mod audit;
 pub mod books;
+pub mod contents;
 pub mod errors;
 pub mod eviction;
+pub mod explain;
+pub mod journal;
 pub mod lineage;
+pub mod looking;
+pub mod losses;
 pub mod planner;
 pub mod plans;
 pub mod pool;

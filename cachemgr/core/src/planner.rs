@@ -390,6 +390,9 @@ impl<'a> StepPlanner<'a> {
         if num_needed + reserve > available {
             return Ok(Err(self.out_of_blocks(seq_id, num_needed + reserve, available)));
         }
+        let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..self.num_sharable(tokens.len())]);
+        self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
+        self.pool.enter_root(&root, self.asker.tenant, &admission.salt);
         self.pool.acquire(&found, 1)?;
         let fresh = self.pool.allocate(num_needed, &self.asker)?;
         self.pool.enter_admission(&found, &fresh, &hashes);
@@ -407,6 +410,7 @@ impl<'a> StepPlanner<'a> {
             geometry.block_size,
         );
         sequence.num_writable = num_writable;
+        sequence.salt = admission.salt.clone();
         let row = self.enter(sequence);
         self.run_admitted(row, admission.max_compute);
         Ok(Ok(()))
@@ -416,7 +420,7 @@ impl<'a> StepPlanner<'a> {
     ///
     /// At least one token is left to compute.
     fn find_prefix(&mut self, hashes: &[Hash], num_tokens: usize) -> (Vec<BlockId>, usize) {
-        let most = (num_tokens - 1) / self.geometry.block_size;
+        let most = self.num_sharable(num_tokens);
         let mut found = self.pool.index().find(&hashes[..most]);
         let num_published = found.len();
         for (index, hash) in hashes[..most].iter().enumerate().skip(num_published) {
@@ -426,6 +430,11 @@ impl<'a> StepPlanner<'a> {
             }
         }
         (found, num_published)
+    }
+
+    /// Blocks of a prompt that may be found: at least one token is left to compute.
+    fn num_sharable(&self, num_tokens: usize) -> usize {
+        (num_tokens - 1) / self.geometry.block_size
     }
 
     /// The block at this index of a table that a step in flight of the lease, or this one, fills: the first such block.

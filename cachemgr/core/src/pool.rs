@@ -12,8 +12,11 @@
 
 use std::ops::Range;
 
+use crate::contents::Contents;
 use crate::errors::{Result, broken};
 use crate::eviction::EvictionPolicy;
+use crate::journal::Journal;
+use crate::losses::{Losses, Roots};
 use crate::prefix::{BlockId, Hash, NULL_BLOCK, Past, PrefixIndex};
 use crate::tenants::{Asker, TenantId};
 
@@ -23,6 +26,17 @@ pub enum BlockState {
     Cached,
     Active,
     Retired,
+}
+
+impl BlockState {
+    pub fn name(self) -> &'static str {
+        match self {
+            BlockState::Free => "free",
+            BlockState::Cached => "cached",
+            BlockState::Active => "active",
+            BlockState::Retired => "retired",
+        }
+    }
 }
 
 /// Blocks by state; they add up to the pool's blocks without the null block.
@@ -55,6 +69,10 @@ pub struct BlockPool {
     owners: Vec<TenantId>, // of the blocks that are not free
     free: Vec<BlockId>,    // a stack: the lowest id on top at first
     counters: PoolCounters,
+    journal: Journal,
+    losses: Losses,
+    roots: Roots,
+    contents: Contents,
 }
 
 impl BlockPool {
@@ -67,6 +85,10 @@ impl BlockPool {
             owners: vec![0; num_blocks],
             free: (1..num_blocks as BlockId).rev().collect(),
             counters: PoolCounters::default(),
+            journal: Journal::new(num_blocks),
+            losses: Losses::new(num_blocks),
+            roots: Roots::default(),
+            contents: Contents::default(),
         }
     }
 
@@ -80,6 +102,30 @@ impl BlockPool {
 
     pub fn counters(&self) -> PoolCounters {
         self.counters
+    }
+
+    /// What changed last.
+    pub fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    /// What could be found once.
+    pub fn losses(&self) -> &Losses {
+        &self.losses
+    }
+
+    /// Under what admissions began.
+    pub fn roots(&self) -> &Roots {
+        &self.roots
+    }
+
+    /// What is in the blocks that can be found, if somebody reads it.
+    pub fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    pub fn contents_mut(&mut self) -> &mut Contents {
+        &mut self.contents
     }
 
     /// Blocks that `allocate` could hand out now: free or evictable.
@@ -146,12 +192,13 @@ impl BlockPool {
         blocks.reverse();
         if num_missing > 0 {
             self.policy.evict(num_missing, &mut blocks);
-            blocks[num_popped..].iter().for_each(|block| self.index.forget(*block));
+            blocks[num_popped..].iter().for_each(|block| self.lose(*block, asker));
         }
         for block in &blocks {
             self.refs[*block as usize] = 1;
             self.owners[*block as usize] = asker.tenant;
         }
+        self.journal.touch_all(&blocks[..num_popped], &self.owners);
         self.counters.num_active += count;
         self.counters.num_references += count;
         self.counters.num_allocated += count as u64;
@@ -182,6 +229,7 @@ impl BlockPool {
             self.counters.num_shared += usize::from(before < 2 && before + count >= 2);
         }
         self.counters.num_references += blocks.len() * count as usize;
+        self.journal.touch_all(blocks, &self.owners);
         self.policy.unpark(&parked);
         Ok(())
     }
@@ -189,6 +237,7 @@ impl BlockPool {
     /// One reference less to each. Give a table's tail first: what comes first is evicted first.
     pub fn release(&mut self, blocks: &[BlockId]) -> Result<()> {
         blocks.iter().try_for_each(|block| self.let_go(*block))?;
+        self.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
         Ok(())
     }
@@ -199,6 +248,7 @@ impl BlockPool {
             self.let_go(block)?;
             self.pins[block as usize] += 1;
         }
+        self.journal.touch_all(blocks, &self.owners);
         Ok(())
     }
 
@@ -210,6 +260,7 @@ impl BlockPool {
             };
             self.pins[block as usize] = pins;
         }
+        self.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
         Ok(())
     }
@@ -219,27 +270,39 @@ impl BlockPool {
         self.policy.admit(found, fresh, hashes);
     }
 
+    /// A sequence begins under this root.
+    pub fn enter_root(&mut self, root: &Hash, tenant: TenantId, salt: &[u8]) {
+        self.roots.enter(root, tenant, salt);
+    }
+
     /// Makes a computed block findable, unless another one is by this hash; returns the one that is from now on.
     pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
-        self.index.publish(hash, block)
+        let standing = self.index.publish(hash, block);
+        if standing == block {
+            self.touch_content(block);
+        }
+        standing
     }
 
     /// Makes the blocks from `first` to before `end` unfindable; returns how many were findable.
     ///
     /// Held blocks stay with their holders.
-    pub fn drop_cached(&mut self, first: BlockId, end: BlockId) -> usize {
+    pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
         let mut dropped = 0;
         for block in first.max(1)..end.min(self.refs.len() as BlockId) {
             if !self.index.is_findable(block) {
                 continue;
             }
             dropped += 1;
+            if let Some(hash) = self.index.hash(block) {
+                self.losses.reset(hash, now);
+            }
+            self.contents.forget(block);
+            self.touch_content(block);
+            self.index.drop_hash(block);
             if self.is_idle(block) {
                 self.policy.unpark(&[block]);
-                self.index.forget(block);
                 self.push_free(&[block]);
-            } else {
-                self.index.drop_hash(block);
             }
         }
         dropped
@@ -296,6 +359,21 @@ impl BlockPool {
         self.ref_count(block) == 0 && self.pin_count(block) == 0
     }
 
+    /// A block begins or ceases to be found by content.
+    fn touch_content(&mut self, block: BlockId) {
+        self.journal.touch_content(block, self.owners[block as usize]);
+    }
+
+    /// The content of a block that was evicted makes room for what the asker wants.
+    fn lose(&mut self, block: BlockId, asker: &Asker) {
+        if let Some(hash) = self.index.hash(block) {
+            self.losses.evicted(hash, asker);
+        }
+        self.contents.forget(block);
+        self.touch_content(block);
+        self.index.forget(block);
+    }
+
     fn let_go(&mut self, block: BlockId) -> Result<()> {
         let Some(refs) = self.ref_count(block).checked_sub(1) else {
             return broken(format!("block {block} is released, nobody holds it"));
@@ -322,6 +400,7 @@ impl BlockPool {
     /// What was in these does not matter from here on.
     fn push_free(&mut self, blocks: &[BlockId]) {
         blocks.iter().for_each(|block| self.index.forget_past(*block));
+        self.journal.touch_all(blocks, &self.owners);
         self.policy.forget(blocks);
         self.free.extend_from_slice(blocks);
     }
@@ -571,7 +650,7 @@ pub(crate) mod tests {
         let mut pool = pool();
         pool.allocate(1, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
-        assert_eq!(pool.drop_cached(0, 5), 1);
+        assert_eq!(pool.drop_cached(0, 5, 0.0), 1);
         assert!(!pool.is_writable(1));
         pool.release(&[1]).unwrap();
         assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
@@ -595,20 +674,23 @@ pub(crate) mod tests {
         pool.publish(&hash(3), 3);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
-        assert_eq!(pool.drop_cached(0, 5), 4);
+        assert_eq!(pool.drop_cached(0, 5, 0.0), 4);
         assert_eq!((pool.counts(), pool.parked_blocks()), (counts(2, 0, 1, 1), vec![]));
         pool.unpin(&[4]).unwrap();
         assert_eq!(pool.state(4), BlockState::Free);
-        assert_eq!((pool.drop_cached(0, 5), violations(&pool)), (0, vec![]));
+        assert_eq!((pool.drop_cached(0, 5, 0.0), violations(&pool)), (0, vec![]));
     }
 
     #[test]
     fn the_cache_is_dropped_in_slices_of_any_bounds() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2, 3, 4]);
-        assert_eq!((pool.drop_cached(2, 3), pool.parked_blocks()), (1, vec![1, 3, 4]));
-        assert_eq!((pool.drop_cached(0, 2), pool.drop_cached(2, 3), pool.drop_cached(3, 100)), (1, 0, 2));
-        assert_eq!((pool.counts(), pool.drop_cached(4, 2)), (counts(4, 0, 0, 0), 0));
+        assert_eq!((pool.drop_cached(2, 3, 0.0), pool.parked_blocks()), (1, vec![1, 3, 4]));
+        assert_eq!(
+            (pool.drop_cached(0, 2, 0.0), pool.drop_cached(2, 3, 0.0), pool.drop_cached(3, 100, 0.0)),
+            (1, 0, 2)
+        );
+        assert_eq!((pool.counts(), pool.drop_cached(4, 2, 0.0)), (counts(4, 0, 0, 0), 0));
     }
 
     #[test]
@@ -796,7 +878,7 @@ pub(crate) mod tests {
             let (first, end) = (self.random.below(NUM_BLOCKS + 2), self.random.below(NUM_BLOCKS + 2));
             let named = (1..NUM_BLOCKS).filter(|block| (first..end).contains(block) && self.name_of[*block].is_some());
             let dropped: Vec<BlockId> = named.map(|block| block as BlockId).collect();
-            assert_eq!(self.pool.drop_cached(first as BlockId, end as BlockId), dropped.len());
+            assert_eq!(self.pool.drop_cached(first as BlockId, end as BlockId, 0.0), dropped.len());
             for block in dropped {
                 self.name_of[block as usize] = None;
                 if self.parked.contains(&block) {

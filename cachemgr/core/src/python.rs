@@ -13,13 +13,17 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::books::{Books, Geometry, MAX_STEPS_IN_FLIGHT};
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::eviction::POLICIES;
+use crate::explain::{Explanation, Miss};
+use crate::looking::{BlockFilter, States};
+use crate::losses::Cause;
 use crate::plans::{Admission, Extend, Fork, RefusedItem, StepPlan, StepRequest, Trim};
 use crate::pool::BlockState;
 use crate::prefix::{BlockId, Hash};
 use crate::retention::Choice;
 use crate::sequences::Row;
 use crate::settle::{StepOutcome, StepReport};
-use crate::wire::{Grantor, encode_answer, encode_grant};
+use crate::tenants::TenantId;
+use crate::wire::{Grantor, encode_answer, encode_blocks, encode_events, encode_grant};
 
 /// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
 fn changing<T>(py: Python<'_>, change: impl FnOnce() -> Result<T>) -> PyResult<T> {
@@ -69,6 +73,18 @@ fn ids(bytes: &[u8]) -> PyResult<Vec<i32>> {
 
 fn bytes_of(tokens: &[i32]) -> Vec<u8> {
     tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+/// What `beginning_of` made of a name.
+fn name_of(beginning: &[u8]) -> String {
+    String::from_utf8_lossy(beginning).trim_end_matches('\0').to_string()
+}
+
+fn state_of(name: &str) -> PyResult<BlockState> {
+    [BlockState::Free, BlockState::Cached, BlockState::Active, BlockState::Retired]
+        .into_iter()
+        .find(|state| state.name() == name)
+        .ok_or_else(|| PyValueError::new_err(format!("{name:?} is no state of a block")))
 }
 
 fn position(position: Option<usize>) -> i64 {
@@ -172,7 +188,21 @@ struct SequenceView {
     num_published: usize,
     num_promised: usize,
     sampled_position: i64,
+    num_blocks: usize,
     block_table: Vec<BlockId>,
+}
+
+/// Why a prefix is not found.
+#[pyclass(name = "Explanation", module = "quire.cachemgr._core", frozen, get_all)]
+struct PyExplanation {
+    num_blocks: usize,
+    num_found: usize,
+    missing: Option<Hash>,
+    reason: &'static str,
+    lost_at: Option<f64>,
+    evicted_by: Option<(String, String)>,
+    num_stranded: usize,
+    other_tenant: Option<String>,
 }
 
 /// A step in flight as it was when it was asked for.
@@ -246,6 +276,36 @@ impl PyBooks {
         self.0.holdings(lease_id)?.sequences.get(&seq_id).copied()
     }
 
+    fn tenant(&self, tenant: TenantId) -> String {
+        String::from_utf8_lossy(self.0.tenant_name(tenant)).into_owned()
+    }
+
+    fn tell(&self, explanation: Explanation) -> PyExplanation {
+        let Explanation { num_blocks, num_found, missing, miss, num_stranded } = explanation;
+        let (mut lost_at, mut evicted_by, mut other_tenant) = (None, None, None);
+        let reason = match miss {
+            Miss::None => "none",
+            Miss::NeverComputed => "never_computed",
+            Miss::BeingComputed => "being_computed",
+            Miss::OtherSalt => "other_salt",
+            Miss::OtherTenant(tenant) => {
+                other_tenant = Some(self.tenant(tenant));
+                "other_tenant"
+            }
+            Miss::Lost(loss) => {
+                lost_at = Some(loss.at);
+                match loss.cause {
+                    Cause::Reset => "reset",
+                    Cause::Evicted { tenant, lease } => {
+                        evicted_by = Some((self.tenant(tenant), name_of(&lease)));
+                        "evicted"
+                    }
+                }
+            }
+        };
+        PyExplanation { num_blocks, num_found, missing, reason, lost_at, evicted_by, num_stranded, other_tenant }
+    }
+
     fn view(&self, row: Row) -> SequenceView {
         let sequence = self.0.sequence(row);
         SequenceView {
@@ -258,6 +318,7 @@ impl PyBooks {
             num_published: sequence.num_published,
             num_promised: sequence.num_promised(),
             sampled_position: position(sequence.sampled_position),
+            num_blocks: sequence.block_table.len(),
             block_table: sequence.block_table.clone(),
         }
     }
@@ -376,6 +437,14 @@ impl PyBooks {
         rows.into_iter().map(|row| self.0.sequence(row).seq_id).collect()
     }
 
+    /// The first `most` of a lease's sequences with ids from `first` on, by id.
+    fn sequences_from(&self, lease_id: &str, first: i64, most: usize) -> Vec<SequenceView> {
+        let Ok(first) = i32::try_from(first) else {
+            return Vec::new();
+        };
+        self.0.sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
+    }
+
     fn sequence(&self, lease_id: &str, seq_id: i64) -> Option<SequenceView> {
         self.row(lease_id, seq_id).map(|row| self.view(row))
     }
@@ -399,17 +468,97 @@ impl PyBooks {
     /// State, references, pins and prefix hash of a block.
     fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
         let pool = self.0.pool();
-        let state = match pool.state(block_id) {
-            BlockState::Free => "free",
-            BlockState::Cached => "cached",
-            BlockState::Active => "active",
-            BlockState::Retired => "retired",
-        };
-        (state, pool.ref_count(block_id), pool.pin_count(block_id), pool.index().hash(block_id).copied())
+        (
+            pool.state(block_id).name(),
+            pool.ref_count(block_id),
+            pool.pin_count(block_id),
+            pool.index().hash(block_id).copied(),
+        )
     }
 
-    fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId) -> PyResult<usize> {
-        changing(py, || Ok(self.0.pool_mut().drop_cached(first, end)))
+    /// Serialised blocks of a ListBlocksResponse from `first` on, and where the next page begins. Of any state if none
+    /// is given, of all tenants and leases likewise.
+    #[pyo3(signature = (first, most, *, state, tenant, lease_id))]
+    fn list_blocks<'py>(
+        &self,
+        py: Python<'py>,
+        first: BlockId,
+        most: usize,
+        state: Option<&str>,
+        tenant: Option<&str>,
+        lease_id: Option<&str>,
+    ) -> PyResult<(Bound<'py, PyBytes>, Option<BlockId>)> {
+        let states = state.map(state_of).transpose()?.map_or(States::Any, States::Only);
+        let filter = BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id };
+        let (blocks, next) = self.0.list_blocks(first, most, &filter);
+        let blocks = blocks.into_iter().map(|block| self.0.describe(block)).collect();
+        Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
+    }
+
+    /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and where to go on.
+    #[pyo3(signature = (first, most, *, tenant, with_content))]
+    fn snapshot<'py>(
+        &self,
+        py: Python<'py>,
+        first: BlockId,
+        most: usize,
+        tenant: Option<&str>,
+        with_content: bool,
+    ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
+        let (events, next) = self.0.snapshot(first, most, tenant.map(str::as_bytes), with_content);
+        (PyBytes::new(py, &encode_events(events)), next)
+    }
+
+    /// Serialised events of a WatchBlocksResponse: what changed from number `first` on, and the number to go on from;
+    /// None if that is not known any more.
+    #[pyo3(signature = (first, most, *, tenant, with_content))]
+    fn changes<'py>(
+        &self,
+        py: Python<'py>,
+        first: u64,
+        most: usize,
+        tenant: Option<&str>,
+        with_content: bool,
+    ) -> Option<(Bound<'py, PyBytes>, u64)> {
+        let (events, next) = self.0.changes(first, most, tenant.map(str::as_bytes), with_content)?;
+        Some((PyBytes::new(py, &encode_events(events)), next))
+    }
+
+    /// Changes of blocks so far.
+    fn num_changes(&self) -> u64 {
+        self.0.pool().journal().num_changes()
+    }
+
+    /// How many of them are known.
+    fn num_changes_kept(&self) -> usize {
+        self.0.pool().journal().num_kept()
+    }
+
+    /// Keeps what is in blocks that become findable, until as many `end_reading`.
+    fn begin_reading(&mut self) {
+        self.0.pool_mut().contents_mut().begin_reading();
+    }
+
+    fn end_reading(&mut self) {
+        self.0.pool_mut().contents_mut().end_reading();
+    }
+
+    #[pyo3(signature = (tokens, salt, tenant, *, with_other_tenants))]
+    fn explain(
+        &mut self,
+        py: Python<'_>,
+        tokens: &[u8],
+        salt: &[u8],
+        tenant: &str,
+        with_other_tenants: bool,
+    ) -> PyResult<PyExplanation> {
+        let tokens = ids(tokens)?;
+        let explanation = changing(py, || Ok(self.0.explain(&tokens, salt, tenant.as_bytes(), with_other_tenants)))?;
+        Ok(self.tell(explanation))
+    }
+
+    fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId, now: f64) -> PyResult<usize> {
+        changing(py, || Ok(self.0.pool_mut().drop_cached(first, end, now)))
     }
 
     /// Rows taken in the worker.
@@ -432,6 +581,7 @@ impl PyBooks {
             ("admissions", counters.admissions),
             ("admitted_tokens", counters.admitted_tokens),
             ("cached_tokens", counters.cached_tokens),
+            ("recomputed_tokens", counters.recomputed_tokens),
             ("forks", counters.forks),
             ("copied_blocks", counters.copied_blocks),
             ("num_table_entries", pool.num_references as u64),
@@ -481,7 +631,7 @@ impl PyBooks {
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{PyBooks, PyStepPlan, SequenceView, StepView};
+    use super::{PyBooks, PyExplanation, PyStepPlan, SequenceView, StepView};
 
     use super::*;
 

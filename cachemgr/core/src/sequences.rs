@@ -8,6 +8,7 @@
 //! Each bound is at most the next, but for num_scheduled and num_known: a promised token may be scheduled too. The table
 //! has blocks for all of them, but perhaps for the token sampled last, which gets its slot when it is scheduled.
 
+use crate::contents::Content;
 use crate::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
 
 /// Where a sequence is kept; its own until no step in flight needs it any more.
@@ -21,6 +22,7 @@ pub struct Sequence {
     pub number: u64,
     /// Root of its prefix hashes: tenant, salt and model.
     pub root: Hash,
+    pub salt: Vec<u8>,
     pub block_table: Vec<BlockId>,
     /// Those that are known.
     pub tokens: Vec<i32>,
@@ -58,6 +60,7 @@ impl Sequence {
             seq_id,
             number: 0,
             root,
+            salt: Vec::new(),
             block_table,
             num_tokens: tokens.len(),
             tokens,
@@ -89,6 +92,7 @@ impl Sequence {
             seq_id: child_id,
             number: 0,
             root: self.root,
+            salt: self.salt.clone(),
             block_table: self.blocks_of(num_tokens, block_size).to_vec(),
             tokens: self.tokens[..num_known].to_vec(),
             num_tokens,
@@ -159,6 +163,12 @@ impl Sequence {
         self.num_tokens = self.num_known();
         self.num_writable = 0;
         self.sampled_position = self.sampled_position.filter(|position| *position < self.tokens.len());
+    }
+
+    /// What is in a block whose tokens are all known; `parent` is the hash of the one before it.
+    pub fn content(&self, index: usize, block_size: usize, parent: Hash) -> Content {
+        let tokens = self.tokens[index * block_size..(index + 1) * block_size].to_vec();
+        Content { tokens, salt: self.salt.clone(), parent: (index > 0).then_some(parent) }
     }
 
     // -- hashes -------------------------------------------------------------------------------------------------------

@@ -143,11 +143,16 @@ impl Settlement<'_> {
         let mut duplicates = Vec::new();
         for &(row, num_full) in published {
             let sequence = self.table.get_mut(row);
-            let first = sequence.num_published;
+            let (first, mut parent) = (sequence.num_published, *sequence.last_hash());
             let hashes = sequence.take_hashes(num_full, self.geometry.block_size);
             self.pool.index().warm(&hashes);
             for (index, hash) in (first..num_full).zip(&hashes) {
                 let standing = self.pool.publish(hash, sequence.block_table[index]);
+                if standing == sequence.block_table[index] && self.pool.contents().is_read() {
+                    let content = sequence.content(index, self.geometry.block_size, parent);
+                    self.pool.contents_mut().enter(standing, content);
+                }
+                parent = *hash;
                 if standing != sequence.block_table[index] && !sequence.released {
                     duplicates.push((row, index, standing));
                 }

@@ -1,4 +1,5 @@
-//! A plan as bytes: the messages of protos/quire/cache/v1 that are written for every step, field by field.
+//! Messages of protos/quire/cache/v1 as bytes, field by field: those that are written for every step, and blocks by the
+//! thousand.
 //!
 //! `uint32` stands for `int32` where nothing is negative: the bytes are the same.
 
@@ -92,6 +93,66 @@ struct BlockCounts {
     active_count: u64,
     #[prost(uint64, tag = "4")]
     retired_count: u64,
+}
+
+/// cache_service.proto, Block.
+#[derive(Clone, PartialEq, Message)]
+pub struct Block {
+    #[prost(uint32, tag = "1")]
+    pub block_id: u32,
+    #[prost(int32, tag = "2")]
+    pub state: i32,
+    #[prost(uint32, tag = "3")]
+    pub reference_count: u32,
+    #[prost(uint32, tag = "4")]
+    pub pin_count: u32,
+    #[prost(bytes = "vec", tag = "5")]
+    pub prefix_hash: Vec<u8>,
+    #[prost(string, tag = "6")]
+    pub tenant: String,
+    #[prost(uint32, tag = "7")]
+    pub priority: u32,
+    #[prost(uint32, tag = "8")]
+    pub prefix_pin_count: u32,
+}
+
+/// cache_service.proto, ListBlocksResponse; without its token.
+#[derive(Clone, PartialEq, Message)]
+struct BlockPage {
+    #[prost(message, repeated, tag = "1")]
+    blocks: Vec<Block>,
+}
+
+/// cache_service.proto, BlockEvent.
+#[derive(Clone, PartialEq, Message)]
+pub struct BlockEvent {
+    #[prost(int32, tag = "1")]
+    pub kind: i32,
+    #[prost(message, optional, tag = "2")]
+    pub block: Option<Block>,
+    #[prost(int32, repeated, tag = "3")]
+    pub token_ids: Vec<i32>,
+    #[prost(bytes = "vec", tag = "4")]
+    pub salt: Vec<u8>,
+    #[prost(bytes = "vec", tag = "5")]
+    pub parent_prefix_hash: Vec<u8>,
+}
+
+/// cache_service.proto, WatchBlocksResponse; events alone.
+#[derive(Clone, PartialEq, Message)]
+struct BlockEvents {
+    #[prost(message, repeated, tag = "3")]
+    events: Vec<BlockEvent>,
+}
+
+/// The blocks of a ListBlocksResponse.
+pub fn encode_blocks(blocks: Vec<Block>) -> Vec<u8> {
+    BlockPage { blocks }.encode_to_vec()
+}
+
+/// The events of a WatchBlocksResponse.
+pub fn encode_events(events: Vec<BlockEvent>) -> Vec<u8> {
+    BlockEvents { events }.encode_to_vec()
 }
 
 /// A StepGrant.

@@ -7,11 +7,13 @@ import (
 	"io"
 	"maps"
 	"strconv"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/protoadapt"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
 )
@@ -30,6 +32,9 @@ type Error struct {
 	Message string
 	// Metadata has every number and name of the message.
 	Metadata map[string]string
+	// RetryAfter is how long to wait before asking again, which may help; nil if
+	// the server does not say so.
+	RetryAfter *time.Duration
 	// InAnswer is whether the error came inside an answer on a stream, which goes on.
 	InAnswer bool
 }
@@ -49,8 +54,10 @@ const (
 	ErrPoolNotFound        Reason = "POOL_NOT_FOUND"
 	ErrLeaseNotFound       Reason = "LEASE_NOT_FOUND"
 	ErrSequenceNotFound    Reason = "SEQUENCE_NOT_FOUND"
+	ErrPrefixNotCached     Reason = "PREFIX_NOT_CACHED"
 	ErrSequenceExists      Reason = "SEQUENCE_EXISTS"
 	ErrEpochChanged        Reason = "EPOCH_CHANGED" // of workers too
+	ErrCursorExpired       Reason = "CURSOR_EXPIRED"
 	ErrNothingToCompute    Reason = "NOTHING_TO_COMPUTE"
 	ErrPoolAlreadyAttached Reason = "POOL_ALREADY_ATTACHED"
 	ErrTermSuperseded      Reason = "TERM_SUPERSEDED"
@@ -58,6 +65,10 @@ const (
 	ErrTooManySequences    Reason = "TOO_MANY_SEQUENCES"
 	ErrTooManySteps        Reason = "TOO_MANY_STEPS"
 	ErrTokenBudgetSpent    Reason = "TOKEN_BUDGET_SPENT"
+	ErrQuotaExceeded       Reason = "QUOTA_EXCEEDED"
+	ErrPinBudgetSpent      Reason = "PIN_BUDGET_SPENT"
+	ErrTooManyLeases       Reason = "TOO_MANY_LEASES"
+	ErrOverloaded          Reason = "OVERLOADED"
 )
 
 // Of workers.
@@ -123,8 +134,13 @@ func (e *Error) GRPCStatus() *status.Status {
 	if e.Reason == "" {
 		return plain
 	}
-	info := &errdetails.ErrorInfo{Reason: string(e.Reason), Domain: e.Domain, Metadata: e.Metadata}
-	if detailed, err := plain.WithDetails(protoadapt.MessageV1Of(info)); err == nil {
+	details := []protoadapt.MessageV1{protoadapt.MessageV1Of(
+		&errdetails.ErrorInfo{Reason: string(e.Reason), Domain: e.Domain, Metadata: e.Metadata})}
+	if e.RetryAfter != nil {
+		details = append(details, protoadapt.MessageV1Of(
+			&errdetails.RetryInfo{RetryDelay: durationpb.New(*e.RetryAfter)}))
+	}
+	if detailed, err := plain.WithDetails(details...); err == nil {
 		return detailed
 	}
 	return plain
@@ -141,11 +157,12 @@ func RefusalError(refusal *cachev1.Refusal) error {
 // errorOfAnswer is an Error inside an answer; onStream is whether the answer came on a stream.
 func errorOfAnswer(said *cachev1.Error, onStream bool) *Error {
 	return &Error{
-		Code:     codes.Code(said.GetCode()),
-		Reason:   Reason(said.GetReason()),
-		Message:  said.GetMessage(),
-		Metadata: maps.Clone(said.GetMetadata()),
-		InAnswer: onStream,
+		Code:       codes.Code(said.GetCode()),
+		Reason:     Reason(said.GetReason()),
+		Message:    said.GetMessage(),
+		Metadata:   maps.Clone(said.GetMetadata()),
+		RetryAfter: durationOf(said.GetRetryDelay()),
+		InAnswer:   onStream,
 	}
 }
 
@@ -161,11 +178,21 @@ func errorOfCall(err error) error {
 	said := status.Convert(err)
 	converted := &Error{Code: said.Code(), Message: said.Message()}
 	for _, detail := range said.Details() {
-		if info, ok := detail.(*errdetails.ErrorInfo); ok {
-			converted.Reason, converted.Domain = Reason(info.GetReason()), info.GetDomain()
-			converted.Metadata = info.GetMetadata()
-			break
+		switch detail := detail.(type) {
+		case *errdetails.ErrorInfo:
+			converted.Reason, converted.Domain = Reason(detail.GetReason()), detail.GetDomain()
+			converted.Metadata = detail.GetMetadata()
+		case *errdetails.RetryInfo:
+			converted.RetryAfter = durationOf(detail.GetRetryDelay())
 		}
 	}
 	return converted
+}
+
+func durationOf(message *durationpb.Duration) *time.Duration {
+	if message == nil {
+		return nil
+	}
+	duration := message.AsDuration()
+	return &duration
 }

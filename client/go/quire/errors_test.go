@@ -6,19 +6,22 @@ import (
 	"fmt"
 	"io"
 	"testing"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
 )
 
-func refused(t *testing.T, code codes.Code, info *errdetails.ErrorInfo) error {
+func refused(t *testing.T, code codes.Code, details ...protoadapt.MessageV1) error {
 	t.Helper()
-	said, err := status.New(code, "why").WithDetails(info)
+	said, err := status.New(code, "why").WithDetails(details...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,6 +51,28 @@ func TestAStatusWithErrorInfoBecomesAnError(t *testing.T) {
 	again := errorOfCall(said.GRPCStatus().Err())
 	if !errors.Is(again, ErrOutOfBlocks) {
 		t.Errorf("the status made of it says %v", again)
+	}
+}
+
+func TestAnErrorSaysWhenToAskAgain(t *testing.T) {
+	info := &errdetails.ErrorInfo{Reason: "OVERLOADED", Domain: "cache.quire.dev"}
+	delay := durationpb.New(100 * time.Millisecond)
+	var called, silent, again *Error
+	if !errors.As(errorOfCall(refused(t, codes.ResourceExhausted, info, &errdetails.RetryInfo{RetryDelay: delay})), &called) ||
+		called.Reason != ErrOverloaded || called.RetryAfter == nil || *called.RetryAfter != 100*time.Millisecond {
+		t.Errorf("%#v", called)
+	}
+	if !errors.As(errorOfCall(called.GRPCStatus().Err()), &again) || again.RetryAfter == nil || *again.RetryAfter != *called.RetryAfter {
+		t.Errorf("the status made of it says %#v", again)
+	}
+	if !errors.As(errorOfCall(refused(t, codes.ResourceExhausted, info)), &silent) || silent.RetryAfter != nil {
+		t.Errorf("%#v", silent)
+	}
+	for _, said := range []*durationpb.Duration{nil, {}, delay} {
+		answered := errorOfAnswer(&cachev1.Error{Reason: "OVERLOADED", RetryDelay: said}, true)
+		if (said == nil) != (answered.RetryAfter == nil) || said != nil && *answered.RetryAfter != said.AsDuration() {
+			t.Errorf("%v became %v", said, answered.RetryAfter)
+		}
 	}
 }
 
@@ -93,8 +118,9 @@ func TestARefusalIsAnError(t *testing.T) {
 // Of the constants, every one has to be in here.
 var reasons = []Reason{
 	ErrInvalidArgument, ErrRequestIDReused, ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange, ErrPositionOutOfRange,
-	ErrPoolNotFound, ErrLeaseNotFound, ErrSequenceNotFound, ErrSequenceExists, ErrEpochChanged, ErrNothingToCompute,
-	ErrPoolAlreadyAttached, ErrTermSuperseded, ErrOutOfBlocks, ErrTooManySequences, ErrTooManySteps, ErrTokenBudgetSpent,
+	ErrPoolNotFound, ErrLeaseNotFound, ErrSequenceNotFound, ErrPrefixNotCached, ErrSequenceExists, ErrEpochChanged,
+	ErrCursorExpired, ErrNothingToCompute, ErrPoolAlreadyAttached, ErrTermSuperseded, ErrOutOfBlocks, ErrTooManySequences,
+	ErrTooManySteps, ErrTokenBudgetSpent, ErrQuotaExceeded, ErrPinBudgetSpent, ErrTooManyLeases, ErrOverloaded,
 	ErrTokensMismatch, ErrBlockOutOfRange, ErrBadSignature, ErrLeaseFenced, ErrStepOutOfOrder, ErrPriorStepFailed,
 	ErrStepFailed, ErrPoolDetached, ErrShuttingDown, ErrCredentialsMissing, ErrTokenRejected, ErrRoleMissing,
 }

@@ -1,0 +1,293 @@
+"""The calls of CacheService that look and take nothing, and the one that drops what is cached.
+
+A caller that is no operator sees what belongs to its own tenant, and is told of nothing else that it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cachemgr import messages
+from quire.cachemgr.bounds import Places
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found, refuse, sequence_not_found
+from quire.cachemgr.leases import PAGE_KEY, Lease
+from quire.cachemgr.roles import SERVICE
+from quire.cachemgr.statuses import DOMAIN, to_error_status
+from quire.cachemgr.watch import View, watch_blocks
+from quire.serving import access
+from quire.serving.access import Role, caller
+from quire.serving.errors import abort, answering
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DEFAULT_PAGE, MAX_PAGE = 100, 1_000
+DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
+AUDIT_SLICE = 8_192
+"""Blocks that are checked without letting other calls go on: a few milliseconds in a pool of a million."""
+RESET_SLICE = 1_000
+"""Blocks that are made unfindable without letting other calls go on: about a millisecond."""
+
+
+refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
+
+
+class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
+    """A part of the servicer, which has these."""
+
+    _catalog: Catalog
+    _clock: Callable[[], float]
+    _watch_places: Places
+
+    # -- pools ----------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def GetPool(  # noqa: N802
+        self, request: cache_service_pb2.GetPoolRequest, context: Context
+    ) -> cache_service_pb2.GetPoolResponse:
+        pool = messages.encode_pool(self._catalog.pool(request.pool), term=self._catalog.term)
+        return cache_service_pb2.GetPoolResponse(pool=pool)
+
+    @refusing
+    async def ListPools(  # noqa: N802
+        self, request: cache_service_pb2.ListPoolsRequest, context: Context
+    ) -> cache_service_pb2.ListPoolsResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, messages.POOL_NAME)
+        pools = [pool for pool in self._catalog.pools() if pool.ledger.pool > request.page_token]
+        response = cache_service_pb2.ListPoolsResponse(
+            pools=[messages.encode_pool(pool, term=self._catalog.term) for pool in pools[:limit]]
+        )
+        if len(pools) > limit:
+            response.next_page_token = pools[limit - 1].ledger.pool
+        return response
+
+    @refusing
+    async def GetStatistics(  # noqa: N802
+        self, request: cache_service_pb2.GetStatisticsRequest, context: Context
+    ) -> cache_service_pb2.GetStatisticsResponse:
+        return cache_service_pb2.GetStatisticsResponse(
+            pools=[messages.encode_statistics(pool, pool.ledger.statistics()) for pool in self._pools(request.pool)]
+        )
+
+    @refusing
+    async def AuditPool(  # noqa: N802
+        self, request: cache_service_pb2.AuditPoolRequest, context: Context
+    ) -> cache_service_pb2.AuditPoolResponse:
+        ledger = self._catalog.pool(request.pool).ledger
+        violations = ledger.audit_counts()
+        for first in range(0, ledger.geometry.num_blocks, AUDIT_SLICE):
+            await asyncio.sleep(0)  # others' calls go on
+            violations += ledger.audit(first, first + AUDIT_SLICE)
+        return cache_service_pb2.AuditPoolResponse(
+            violations=violations,
+            block_count=ledger.geometry.num_blocks - 1,
+            sequence_count=ledger.statistics().num_sequences,
+        )
+
+    # -- leases and sequences -------------------------------------------------------------------------------------
+
+    @refusing
+    async def ListLeases(  # noqa: N802
+        self, request: cache_service_pb2.ListLeasesRequest, context: Context
+    ) -> cache_service_pb2.ListLeasesResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, PAGE_KEY)
+        state = messages.decode_lease_state("state", request.state)
+        tenant = request.tenant if request.HasField("tenant") else None
+        ledgers = {pool.ledger.pool: pool.ledger for pool in self._pools(request.pool)}
+        response = cache_service_pb2.ListLeasesResponse()
+        offset_s, last_key = self._wall_clock_offset_s(), ""
+        for key, lease in self._catalog.leases_after(request.page_token, list(ledgers.values())):
+            if not is_visible(lease) or state not in (None, lease.state) or tenant not in (None, lease.tenant):
+                continue
+            if len(response.leases) == limit:
+                response.next_page_token = last_key
+                break
+            holdings = ledgers[lease.pool].holdings(lease.lease_id)
+            response.leases.append(messages.encode_lease(lease, holdings, wall_clock_offset_s=offset_s))
+            last_key = key
+        return response
+
+    @refusing
+    async def GetSequence(  # noqa: N802
+        self, request: cache_service_pb2.GetSequenceRequest, context: Context
+    ) -> cache_service_pb2.GetSequenceResponse:
+        ledger = self._visible_pool(request.lease_id).ledger
+        sequence = ledger.sequence(request.lease_id, request.sequence_id)
+        if sequence is None:
+            raise CallRefused(sequence_not_found(request.sequence_id))
+        encoded = messages.encode_sequence(sequence, request.lease_id, with_blocks=True)
+        return cache_service_pb2.GetSequenceResponse(sequence=encoded)
+
+    @refusing
+    async def ListSequences(  # noqa: N802
+        self, request: cache_service_pb2.ListSequencesRequest, context: Context
+    ) -> cache_service_pb2.ListSequencesResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, PAGE_KEY + r"\.[0-9]{10}")
+        ledger = self._catalog.pool(request.pool).ledger
+        tenant = request.tenant if request.HasField("tenant") else None
+        last_lease, _, last_id = request.page_token.partition(".")
+        response, last_token = cache_service_pb2.ListSequencesResponse(), ""
+        for key, lease in ledger.leases_from(last_lease, only=request.lease_id):
+            if not is_visible(lease) or tenant not in (None, lease.tenant):
+                continue
+            first = int(last_id) + 1 if key == last_lease else 0
+            for sequence in ledger.sequences_from(lease.lease_id, first, limit + 1 - len(response.sequences)):
+                if len(response.sequences) == limit:
+                    response.next_page_token = last_token
+                    return response
+                response.sequences.append(messages.encode_sequence(sequence, lease.lease_id, with_blocks=False))
+                last_token = f"{key}.{sequence.seq_id:010d}"
+        return response
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def ListBlocks(  # noqa: N802
+        self, request: cache_service_pb2.ListBlocksRequest, context: Context
+    ) -> cache_service_pb2.ListBlocksResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_BLOCK_PAGE, most=MAX_BLOCK_PAGE)
+        messages.check_page_token(request.page_token, "[0-9]{1,10}")
+        state = messages.decode_block_state("state", request.state)
+        ledger = self._catalog.pool(request.pool).ledger
+        if request.lease_id:
+            self._visible_pool(request.lease_id)
+            ledger.lease(request.lease_id)
+        tenant = request.tenant if request.HasField("tenant") else None
+        response = cache_service_pb2.ListBlocksResponse()
+        if not sees_all():
+            if tenant not in (None, caller().name):
+                return response
+            tenant = caller().name
+        blocks, following = ledger.list_blocks(
+            int(request.page_token or 0) + 1, limit, state=state, tenant=tenant, lease_id=request.lease_id
+        )
+        response.MergeFromString(blocks)
+        if following is not None:
+            response.next_page_token = str(following - 1)
+        return response
+
+    async def WatchBlocks(  # noqa: N802
+        self, request: cache_service_pb2.WatchBlocksRequest, context: Context
+    ) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
+        try:
+            if request.include_content:
+                require_role("WatchBlocks", Role.CONTENT)
+            view = View(tenant=None if sees_all() else caller().name, with_content=request.include_content)
+            with self._watch_places.taken():
+                watch = watch_blocks(self._catalog, request.pool, view, cursor=request.cursor)
+                async with contextlib.aclosing(watch) as answers:
+                    async for answer in answers:
+                        yield answer
+        except CallRefused as refused:
+            await abort(context, to_error_status(refused.refusal))
+
+    @refusing
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> cache_service_pb2.ResetPrefixCacheResponse:
+        ledger, dropped = self._catalog.pool(request.pool).ledger, 0
+        for first in range(0, ledger.geometry.num_blocks, RESET_SLICE):
+            dropped += ledger.reset_prefix_cache(first, first + RESET_SLICE, now=self._clock())
+            await asyncio.sleep(0)  # others' calls go on
+        return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=dropped)
+
+    # -- prefixes -------------------------------------------------------------------------------------------------
+
+    @refusing
+    async def LookupPrefix(  # noqa: N802
+        self, request: cache_service_pb2.LookupPrefixRequest, context: Context
+    ) -> cache_service_pb2.LookupPrefixResponse:
+        tokens, tenant = prefix_asked_for("LookupPrefix", request)
+        matches = [
+            cache_service_pb2.PrefixMatch(
+                pool=pool.ledger.pool,
+                cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=request.salt, tenant=tenant),
+                block_counts=messages.encode_counts(pool.ledger.counts()),
+                worker_address=pool.worker_address,
+            )
+            for pool in self._pools(request.pool)
+        ]
+        matches.sort(key=lambda match: -match.cached_token_count)
+        return cache_service_pb2.LookupPrefixResponse(matches=matches)
+
+    @refusing
+    async def ExplainPrefix(  # noqa: N802
+        self, request: cache_service_pb2.ExplainPrefixRequest, context: Context
+    ) -> cache_service_pb2.ExplainPrefixResponse:
+        tokens, tenant = prefix_asked_for("ExplainPrefix", request)
+        ledger = self._catalog.pool(request.pool).ledger
+        explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
+        response = messages.encode_explanation(
+            explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._wall_clock_offset_s()
+        )
+        response.pool = ledger.pool
+        if explanation.evicted_by is not None:
+            evicting_tenant, lease_id_prefix = explanation.evicted_by
+            if sees_all() or evicting_tenant == caller().name:
+                response.evicted_by_tenant = evicting_tenant
+                response.evicted_by_lease_id_prefix = lease_id_prefix
+        return response
+
+    # -- who may see what -----------------------------------------------------------------------------------------
+
+    def _pools(self, name: str) -> list[AttachedPool]:
+        """The one of this name, all without one. Raises CallRefused (POOL_NOT_FOUND)."""
+        return [self._catalog.pool(name)] if name else self._catalog.pools()
+
+    def _is_own(self, lease_id: str) -> bool:
+        """Whether it is a lease of the caller's tenant."""
+        return self._catalog.tenant_of(lease_id) == caller().name
+
+    def _own_pool(self, lease_id: str) -> AttachedPool:
+        """The pool that a lease of the caller's tenant is for. Raises CallRefused (LEASE_NOT_FOUND)."""
+        if not self._is_own(lease_id):
+            raise lease_not_found(lease_id)
+        return self._catalog.pool_of(lease_id)
+
+    def _visible_pool(self, lease_id: str) -> AttachedPool:
+        """The same, of any lease for who sees all."""
+        return self._catalog.pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
+
+    def _wall_clock_offset_s(self) -> float:
+        """What the wall clock is ahead of the clock."""
+        return time.time() - self._clock()
+
+
+def sees_all() -> bool:
+    """Whether the caller may look at what belongs to others."""
+    return Role.OPERATOR in caller().roles
+
+
+def is_visible(lease: Lease) -> bool:
+    """Whether the caller may know of this lease."""
+    return sees_all() or lease.tenant == caller().name
+
+
+def require_role(method: str, role: Role) -> None:
+    """For what a method does for some of its callers only. Raises CallRefused (ROLE_MISSING)."""
+    if role not in caller().roles:
+        status = access.role_missing(f"{SERVICE}{method}", frozenset({role}), caller().name, DOMAIN)
+        raise CallRefused(Refusal(Reason(status.reason), status.message, dict(status.metadata)))
+
+
+def prefix_asked_for(
+    method: str, request: cache_service_pb2.LookupPrefixRequest | cache_service_pb2.ExplainPrefixRequest
+) -> tuple[bytes, str]:
+    """Tokens and tenant. Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, ROLE_MISSING)."""
+    messages.check_salt("salt", request.salt)
+    if not request.token_ids:
+        raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+    tenant = request.tenant if request.HasField("tenant") else caller().name
+    if tenant != caller().name:
+        require_role(method, Role.OPERATOR)
+    return messages.int32_bytes(request.token_ids), tenant

@@ -1,0 +1,178 @@
+"""What tenants may have of each pool, as the operator's file says it; read again when it changes. See docs/security.md.
+
+    [default]                # every tenant without a section of its own
+    limit = "50%"            # of each pool's blocks; or a number of blocks
+    pin_budget = "5%"
+    max_leases = 100
+
+    [tenants.alice]
+    floor = 1000
+    quota = "25%"
+    limit = "80%"
+
+What a section does not say is as if there were no file, whatever [default] says.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.serving.watched import FileError, WatchedFiles, read_bytes
+
+_PERCENTAGE = re.compile(r"(?P<number>\d{1,3}(\.\d+)?) ?%")
+_RISING = ("floor", "quota", "limit")
+_AMOUNTS = (*_RISING, "pin_budget")
+_KEYS = (*_AMOUNTS, "max_leases")
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Percentage:
+    """A part of whatever pool, 0 to 100."""
+
+    value: float
+
+    def of(self, num_blocks: int) -> int:
+        """Rounded down."""
+        return int(num_blocks * self.value / 100)
+
+
+Amount = int | Percentage
+"""Blocks, or a part of a pool's."""
+
+
+class ResolvedShare(NamedTuple):
+    """A share of one pool, in blocks."""
+
+    floor: int
+    quota: int
+    limit: int
+    pin_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant may have of each pool.
+
+    floor       it can always hold so much
+    quota       if it holds and caches more, its cached blocks are evicted before others'; None: no quota
+    limit       it never holds more; None: no limit
+    pin_budget  it never pins more
+    max_leases  in all pools together, those being fenced included; None: as many as there may be of all
+    """
+
+    floor: Amount = 0
+    quota: Amount | None = None
+    limit: Amount | None = None
+    pin_budget: Amount = Percentage(10)
+    max_leases: int | None = None
+
+    def resolve(self, num_usable_blocks: int) -> ResolvedShare:
+        """In blocks of a pool that has so many, the null block not counted.
+
+        Numbers of blocks and parts can't be compared before: where they cross in a pool the larger gives way, the
+        quota to the limit and the floor to the quota.
+        """
+
+        def blocks(amount: Amount | None) -> int:
+            if amount is None:
+                return num_usable_blocks
+            return min(amount.of(num_usable_blocks) if isinstance(amount, Percentage) else amount, num_usable_blocks)
+
+        limit = blocks(self.limit)
+        quota = min(blocks(self.quota), limit)
+        return ResolvedShare(min(blocks(self.floor), quota), quota, limit, blocks(self.pin_budget))
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of all tenants: `tenants` by name, and what the others may have."""
+
+    default: Share = Share()
+    tenants: Mapping[str, Share] = field(default_factory=dict)
+
+    def of(self, tenant: str) -> Share:
+        """A tenant's share."""
+        return self.tenants.get(tenant, self.default)
+
+
+def watch_shares(path: Path) -> WatchedFiles[Shares]:
+    """The shares of a file, read again when it changes. Raises FileError, when it is made, if it can't be used."""
+    return WatchedFiles("tenants file", [path], lambda: read_shares(path))
+
+
+def read_shares(path: Path) -> Shares:
+    """Raises FileError, which names the file, the section and the key."""
+    try:
+        content = tomllib.loads(read_bytes(path).decode())
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{path}: not TOML: {error}") from None
+    try:
+        return _shares(content)
+    except ValueError as error:
+        raise FileError(f"{path}: {error}") from None
+
+
+def _shares(content: Mapping[str, Any]) -> Shares:
+    _refuse_others(content, ("default", "tenants"), "")
+    default = _share(content.get("default", {}), "default")
+    if default.floor != 0:
+        raise ValueError("default.floor: a floor is for tenants by name: nobody knows how many the others are")
+    sections = content.get("tenants", {})
+    if not isinstance(sections, dict):
+        raise ValueError("tenants must be sections, [tenants.NAME]")
+    tenants = {name: _share(section, f"tenants.{name}") for name, section in sections.items()}
+    floors = sum(share.floor.value for share in tenants.values() if isinstance(share.floor, Percentage))
+    if floors > 100:
+        raise ValueError(f"the floors of all tenants are {floors:g}% together; must be at most 100%")
+    return Shares(default, tenants)
+
+
+def _share(section: Any, where: str) -> Share:
+    if not isinstance(section, dict):
+        raise ValueError(f"{where} must be a section, [{where}]")
+    _refuse_others(section, _KEYS, f"{where}.")
+    amounts = {key: _amount(section[key], f"{where}.{key}") for key in _AMOUNTS if key in section}
+    for smaller, larger in combinations([key for key in _RISING if key in amounts], 2):
+        if _is_more(amounts[smaller], amounts[larger]):
+            raise ValueError(f"{where}.{smaller} is more than {where}.{larger}")
+    return Share(**amounts, max_leases=_max_leases(section, where))
+
+
+def _is_more(amount: Amount, other: Amount) -> bool:
+    """In every pool; blocks and parts can't be compared."""
+    if isinstance(amount, Percentage) and isinstance(other, Percentage):
+        return amount.value > other.value
+    return isinstance(amount, int) and isinstance(other, int) and amount > other
+
+
+def _amount(value: Any, name: str) -> Amount:
+    match = _PERCENTAGE.fullmatch(value) if isinstance(value, str) else None
+    if match is not None and float(match["number"]) <= 100:
+        return Percentage(float(match["number"]))
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT:
+        return value
+    raise ValueError(f'{name} is {value!r}; must be a number of blocks, 0 to {MAX_COUNT}, or "0%" to "100%"')
+
+
+def _max_leases(section: Mapping[str, Any], where: str) -> int | None:
+    value = section.get("max_leases")
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT:
+        return value
+    raise ValueError(f"{where}.max_leases is {value!r}; must be a number, 0 to {MAX_COUNT}")
+
+
+def _refuse_others(section: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    for key in section:
+        if key not in known:
+            raise ValueError(f"{prefix}{key} is not known; must be one of {', '.join(known)}")

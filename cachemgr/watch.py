@@ -1,0 +1,160 @@
+"""WatchBlocks: a pool's blocks as they are, then what changes of them, for somebody who keeps a copy.
+
+What is sent is how a block is, not what was done to it. So several changes of a block are one event, an event that
+comes twice does no harm, and a reader who is slow gets less often more. What is kept for a reader is its place in the
+journal of the pool; one whose place was overwritten begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
+from quire.cachemgr.ledger import Ledger
+
+MAX_EVENTS = 4_096
+"""Of one answer: a few milliseconds without other calls, and half a megabyte."""
+INTERVAL_S = 0.02
+"""Changes that come within this time are told together."""
+CURSOR = struct.Struct(">qQ")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a watcher sees: the blocks of its tenant, of all if None; and what is in them."""
+
+    tenant: str | None
+    with_content: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the journal of one epoch: what has a smaller number is known."""
+
+    epoch: int
+    number: int
+
+    @property
+    def cursor(self) -> str:
+        return CURSOR.pack(self.epoch, self.number).hex()
+
+    @classmethod
+    def of(cls, cursor: str) -> Place | None:
+        """None if the cursor is empty. Raises CallRefused (INVALID_ARGUMENT)."""
+        if not cursor:
+            return None
+        if not re.fullmatch("[0-9a-f]{32}", cursor):
+            raise CallRefused(invalid("cursor", repr(cursor[:64]), "one from an earlier answer"))
+        return cls(*CURSOR.unpack(bytes.fromhex(cursor)))
+
+
+async def watch_blocks(
+    catalog: Catalog, pool: str, view: View, *, cursor: str
+) -> AsyncGenerator[cache_service_pb2.WatchBlocksResponse, None]:
+    """Answers until it is closed. Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED)."""
+    place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
+    with listening(catalog, name) as changed:
+        while True:
+            ledger = catalog.pool(name).ledger
+            with reading(ledger, view):
+                if place is None or place.epoch != ledger.epoch:
+                    place = Place(ledger.epoch, ledger.num_changes())
+                    async for answer in snapshot(ledger, view, place):
+                        yield answer
+                changes = Changes(ledger, view, place.number)
+                while catalog.pool(name).ledger is ledger:
+                    if (change := changes.next()) is not None:
+                        yield change
+                    await changes.pause(changed)
+
+
+@contextmanager
+def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
+    """An event that is set with every change of a pool, and with its new epoch."""
+    changed = asyncio.Event()
+    listeners = catalog.listeners(pool)
+    listeners.add(changed.set)
+    try:
+        yield changed
+    finally:
+        listeners.discard(changed.set)
+
+
+@contextmanager
+def reading(ledger: Ledger, view: View) -> Iterator[None]:
+    """Within the block what is stored is kept for who may see it."""
+    if not view.with_content:
+        yield
+        return
+    ledger.begin_reading()
+    try:
+        yield
+    finally:
+        ledger.end_reading()
+
+
+async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
+    """All blocks that are not free, page by page. What changes meanwhile is told from `place` on."""
+    response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch, cleared=True)
+    following: int | None = 0
+    while following is not None:
+        events, following = ledger.snapshot(following, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content)
+        response.MergeFromString(events)
+        if following is None:
+            response.cursor = place.cursor
+        if following is None or response.events:
+            yield response
+            response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch)
+        await asyncio.sleep(0)  # others' calls go on
+
+
+class Changes:
+    """What changes in one epoch of a pool, from a number on."""
+
+    def __init__(self, ledger: Ledger, view: View, number: int) -> None:
+        self._ledger = ledger
+        self._view = view
+        self._number = number
+        self._told_number = number
+        self._looked_at = 0.0
+        self._has_more = True
+
+    def next(self) -> cache_service_pb2.WatchBlocksResponse | None:
+        """The next changes; None if the watcher sees none of them. Raises CallRefused (CURSOR_EXPIRED)."""
+        view, self._looked_at = self._view, asyncio.get_running_loop().time()
+        found = self._ledger.changes(self._number, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content)
+        if found is None:
+            raise cursor_expired(self._ledger)
+        events, self._number = found
+        self._has_more = self._number < self._ledger.num_changes()
+        # A watcher that sees nothing is given its place anew before the old one is overwritten.
+        if not events and self._number - self._told_number < self._ledger.num_changes_kept() // 4:
+            return None
+        self._told_number = self._number
+        response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
+        response.MergeFromString(events)
+        response.cursor = Place(self._ledger.epoch, self._number).cursor
+        return response
+
+    async def pause(self, changed: asyncio.Event) -> None:
+        """Returns when there is something to look at, INTERVAL_S after the last look, or at once if more is known."""
+        if self._has_more:
+            await asyncio.sleep(0)  # others' calls go on
+            return
+        await changed.wait()
+        await asyncio.sleep(self._looked_at + INTERVAL_S - asyncio.get_running_loop().time())
+        changed.clear()
+
+
+def cursor_expired(ledger: Ledger) -> CallRefused:
+    """What came after a watcher's place is not known any more."""
+    kept = ledger.num_changes_kept()
+    message = f"more than {kept} blocks changed in pool {ledger.pool!r} since the cursor; begin again without one"
+    return CallRefused(refuse(Reason.CURSOR_EXPIRED, message, pool=ledger.pool, limit=kept))

@@ -1,0 +1,270 @@
+"""What others install: the sdist and the wheel built of it, extras in environments of their own, and what runs there.
+
+    python tests/deploy/check_packages.py [--cargo-target FOLDER]
+
+Works on a copy of the files that git knows or would take. Needs cargo, git and a package index. Takes some three
+minutes, most of them for the Rust core, which a --cargo-target that is kept spares. The last line is "packages: N
+checks passed"; exit status 1 if one did not. quire[worker] is resolved and not installed: the checkout's own
+environment has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+BUILD_TIMEOUT_S = 1800.0
+IN_SDIST = (
+    *("LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "pyproject.toml", "constraints.txt"),
+    *("cachemgr/core/Cargo.toml", "cachemgr/core/Cargo.lock", "cachemgr/core/src/lib.rs"),
+    *(
+        "cachemgr/__main__.py",
+        "cachemgr/_core.pyi",
+        "worker/process.py",
+        "kernels/paged_decode.py",
+        "serving/systemd.py",
+    ),
+    *("protos/quire/cache/v1/cache_service.proto", "protos/quire/cache/v1/cache_service_pb2.pyi"),
+    *("deploy/systemd/quire-cachemgr.service", "deploy/kubernetes/base/kustomization.yaml", "docs/deployment.md"),
+)
+IN_WHEEL = (
+    *("quire/cachemgr/_core.abi3.so", "quire/cachemgr/_core.pyi", "quire/cachemgr/py.typed"),
+    *("quire/worker/__main__.py", "quire/kernels/paged_decode.py", "quire/client/cli.py", "quire/serving/systemd.py"),
+    *("quire/cache/v1/cache_service.proto", "quire/compute/v1/worker_service_pb2.py"),
+)
+# No package at the top level but quire, and nothing that only a checkout needs.
+NOT_IN_WHEEL = (
+    "tests",
+    "benchmarks",
+    "deploy",
+    "docs",
+    "quire/cachemgr/core/src",
+    "quire/client/go",
+    "kernels",
+    "client",
+)
+NOT_IN_SDIST = ("cachemgr/core/target", "cachemgr/_core.abi3.so", ".venv", "tests", "benchmarks", "client/go")
+WITHOUT_TORCH = {"torch", "triton", "transformers", "safetensors"}
+FOREIGN_TO = {
+    "cachemgr": WITHOUT_TORCH | {"tokenizers", "huggingface-hub", "rich", "psutil"},
+    "client": WITHOUT_TORCH | {"numpy", "uvloop", "prometheus-client", "grpcio-reflection"},
+}
+SERVING = """
+import grpc, sys
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+with grpc.insecure_channel(sys.argv[1], options=(("grpc.enable_http_proxy", 0),)) as channel:
+    request = health_pb2.HealthCheckRequest()
+    for answer in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=30):
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            break
+"""
+
+
+class CheckFailed(Exception):
+    """What was promised is not so."""
+
+
+def run(*command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S) -> str:
+    """What a command says on standard output. Raises CheckFailed if it fails."""
+    done = attempt(*command, cwd=cwd, timeout_s=timeout_s)
+    if done.returncode:
+        raise CheckFailed(f"{' '.join(map(str, command))}: {(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def attempt(
+    *command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """The same, however it ends."""
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path, *requirements: str) -> Environment:
+        """With these installed."""
+        venv.create(folder, with_pip=True)
+        made = cls(folder)
+        made.pip("install", *requirements)
+        return made
+
+    def pip(self, *arguments: str) -> str:
+        """With the versions the tests run with."""
+        flags = ("--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+        return run(self.program("python"), "-m", "pip", *arguments, *flags, timeout_s=BUILD_TIMEOUT_S)
+
+    def program(self, name: str) -> Path:
+        return self.folder / "bin" / name
+
+    def distributions(self) -> set[str]:
+        """Names of all that is installed."""
+        listed = json.loads(run(self.program("python"), "-m", "pip", "list", "--format=json"))
+        return {entry["name"].lower().replace("_", "-") for entry in listed}
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where everything is made: the copy, what was built of it, environments by extra."""
+
+    folder: Path
+
+    @property
+    def tree(self) -> Path:
+        return self.folder / "tree"
+
+    def built(self, pattern: str) -> Path:
+        (path,) = (self.folder / "dist").glob(pattern)
+        return path
+
+    def requirement(self, extra: str) -> str:
+        """For pip: the wheel with an extra."""
+        return f"quire[{extra}] @ {self.built('*.whl').as_uri()}"
+
+
+def copy_tree(scratch: Scratch) -> None:
+    """What a clean clone would have, with what is not committed yet."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (scratch.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (scratch.tree / name).write_bytes((ROOT / name).read_bytes())
+
+
+def they_build(scratch: Scratch) -> None:
+    """The sdist builds from a clean tree, and the wheel from nothing but the sdist."""
+    builder = Environment.make(scratch.folder / "builder", "build")
+    output = scratch.folder / "dist"
+    run(builder.program("python"), "-m", "build", "--outdir", output, scratch.tree, timeout_s=BUILD_TIMEOUT_S)
+
+
+def they_have_what_they_must(scratch: Scratch) -> None:
+    """The sdist has sources, protos and licence, the wheel only what is imported; one wheel is for every Python."""
+    with tarfile.open(scratch.built("*.tar.gz")) as sdist:
+        check_names("sdist", {name.partition("/")[2] for name in sdist.getnames()}, IN_SDIST, NOT_IN_SDIST)
+    wheel = scratch.built("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        check_names("wheel", set(archive.namelist()), IN_WHEEL, NOT_IN_WHEEL)
+        if not [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]:
+            raise CheckFailed("the wheel has no licence")
+    if "-cp311-abi3-" not in wheel.name:
+        raise CheckFailed(f"{wheel.name} is for one Python only")
+
+
+def check_names(what: str, names: set[str], needed: tuple[str, ...], foreign: tuple[str, ...]) -> None:
+    lacking = set(needed) - names
+    strangers = {name for name in names for folder in foreign if name == folder or name.startswith(f"{folder}/")}
+    if lacking or strangers:
+        raise CheckFailed(f"{what}: lacks {sorted(lacking)}, has {sorted(strangers)[:5]}")
+
+
+def extras_have_no_torch(scratch: Scratch) -> None:
+    """quire[cachemgr] and quire[client] install, without each other's packages and without torch."""
+    for extra, foreign in FOREIGN_TO.items():
+        installed = Environment.make(scratch.folder / extra, scratch.requirement(extra)).distributions()
+        if strangers := installed & foreign:
+            raise CheckFailed(f"quire[{extra}] installs {sorted(strangers)}")
+
+
+def the_worker_extra_has_torch(scratch: Scratch) -> None:
+    """quire[worker] can be resolved, and has torch, transformers, and what cachemgr's extra has."""
+    report = Environment(scratch.folder / "builder").pip(
+        "install", "--dry-run", "--ignore-installed", "--report=-", scratch.requirement("worker")
+    )
+    names = {entry["metadata"]["name"].lower().replace("_", "-") for entry in json.loads(report)["install"]}
+    if lacking := {"torch", "transformers", "safetensors", "psutil", "prometheus-client", "uvloop"} - names:
+        raise CheckFailed(f"quire[worker] lacks {sorted(lacking)}")
+
+
+def cachemgr_serves(scratch: Scratch) -> None:
+    """From quire[cachemgr] alone cachemgr starts, a client from quire[client] alone asks it, SIGTERM ends it."""
+    server, client = (Environment(scratch.folder / extra) for extra in ("cachemgr", "client"))
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        address = f"unix:{folder}/c.sock"
+        with subprocess.Popen([server.program("quire"), "cachemgr", "--listen", address]) as process:
+            try:
+                run(client.program("python"), "-c", SERVING, address)
+                said = run(client.program("quire"), "stats", "--json", "--cachemgr", address)
+                if json.loads(said)["pools"] != []:
+                    raise CheckFailed(f"quire stats said {said}")
+                process.send_signal(signal.SIGTERM)
+                if process.wait(TIMEOUT_S) != 0:
+                    raise CheckFailed(f"cachemgr ended with status {process.returncode}")
+            finally:
+                process.kill()
+
+
+def the_command_line_says_what_it_is(scratch: Scratch) -> None:
+    """`quire --version` is pyproject's, and `quire --help` answers, with either extra."""
+    version = tomllib.loads((scratch.tree / "pyproject.toml").read_text())["project"]["version"]
+    for extra in FOREIGN_TO:
+        quire = Environment(scratch.folder / extra).program("quire")
+        if version not in run(quire, "--version") or "Usage: quire" not in run(quire, "--help"):
+            raise CheckFailed(f"quire[{extra}] does not answer as it should")
+
+
+def what_is_missing_is_named(scratch: Scratch) -> None:
+    """A command whose extra is not installed says which, in one line, with status 1."""
+    for extra, command, needed in (
+        ("cachemgr", ("worker", "--model", "some"), "quire[worker]"),
+        ("cachemgr", ("generate", "Once"), "quire[client]"),
+        ("client", ("cachemgr",), "quire[cachemgr]"),
+        ("client", ("worker", "--model", "some"), "quire[worker]"),
+        ("client", ("up", "--model", "some"), "quire[cachemgr,worker]"),
+    ):
+        done = attempt(Environment(scratch.folder / extra).program("quire"), *command)
+        if done.returncode != 1 or needed not in done.stderr or "Traceback" in done.stderr:
+            raise CheckFailed(f"quire[{extra}]: quire {' '.join(command)}: {done.returncode}, {done.stderr[-500:]}")
+
+
+CHECKS: tuple[Callable[[Scratch], None], ...] = (
+    they_build,
+    they_have_what_they_must,
+    extras_have_no_torch,
+    the_worker_extra_has_torch,
+    the_command_line_says_what_it_is,
+    cachemgr_serves,
+    what_is_missing_is_named,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cargo-target", type=Path, help="Where cargo builds. Default: in the scratch folder.")
+    target: Path | None = parser.parse_args().cargo_target
+    with tempfile.TemporaryDirectory(prefix="quire-packages-") as folder:
+        scratch = Scratch(Path(folder))
+        os.environ["CARGO_TARGET_DIR"] = str(target.absolute() if target else scratch.folder / "cargo")
+        copy_tree(scratch)
+        for check in CHECKS:
+            summary = (check.__doc__ or "").partition("\n")[0]
+            try:
+                check(scratch)
+            except CheckFailed as error:
+                print(f"FAILED  {summary}\n{error}", file=sys.stderr)
+                return 1
+            print(f"ok  {summary}", flush=True)
+    print(f"packages: {len(CHECKS)} checks passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The container files against the manifests and the command line. Building them needs an engine, and is not done."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deploy.tools import DEPLOY, SERVICES
+
+MANIFESTS = {
+    "cachemgr": DEPLOY / "kubernetes/components/cachemgr/container.yaml",
+    "worker": DEPLOY / "kubernetes/components/workers/workers.yaml",
+}
+
+
+def stages(service: str) -> list[list[str]]:
+    """A file's instructions by stage; lines that go on are one."""
+    text = (DEPLOY / "containers" / f"{service}.Containerfile").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    found: list[list[str]] = []
+    for line in filter(None, text.splitlines()):
+        if line.startswith("FROM "):
+            found.append([])
+        if found:
+            found[-1].append(re.sub(r"\s+", " ", line))
+    return found
+
+
+def of_kind(instructions: list[str], kind: str) -> list[str]:
+    return [line.partition(" ")[2] for line in instructions if line.startswith(f"{kind} ")]
+
+
+def pod_of(service: str) -> dict[str, Any]:
+    documents = yaml.safe_load_all(Path(MANIFESTS[service]).read_text())
+    (workload,) = [document for document in documents if "template" in document.get("spec", {})]
+    pod: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_runs_its_service_as_the_manifests_expect(service: str) -> None:
+    *_, last = stages(service)
+    (entrypoint,), (user,), (exposed,) = (of_kind(last, kind) for kind in ("ENTRYPOINT", "USER", "EXPOSE"))
+    assert json.loads(entrypoint) == ["/opt/quire/bin/quire", service]
+    (container,) = pod_of(service)["containers"]
+    assert container["name"] == service
+    assert "command" not in container
+    assert sorted(map(int, exposed.split())) == sorted(port["containerPort"] for port in container["ports"])
+    base = yaml.safe_load_all((DEPLOY / "kubernetes/base/cachemgr.yaml").read_text())
+    contexts = [d["spec"]["template"]["spec"]["securityContext"] for d in base if d["kind"] == "Deployment"]
+    contexts += [pod_of("worker")["securityContext"]]
+    assert {f"{context['runAsUser']}:{context['runAsGroup']}" for context in contexts} == {user}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_has_its_extra_alone(service: str) -> None:
+    first, last = stages(service)
+    extras = [extra for line in of_kind(first, "RUN") for extra in re.findall(r"quire\[(\w+)\]", line)]
+    assert extras == [service]
+    assert ("torch" in " ".join(first + last)) == (service == "worker")
+    # The compiler and the sources stay behind; of the build there is the environment.
+    assert of_kind(last, "COPY") == ["--from=build /opt/quire /opt/quire"]
+
+
+def test_what_a_worker_writes_is_on_the_volume() -> None:
+    *_, last = stages("worker")
+    (container,) = pod_of("worker")["containers"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    variables = dict(word.split("=", 1) for line in of_kind(last, "ENV") for word in line.split())
+    for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
+        assert any(variables[name].startswith(mount) for mount in mounts)
+
+
+def test_the_model_to_try_it_with_is_in_the_image() -> None:
+    first, _ = stages("worker")
+    overlay = yaml.safe_load((DEPLOY / "kubernetes/overlays/try/kustomization.yaml").read_text())
+    (literal,) = overlay["configMapGenerator"][0]["literals"]
+    path = literal.removeprefix("model=")
+    assert any(f"cp -R /src/deploy/demo/model {path}" in line for line in of_kind(first, "RUN"))
+
+
+def test_a_build_does_not_wait_for_what_it_does_not_need() -> None:
+    ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "tests", "cachemgr/core/target", "**/*.so"} <= set(ignored)
+    needed = ("cachemgr", "protos", "deploy/demo/model", "constraints.txt", "MANIFEST.in", "LICENSE", "README.md")
+    assert not set(needed) & set(ignored)

@@ -1,0 +1,89 @@
+"""Extras against what the code imports. check_packages.py builds and installs them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+
+import pytest
+from deploy.tools import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+FOLDERS = {
+    "cachemgr": ("cachemgr", "serving", "protos"),
+    "client": ("client", "protos"),
+    "worker": ("worker", "kernels", "serving", "protos"),
+}
+DISTRIBUTIONS = packages_distributions()
+
+
+def name_of(requirement: str) -> str:
+    match = re.match(r"[\w.-]+", requirement)
+    assert match is not None
+    return match[0].lower().replace("_", "-")
+
+
+def required(extra: str) -> set[str]:
+    """Distributions that an extra asks for, those of the extras it asks for included."""
+    names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    for requirement in EXTRAS[extra]:
+        if inner := re.match(r"quire\[([\w,]+)\]", requirement):
+            names |= set().union(*map(required, inner[1].split(",")))
+        else:
+            names.add(name_of(requirement))
+    return names
+
+
+def imported(folder: str) -> Iterator[str]:
+    """Distributions that a folder's files import, inside functions too."""
+    for path in (ROOT / folder).rglob("*.py"):
+        if "node_modules" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for module in modules:
+                top = module.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "quire":
+                    yield distribution_of(module, path.name)
+
+
+def distribution_of(module: str, file: str) -> str:
+    top = module.partition(".")[0]
+    if top == "google":  # a namespace of many
+        return "googleapis-common-protos" if module.startswith("google.rpc") else "protobuf"
+    assert top in DISTRIBUTIONS, f"{file} imports {module}, which is not installed"
+    names = {name.lower().replace("_", "-") for name in DISTRIBUTIONS[top]}
+    return min(names, key=len)
+
+
+@pytest.mark.parametrize("extra", FOLDERS)
+def test_an_extra_has_what_its_code_imports(extra: str) -> None:
+    needed = {name for folder in FOLDERS[extra] for name in imported(folder)}
+    assert needed - required(extra) == set()
+
+
+@pytest.mark.parametrize("extra", ["cachemgr", "client"])
+def test_only_the_worker_asks_for_torch(extra: str) -> None:
+    assert not required(extra) & {"torch", "triton", "transformers", "safetensors"}
+    assert {"torch", "transformers"} <= required("worker")
+
+
+def test_all_is_all_and_developers_have_it() -> None:
+    assert required("all") == required("cachemgr") | required("client") | required("worker")
+    assert required("dev") >= required("all")
+
+
+def test_versions_are_pinned_for_everything() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {name_of(line) for line in lines if line and not line.startswith("#")}
+    wanted = set().union(*map(required, EXTRAS)) | {
+        name_of(requirement)
+        for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    }
+    assert wanted - pinned == set()

@@ -1,0 +1,516 @@
+"""The manifests as kustomize renders them: valid for Kubernetes, and what docs/deployment.md promises of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from deploy.cert_manager import make_secrets
+from deploy.tools import DEPLOY, ROOT, find, parse_service
+
+from quire.client.launch import ServiceProcess
+
+OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes/overlays").glob("*/kustomization.yaml"))
+# The oldest that has all fields in use, and the newest that the validator knows.
+KUBERNETES = ("1.31", kubernetes_validate.latest_version())
+BUILD_TIMEOUT_S = 1200
+DRAIN_MARGIN_S = 10
+WORKLOADS = {"Deployment", "StatefulSet"}
+# Kubernetes has no schema of cert-manager's custom resources. How many there are in each overlay, what we use of them:
+NUM_CUSTOM_RESOURCES = 7
+NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+ISSUER_REF = {
+    "type": "object",
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "kind": {"enum": ["Issuer", "ClusterIssuer"]}},
+}
+CUSTOM_SPECS: dict[tuple[str, str], dict[str, Any]] = {
+    ("cert-manager.io/v1", "Issuer"): {
+        "oneOf": [
+            {"required": ["selfSigned"], "properties": {"selfSigned": {"const": {}}}, "additionalProperties": False},
+            {
+                "required": ["ca"],
+                "additionalProperties": False,
+                "properties": {
+                    "ca": {
+                        "required": ["secretName"],
+                        "properties": {"secretName": {"type": "string"}},
+                        "additionalProperties": False,
+                    }
+                },
+            },
+        ]
+    },
+    ("cert-manager.io/v1", "Certificate"): {
+        "required": ["secretName", "issuerRef"],
+        "additionalProperties": False,
+        "properties": {
+            "secretName": {"type": "string"},
+            "commonName": {"type": "string", "maxLength": 64},
+            "isCA": {"type": "boolean"},
+            "duration": {"type": "string", "pattern": r"^\d+h$"},
+            "renewBefore": {"type": "string", "pattern": r"^\d+h$"},
+            "privateKey": {
+                "additionalProperties": False,
+                "properties": {
+                    "algorithm": {"const": "ECDSA"},
+                    "size": {"enum": [256, 384, 521]},
+                    "rotationPolicy": {"enum": ["Always", "Never"]},
+                },
+            },
+            "usages": {"items": {"enum": ["digital signature", "server auth", "client auth"]}},
+            "uris": NAMES,
+            "dnsNames": NAMES,
+            "issuerRef": ISSUER_REF,
+        },
+    },
+}
+
+TIMEOUT_S = 60.0
+DEMO_MODEL = DEPLOY / "demo" / "model"
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What an overlay makes."""
+
+    overlay: str
+    manifests: list[Manifest]
+
+    def of_kind(self, *kinds: str) -> list[Manifest]:
+        return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
+
+    def workloads(self) -> list[Manifest]:
+        return self.of_kind(*WORKLOADS)
+
+    def containers(self) -> Iterator[tuple[Manifest, Manifest]]:
+        """Each with its pod."""
+        for workload in self.workloads():
+            pod = workload["spec"]["template"]["spec"]
+            assert "initContainers" not in pod
+            for container in pod["containers"]:
+                yield pod, container
+
+    def pods_of(self, selector: dict[str, str]) -> list[Manifest]:
+        """Pod templates that a selector by labels finds."""
+        templates = [workload["spec"]["template"] for workload in self.workloads()]
+        return [template for template in templates if selector.items() <= template["metadata"]["labels"].items()]
+
+    def names(self, kind: str) -> set[str]:
+        return {manifest["metadata"]["name"] for manifest in self.of_kind(kind)}
+
+
+@pytest.fixture(scope="session")
+def kustomize() -> Path:
+    """At the version of deploy/kubernetes/tools/go.mod; takes minutes the first time."""
+    go = find("go", required_by="QUIRE_REQUIRE_KUBERNETES", for_what="deploy/kubernetes")
+    target = ROOT / ".tools" / "kustomize"
+    package = "sigs.k8s.io/kustomize/kustomize/v5"
+    command = [go, "build", "-C", str(DEPLOY / "kubernetes/tools"), "-o", str(target), package]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    assert built.returncode == 0, built.stderr
+    return target
+
+
+@pytest.fixture(scope="session", params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest, kustomize: Path) -> Rendered:
+    return render(kustomize, DEPLOY / "kubernetes", request.param)
+
+
+def render(kustomize: Path, folder: Path, overlay: str) -> Rendered:
+    """Offline: nothing here refers to another place."""
+    command = [str(kustomize), "build", str(folder / "overlays" / overlay)]
+    environment = os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return Rendered(overlay, list(yaml.safe_load_all(done.stdout)))
+
+
+def is_custom(manifest: Manifest) -> bool:
+    return (manifest["apiVersion"], manifest["kind"]) in CUSTOM_SPECS
+
+
+def value_of(container: Manifest, variable: str) -> str:
+    """What stands for a variable in a container's flags."""
+    return {"POD_NAME": "quire-worker-0", "MODEL": "some/model"}[variable]
+
+
+def flags_of(container: Manifest) -> list[str]:
+    """A container's flags with its variables put in; fails on one that it does not declare."""
+    declared = {variable["name"] for variable in container.get("env", [])}
+
+    def put_in(match: re.Match[str]) -> str:
+        assert match[1] in declared
+        return value_of(container, match[1])
+
+    return [re.sub(r"\$\((\w+)\)", put_in, flag) for flag in container["args"]]
+
+
+def values_of(container: Manifest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return parse_service(container["name"], flags_of(container), {}, monkeypatch)
+
+
+class Cluster:
+    """Containers of an overlay as processes of this machine: other ports, and files in a folder."""
+
+    def __init__(self, rendered: Rendered, folder: Path) -> None:
+        self._folder = folder
+        self._ports: dict[str, int] = {}
+        self._secrets: dict[str, str] = {}
+        self._started: list[ServiceProcess] = []
+        make_secrets(rendered.of_kind("Certificate"), folder)
+        for manifest in rendered.of_kind("ConfigMap"):
+            for name, text in manifest["data"].items():
+                (folder / name).write_text(text)
+
+    def start(self, pod: Manifest, container: Manifest) -> ServiceProcess:
+        """Runs it. Its health is asked as the kubelet does."""
+        (secret,) = [
+            volume["secret"]["secretName"]
+            for mount in container["volumeMounts"]
+            for volume in pod["volumes"]
+            if volume["name"] == mount["name"] and "secret" in volume
+        ]
+        flags = [self._here(flag, secret) for flag in flags_of(container)]
+        (health,) = [flag.partition("=")[2] for flag in flags if flag.startswith("--health-listen=")]
+        name = container["name"]
+        log_path = self._folder / f"{name}.log"
+        process = ServiceProcess(name, target=f"quire.{name}", arguments=flags, address=health, log_path=log_path)
+        self._started.append(process)
+        process.start()
+        return process
+
+    def dial(self, port: int, secret: str | None, name: str) -> grpc.Channel:
+        """A client's channel to what the manifests call this port, of a server of this name."""
+        options = (("grpc.ssl_target_name_override", name), ("grpc.enable_http_proxy", 0))
+        pair = (None, None) if secret is None else tuple(self._read(secret, file) for file in ("tls.key", "tls.crt"))
+        credentials = grpc.ssl_channel_credentials(self._read("quire-client-tls", "ca.crt"), *pair)
+        return grpc.secure_channel(f"127.0.0.1:{self._port(str(port))}", credentials, options=options)
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+
+    def _read(self, secret: str, file: str) -> bytes:
+        return (self._folder / secret / file).read_bytes()
+
+    def _here(self, flag: str, secret: str) -> str:
+        flag = flag.replace("/etc/quire/tls/", f"{self._folder}/{secret}/")
+        flag = flag.replace("/etc/quire/callers/", f"{self._folder}/")
+        flag = flag.replace("--model=some/model", f"--model={DEMO_MODEL}").replace("=cuda", "=cpu")
+        flag = re.sub(r"=(0\.0\.0\.0|quire-cachemgr\.quire\.svc):", "=localhost:", flag)
+        return re.sub(r":(\d+)$", lambda match: f":{self._port(match[1])}", flag)
+
+    def _port(self, port: str) -> int:
+        if port not in self._ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._ports[port] = int(probe.getsockname()[1])
+        return self._ports[port]
+
+
+@pytest.fixture
+def cluster(rendered: Rendered) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        made = Cluster(rendered, Path(folder))
+        yield made
+        made.close()
+
+
+def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
+    """The status of a call with an empty request."""
+    try:
+        channel.unary_unary(method)(b"", timeout=TIMEOUT_S)
+    except grpc.RpcError as error:
+        return error.code()  # type: ignore[no-any-return]
+    return grpc.StatusCode.OK
+
+
+def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
+    """Both services with these very flags and certificates: the worker attaches, and roles are what they should be."""
+    processes = [cluster.start(pod, container) for pod, container in rendered.containers()]
+    for process in processes:
+        process.wait_serving(TIMEOUT_S)
+    list_pools, get_model = "/quire.cache.v1.CacheService/ListPools", "/quire.compute.v1.WorkerService/GetModel"
+    worker_name = "quire-worker-0.quire-worker.quire.svc"
+    with cluster.dial(7070, "quire-operator-tls", "quire-cachemgr") as channel:
+        assert call(channel, list_pools) is grpc.StatusCode.OK
+    with cluster.dial(7071, "quire-client-tls", worker_name) as channel:
+        assert call(channel, get_model) is grpc.StatusCode.OK
+    with cluster.dial(7070, "quire-client-tls", "quire-cachemgr") as channel:
+        attach = channel.stream_stream("/quire.cache.v1.CacheService/AttachPool")
+        with pytest.raises(grpc.RpcError) as refused:
+            list(attach(iter([b""]), timeout=TIMEOUT_S))
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    with cluster.dial(7070, None, "quire-cachemgr") as channel:
+        assert call(channel, list_pools) is grpc.StatusCode.UNAVAILABLE
+    for process in processes:
+        assert process.terminate() == 0
+
+
+def test_there_are_three_overlays() -> None:
+    assert OVERLAYS == ["many-workers", "one-gpu", "try"]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_it(rendered: Rendered, version: str) -> None:
+    for manifest in rendered.manifests:
+        if not is_custom(manifest):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_validator_finds_faults(kustomize: Path) -> None:
+    (deployment,) = render(kustomize, DEPLOY / "kubernetes", "try").of_kind("Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["grpc"]["prot"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
+
+
+def test_custom_resources_are_as_we_know_them(rendered: Rendered) -> None:
+    custom = [manifest for manifest in rendered.manifests if is_custom(manifest)]
+    assert len(custom) == NUM_CUSTOM_RESOURCES
+    for manifest in custom:
+        assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
+        jsonschema.validate(manifest["spec"], CUSTOM_SPECS[manifest["apiVersion"], manifest["kind"]])
+
+
+def test_everything_is_in_one_namespace(rendered: Rendered) -> None:
+    (namespace,) = rendered.of_kind("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    others = [manifest for manifest in rendered.manifests if manifest["kind"] != "Namespace"]
+    assert {manifest["metadata"]["namespace"] for manifest in others} == {namespace["metadata"]["name"]}
+    named = Counter((manifest["kind"], manifest["metadata"]["name"]) for manifest in rendered.manifests)
+    assert set(named.values()) == {1}
+
+
+def test_our_parsers_take_every_flag(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in rendered.containers():
+        values = values_of(container, monkeypatch)
+        assert None not in (values["tls_cert"], values["tls_client_ca"], values["token_file"])
+        assert not values["allow_plaintext"]
+
+
+def test_ports_are_those_served(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in rendered.containers():
+        values = values_of(container, monkeypatch)
+        (listen,) = values["listen"]
+        served = (listen.port, values["health_listen"].port, values["metrics_listen"].port)
+        ports = {port["name"].partition("-")[2]: port["containerPort"] for port in container["ports"]}
+        assert ports == dict(zip(("grpc", "health", "metrics"), served, strict=True))
+    for workload in rendered.workloads():
+        containers = workload["spec"]["template"]["spec"]["containers"]
+        ports = Counter(port[key] for c in containers for port in c["ports"] for key in ("name", "containerPort"))
+        assert set(ports.values()) == {1}
+
+
+def test_probes_are_grpc_and_liveness_is_about_nobody_else(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in rendered.containers():
+        health_port = values_of(container, monkeypatch)["health_listen"].port
+        startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
+        # test_probes.py: "liveness" is SERVING without any peer, the whole server only once a worker is attached.
+        assert startup["grpc"] == live["grpc"] == {"port": health_port, "service": "liveness"}
+        assert ready["grpc"] == {"port": health_port}
+        assert (
+            startup["failureThreshold"] * startup["periodSeconds"] >= {"cachemgr": 60, "worker": 300}[container["name"]]
+        )
+        assert live["failureThreshold"] * live["periodSeconds"] >= 30
+
+
+def test_the_name_that_liveness_asks_for_is_ours() -> None:
+    from quire.serving.server import LIVENESS
+
+    assert LIVENESS == "liveness"
+
+
+def test_an_update_never_has_two_of_them(rendered: Rendered) -> None:
+    for workload in rendered.workloads():
+        spec = workload["spec"]
+        if workload["kind"] == "Deployment":
+            assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+        else:  # which takes a pod away before it makes the next
+            assert spec["updateStrategy"]["type"] == "RollingUpdate"
+    managers = [workload for workload in rendered.workloads() if container_named(workload, "cachemgr")]
+    assert [workload["spec"]["replicas"] for workload in managers] == [1]
+
+
+def container_named(workload: Manifest, name: str) -> Manifest | None:
+    containers = workload["spec"]["template"]["spec"]["containers"]
+    return next((container for container in containers if container["name"] == name), None)
+
+
+def test_a_pod_is_given_time_to_drain(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod, container in rendered.containers():
+        drain_s = values_of(container, monkeypatch)["drain_timeout"]
+        assert pod["terminationGracePeriodSeconds"] >= drain_s + DRAIN_MARGIN_S
+
+
+def test_containers_are_confined(rendered: Rendered) -> None:
+    for pod, container in rendered.containers():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["limits"]["memory"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_a_gpu_is_asked_for_where_one_is_used(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod, container in rendered.containers():
+        is_on_gpu = container["name"] == "worker" and rendered.overlay != "try"
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == ("1" if is_on_gpu else None)
+        if container["name"] == "worker":
+            assert values_of(container, monkeypatch)["device"] == ("cuda" if is_on_gpu else "cpu")
+            assert any(t["key"] == "nvidia.com/gpu" for t in pod.get("tolerations", [])) == is_on_gpu
+
+
+def test_files_in_flags_are_mounted(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And mounts are of volumes that are there, of secrets that a certificate makes, of ConfigMaps of ours."""
+    secrets = {certificate["spec"]["secretName"] for certificate in rendered.of_kind("Certificate")}
+    maps = {manifest["metadata"]["name"]: manifest for manifest in rendered.of_kind("ConfigMap")}
+    for workload in rendered.workloads():
+        pod = workload["spec"]["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        assert len(volumes) == len(pod["volumes"])
+        mounted_anywhere = set()
+        for container in pod["containers"]:
+            files: set[str] = set()
+            for mount in container["volumeMounts"]:
+                mounted_anywhere.add(mount["name"])
+                volume = volumes.get(mount["name"])
+                if volume is None:
+                    assert mount["name"] in claims
+                elif "secret" in volume:
+                    assert volume["secret"]["secretName"] in secrets
+                    assert volume["secret"]["defaultMode"] == 0o440
+                    files |= {f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
+                elif "configMap" in volume:
+                    files |= {f"{mount['mountPath']}/{name}" for name in maps[volume["configMap"]["name"]]["data"]}
+            given = {str(value) for name, value in values_of(container, monkeypatch).items() if is_file(name, value)}
+            assert given <= files
+            for variable in container.get("env", []):
+                if reference := variable["valueFrom"].get("configMapKeyRef"):
+                    assert reference["key"] in maps[reference["name"]]["data"]
+        assert set(volumes) | claims == mounted_anywhere
+
+
+def is_file(name: str, value: object) -> bool:
+    return value is not None and name.endswith(("_cert", "_key", "_ca", "_file"))
+
+
+def test_images_are_of_this_version_and_have_container_files(rendered: Rendered) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for _, container in rendered.containers():
+        assert container["image"] == f"quire-{container['name']}:{version}"
+        assert (DEPLOY / "containers" / f"{container['name']}.Containerfile").exists()
+
+
+def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
+    for service in rendered.of_kind("Service"):
+        (pod,) = rendered.pods_of(service["spec"]["selector"])
+        ports = {port["name"]: port["containerPort"] for c in pod["spec"]["containers"] for port in c["ports"]}
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+            assert not port["targetPort"].endswith("-health")
+    budgets = rendered.of_kind("PodDisruptionBudget")
+    for budget in budgets:
+        assert len(rendered.pods_of(budget["spec"]["selector"]["matchLabels"])) == 1
+        assert budget["spec"]["maxUnavailable"] == 1
+    assert len(budgets) == len(rendered.workloads())
+    accounts = {pod["serviceAccountName"] for pod, _ in rendered.containers()}
+    assert accounts == rendered.names("ServiceAccount")
+
+
+def test_a_worker_dials_a_cachemgr_that_is_there(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    (namespace,) = rendered.names("Namespace")
+    certified = {
+        certificate["metadata"]["name"]: certificate["spec"].get("dnsNames", [])
+        for certificate in rendered.of_kind("Certificate")
+    }
+    for workload in rendered.workloads():
+        worker = container_named(workload, "worker")
+        if worker is None:
+            continue
+        values = values_of(worker, monkeypatch)
+        dialed, advertised = values["cachemgr"], values["advertise"]
+        is_beside = container_named(workload, "cachemgr") is not None
+        assert dialed.host == ("localhost" if is_beside else f"quire-cachemgr.{namespace}.svc")
+        assert dialed.port == 7070
+        assert dialed.host in certified["quire-cachemgr"]
+        # Its pod's name, under the headless service, in the certificate by a wildcard.
+        pod, _, rest = advertised.host.partition(".")
+        assert pod == values["pool"] == "quire-worker-0"
+        assert workload["spec"]["serviceName"] == rest.partition(".")[0]
+        assert f"*.{rest}" in certified["quire-worker"]
+        assert advertised.port == values["listen"][0].port
+
+
+def test_callers_are_those_certificates_name(rendered: Rendered, tmp_path: Path) -> None:
+    from quire.serving.access import ROLES_WITHOUT_FILE, Role, read_token_file
+
+    (text,) = [m["data"]["callers"] for m in rendered.of_kind("ConfigMap") if m["metadata"]["name"] == "quire-callers"]
+    (tmp_path / "callers").write_text(text)
+    roles = read_token_file(tmp_path / "callers").certificates
+    named = {
+        certificate["spec"]["uris"][0]: set(certificate["spec"]["usages"])
+        for certificate in rendered.of_kind("Certificate")
+        if "uris" in certificate["spec"]
+    }
+    assert set(roles) == set(named)
+    assert all("client auth" in usages for usages in named.values())
+    assert roles["quire://worker"] == frozenset({Role.WORKER})
+    assert roles["quire://client"] == ROLES_WITHOUT_FILE
+    issuers = rendered.names("Issuer")
+    assert all(c["spec"]["issuerRef"]["name"] in issuers for c in rendered.of_kind("Certificate"))
+
+
+def test_policies_admit_what_is_used_and_no_more(rendered: Rendered) -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in rendered.of_kind("NetworkPolicy")}
+    assert policies.pop("quire-nothing") == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    admitted: Counter[str] = Counter()
+    for spec in policies.values():
+        (pod,) = rendered.pods_of(spec["podSelector"]["matchLabels"])
+        named = {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+        for rule in spec["ingress"]:
+            assert rule["from"], "a rule without from admits everybody"
+            for port in rule["ports"]:
+                assert port["port"] in named
+                admitted[port["port"]] += 1
+    assert admitted == Counter(f"{kind}-{what}" for kind in ("cache", "worker") for what in ("grpc", "metrics"))
+    ports_out = {str(port["port"]) for rule in policies["quire-worker"]["egress"] for port in rule["ports"]}
+    assert ports_out == {"cache-grpc", "53"} | (set() if rendered.overlay == "try" else {"443"})
+    assert "egress" not in policies["quire-cachemgr"]
+
+
+def test_a_renamed_flag_is_noticed(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    path = folder / "components/cachemgr/container.yaml"
+    path.write_text(path.read_text().replace("--drain-timeout", "--drain-seconds"))
+    with pytest.raises(Exception, match="drain-seconds"):
+        test_our_parsers_take_every_flag(render(kustomize, folder, "try"), monkeypatch)

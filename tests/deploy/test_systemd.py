@@ -1,0 +1,182 @@
+"""The unit files, by systemd's own tools and by our own parser. boot_systemd.py runs them under a real systemd."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from deploy.tools import DEPLOY, find, parse_service
+
+UNITS = DEPLOY / "systemd"
+CACHEMGR, WORKER = UNITS / "quire-cachemgr.service", UNITS / "quire-worker@.service"
+SERVICES = {"cachemgr": CACHEMGR, "worker": WORKER}
+# Tenths of systemd's exposure level.
+MOST_EXPOSED = 15
+DRAIN_MARGIN_S = 5
+INSTANCE = "default"
+
+Settings = dict[str, list[str]]
+
+
+def tool(name: str) -> str:
+    return find(name, required_by="QUIRE_REQUIRE_SYSTEMD", for_what="deploy/systemd")
+
+
+def read_unit(path: Path) -> Settings:
+    """Every value of every setting, in order; an empty one takes back those before it."""
+    settings: Settings = defaultdict(list)
+    for line in path.read_text().splitlines():
+        name, separator, value = line.partition("=")
+        if separator and not line.startswith("#"):
+            settings[name] = [*settings[name], value] if value else []
+    return settings
+
+
+def read_environment(path: Path, *, commented: bool) -> dict[str, str]:
+    """An environment file; `commented`: with what it has as examples behind #."""
+    lines = path.read_text().splitlines()
+    if commented:
+        lines = [line.removeprefix("#") for line in lines]
+    pairs = [line.split("=", 1) for line in lines if "=" in line and line.split("=")[0].isidentifier()]
+    return {name: "".join(shlex.split(value)) for name, value in pairs}
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    words = [word for value in settings["Environment"] for word in value.replace("%i", INSTANCE).split()]
+    return dict(word.split("=", 1) for word in words)
+
+
+def command_of(settings: Settings) -> list[str]:
+    (command,) = settings["ExecStart"]
+    return command.replace("%i", INSTANCE).split()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A root with what the units refer to, as docs/deployment.md puts it there."""
+    folder = tmp_path / "etc/systemd/system"
+    folder.mkdir(parents=True)
+    for path in SERVICES.values():
+        (folder / path.name).write_text(path.read_text())
+    program = tmp_path / "opt/quire/bin/quire"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("unit", [CACHEMGR.name, WORKER.name.replace("@", f"@{INSTANCE}")])
+def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
+    """Nothing at all of what it would log of the file: settings it does not know, values it ignores."""
+    program = installed / "opt/quire/bin/quire"
+    folder = installed / "etc/systemd/system"
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace("/opt/quire/bin/quire", str(program)))
+    (folder / WORKER.name.replace("@", f"@{INSTANCE}")).symlink_to(WORKER.name)
+    command = [tool("systemd-analyze"), "verify", "--man=no", str(folder / unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert [line for line in done.stderr.splitlines() if "quire" in line or str(installed) in line] == []
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("with_network", [False, True], ids=["this machine", "network.conf"])
+@pytest.mark.parametrize("path", SERVICES.values(), ids=SERVICES)
+def test_little_is_exposed(installed: Path, path: Path, with_network: bool) -> None:
+    unit = installed / "etc/systemd/system" / path.name
+    if with_network:
+        more = (UNITS / "network.conf").read_text().partition("[Service]\n")[2]
+        unit.write_text(unit.read_text().replace("IPAddressAllow=localhost\n", f"IPAddressAllow=localhost\n{more}"))
+    command = [tool("systemd-analyze"), "security", "--offline=yes", f"--threshold={MOST_EXPOSED}", str(unit)]
+    done = subprocess.run([*command, "--no-pager"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-200:]
+
+
+def test_a_worker_is_confined_like_cachemgr_but_for_what_is_said() -> None:
+    """The exceptions of docs/deployment.md, in their words."""
+    cachemgr, worker = read_unit(CACHEMGR), read_unit(WORKER)
+    own = {"ExecStart", "Environment", "EnvironmentFile", "Description", "User", "Group", "ReadWritePaths"}
+    own |= {"StartLimitIntervalSec", "StartLimitBurst", "WatchdogSec", "TimeoutStartSec", "RestartSec", "After"}
+    differing = {name for name in cachemgr if worker.get(name) != cachemgr[name]} - own
+    assert differing == {"MemoryDenyWriteExecute", "PrivateDevices", "SystemCallFilter"}
+    assert cachemgr["SystemCallFilter"] == ["@system-service", "~@privileged @resources"]
+    assert worker["SystemCallFilter"] == ["@system-service", "~@privileged"]
+    assert worker["DeviceAllow"] == ["char-nvidia* rw"]
+
+
+def test_users_and_folders_are_what_the_units_need(tmp_path: Path) -> None:
+    tools = tool("systemd-sysusers"), tool("systemd-tmpfiles")
+    (tmp_path / "etc").mkdir()
+    for name, program in zip(("sysusers.d", "tmpfiles.d"), tools, strict=True):
+        flags = ("--create",) if name == "tmpfiles.d" else ()
+        command = [program, *flags, f"--root={tmp_path}", str(UNITS / name / "quire.conf")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if "Operation not permitted" in done.stderr:
+            pytest.skip("*** only root may make folders of other users: tmpfiles.d NOT tested ***")
+        assert done.returncode == 0, done.stderr
+    users = {line.split(":")[0]: line.split(":")[2] for line in (tmp_path / "etc/passwd").read_text().splitlines()}
+    groups = {line.split(":")[0]: line.split(":")[2] for line in (tmp_path / "etc/group").read_text().splitlines()}
+    for service, path in SERVICES.items():
+        settings = read_unit(path)
+        assert settings["User"] == settings["Group"] == [f"quire-{service}"]
+        (runtime,) = settings["ReadWritePaths"]
+        found = (tmp_path / runtime.lstrip("/")).stat()
+        # Sockets get the folder's group, and others of the group may use them, not put others in their place.
+        assert (found.st_uid, found.st_gid) == (int(users[f"quire-{service}"]), int(groups["quire"]))
+        assert found.st_mode & 0o7777 == 0o2750
+        assert int(settings["UMask"][0], 8) == 0o007
+        secrets = (tmp_path / "etc/quire" / service).stat()
+        assert (secrets.st_uid, secrets.st_gid) == (0, int(groups[f"quire-{service}"]))
+        assert secrets.st_mode & 0o7777 == 0o750
+    assert set(read_unit(WORKER)["SupplementaryGroups"]) <= set(groups)
+
+
+@pytest.mark.parametrize("commented", [False, True], ids=["as shipped", "with what is commented out"])
+@pytest.mark.parametrize("service", SERVICES)
+def test_our_parser_takes_what_a_unit_says(service: str, commented: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_unit(SERVICES[service])
+    program, name, *flags = command_of(settings)
+    assert (program, name) == ("/opt/quire/bin/quire", service)
+    environment = environment_of(settings) | read_environment(UNITS / f"{service}.env", commented=commented)
+    values = parse_service(service, flags, environment, monkeypatch)
+    (runtime,) = settings["ReadWritePaths"]
+    assert str(values["listen"][0]).startswith(f"unix:{runtime}/")
+    assert values["metrics_listen"] is not None
+
+
+@pytest.mark.parametrize("path", SERVICES.values(), ids=SERVICES)
+def test_a_stop_leaves_time_to_drain(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_unit(path)
+    assert settings["KillMode"] == ["mixed"]
+    assert "KillSignal" not in settings  # SIGTERM
+    service = command_of(settings)[1]
+    environment = environment_of(settings) | {"QUIRE_WORKER_MODEL": "some"}
+    environment = {name: value for name, value in environment.items() if name.startswith(f"QUIRE_{service.upper()}_")}
+    drain_s = parse_service(service, [], environment, monkeypatch)["drain_timeout"]
+    assert float(settings["TimeoutStopSec"][0]) >= drain_s + DRAIN_MARGIN_S
+
+
+@pytest.mark.parametrize("path", SERVICES.values(), ids=SERVICES)
+def test_readiness_and_watchdog_are_asked_for(path: Path) -> None:
+    settings = read_unit(path)
+    assert settings["Type"] == ["notify"]
+    assert settings["NotifyAccess"] == ["main"]
+    assert float(settings["WatchdogSec"][0]) >= 10  # AuditPool holds up the loop for as long as the pool is large
+    assert settings["Restart"] == ["on-failure"]
+
+
+def test_a_worker_does_not_need_the_cachemgr_of_its_machine() -> None:
+    settings = read_unit(WORKER)
+    tying = {"Requires", "BindsTo", "PartOf", "Requisite", "Upholds"}
+    assert not tying & set(settings)
+    assert settings["Wants"] == [CACHEMGR.name]
+
+
+def test_the_demo_address_is_the_one_clients_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.client.commands import DEFAULT_CACHEMGR
+
+    listen = environment_of(read_unit(CACHEMGR))["QUIRE_CACHEMGR_LISTEN"]
+    worker = parse_service("worker", [], {"QUIRE_WORKER_MODEL": "some"}, monkeypatch)
+    assert listen == DEFAULT_CACHEMGR == str(worker["cachemgr"])

@@ -1,0 +1,51 @@
+"""Programs that these tests need, and the real command line that flags in files are held against."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+# Of `quire`: those that become another program, which reads the flags.
+SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
+
+
+def find(program: str, *, required_by: str, for_what: str) -> str:
+    """Where a program is; without it the test is skipped, or fails if the variable `required_by` is 1."""
+    path = shutil.which(program)
+    return path if path is not None else missing(program, required_by=required_by, for_what=for_what)
+
+
+def missing(what: str, *, required_by: str, for_what: str) -> NoReturn:
+    """Skips the test, loudly, or fails it."""
+    if os.environ.get(required_by) == "1":
+        pytest.fail(f"{what} is missing, and this run requires it for {for_what}")
+    pytest.skip(f"*** {what} is missing: {for_what} NOT tested ***")
+
+
+def parse_service(
+    name: str, arguments: Sequence[str], environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The flags' values of `quire NAME`, as its own parser reads them from this command line and environment.
+
+    Fails on a flag that is not there, a value that is wrong, and a QUIRE_* variable that no flag reads.
+    """
+    command: click.Command = importlib.import_module(SERVICES[name]).main
+    for variable in [variable for variable in os.environ if variable.startswith("QUIRE_")]:
+        monkeypatch.delenv(variable)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    context = command.make_context(name, list(arguments))
+    prefix = command.context_settings["auto_envvar_prefix"]
+    known = {f"{prefix}_{parameter.name}".upper() for parameter in command.params}
+    unread = {variable for variable in environment if variable.startswith("QUIRE_")} - known
+    assert not unread, f"no flag of {name} reads {unread}"
+    return context.params

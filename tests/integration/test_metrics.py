@@ -1,0 +1,165 @@
+"""The metrics pages of both servers: what is on them is what docs/operations.md says, and the numbers are right."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.protocol_client import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    WORKER_ARGS,
+    LeaseHolder,
+    Pair,
+    RefusedError,
+    await_that,
+    draw_tokens,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.cache.v1 import cache_service_pb2
+from quire.client.launch import LocalServices, ServiceProcess
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")
+Page = dict[str, float]
+"""Values by "name{label=value,…}", labels by name."""
+
+
+@pytest.fixture(scope="module")
+def measured(model_dir: Path) -> Iterator[Pair]:
+    """Both processes with metrics pages."""
+    with LocalServices.start(
+        model=model_dir,
+        num_blocks=NUM_BLOCKS,
+        extra_cachemgr_args=METRICS_FLAGS,
+        extra_worker_args=(*WORKER_ARGS, *METRICS_FLAGS),
+    ) as services:
+        pair = Pair(services)
+        yield pair
+        pair.close()
+
+
+def text_of(server: ServiceProcess) -> str:
+    assert server.log_path is not None
+    (address,) = re.findall(r" metrics address=(\S+)", server.log_path.read_text())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/metrics", timeout=20) as page:
+        return str(page.read().decode())
+
+
+def page_of(server: ServiceProcess) -> Page:
+    return {
+        f"{sample.name}{{{','.join(f'{key}={value}' for key, value in sorted(sample.labels.items()))}}}": sample.value
+        for family in text_string_to_metric_families(text_of(server))
+        for sample in family.samples
+        if sample.name.startswith("quire_")
+    }
+
+
+def documented() -> dict[str, set[str]]:
+    """Labels by name, of the tables of metrics."""
+    section = OPERATIONS.read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(quire_\w+)(?:\{([\w,]*)\})?`", " ".join(cells))
+    assert len({name for name, _ in named}) == len(named), "each is said once"
+    return {name: set(labels.split(",")) - {""} for name, labels in named}
+
+
+def exposed(server: ServiceProcess) -> set[str]:
+    """Names of families, with or without samples."""
+    return {name for name in re.findall(r"^# TYPE (\S+) ", text_of(server), re.MULTILINE) if name.startswith("quire_")}
+
+
+def test_the_pages_have_what_is_documented_and_nothing_else(measured: Pair) -> None:
+    services = measured.services
+    ours, theirs = exposed(services.cachemgr), exposed(services.worker)
+    assert ours | theirs == documented().keys()
+    assert {name for name in documented() if name.startswith("quire_worker_")} == theirs
+
+
+def test_labels_are_those_documented(measured: Pair) -> None:
+    with pytest.raises(RefusedError):
+        measured.pool("nowhere")
+    refused_item(measured)
+    services = measured.services
+    for name in (*page_of(services.cachemgr), *page_of(services.worker)):
+        family, labels = name.rstrip("}").split("{", 1)
+        assert {pair.split("=")[0] for pair in labels.split(",")} - {""} == documented()[family]
+
+
+def refused_item(pair: Pair) -> None:
+    lease = LeaseHolder.create(pair)
+    plan = lease.plan(admissions=[cache_service_pb2.Admission(sequence_id=1)])
+    assert plan.refusals[0].error.reason == "EMPTY_PROMPT"
+    lease.run(plan, skip=True)
+    lease.delete()
+
+
+def test_what_happens_is_counted(measured: Pair) -> None:
+    cachemgr = measured.services.cachemgr
+    await_that("no lease is left", lambda: not measured.leases())
+    before = page_of(cachemgr)
+    lease = LeaseHolder.create(measured)
+    prompt = draw_tokens(3 * BLOCK_SIZE, seed=1)
+    lease.run(lease.admit((1, prompt)))
+    lease.await_settled()
+    lease.run(lease.admit((2, prompt)))
+    lease.await_settled()
+    planned = lease.extend(1)
+    now = page_of(cachemgr)
+    grown = {name: value - before.get(name, 0.0) for name, value in now.items() if value != before.get(name, 0.0)}
+    lease.run(planned)
+    lease.delete()
+    hit = 2 * BLOCK_SIZE
+    # Sequence 1 has taken a 4th block for what it computes next.
+    expected = {
+        "quire_cache_admissions_total{pool=default}": 2,
+        "quire_cache_blocks_allocated_total{pool=default}": 5,
+        "quire_cache_blocks_published_total{pool=default}": 3,
+        "quire_cache_prefix_hit_tokens_total{pool=default}": hit,
+        "quire_cache_prompt_tokens_total{pool=default}": 6 * BLOCK_SIZE,
+        "quire_cache_steps_ended_total{outcome=computed,pool=default}": 2,
+        "quire_cache_steps_in_flight{pool=default}": 1,
+        "quire_cache_steps_planned_total{pool=default}": 3,
+        "quire_kv_shared_blocks{pool=default}": 3,
+        "quire_leases{pool=default,state=open}": 1,
+        "quire_sequences{pool=default}": 2,
+    }
+    ignored = ("quire_kv_blocks", "quire_kv_held_tokens")
+    assert {name: value for name, value in grown.items() if not name.startswith(ignored)} == expected
+    states = {state: now[f"quire_kv_blocks{{pool=default,state={state}}}"] for state in ("free", "cached", "active")}
+    counts = measured.counts()
+    assert sum(states.values()) + now["quire_kv_blocks{pool=default,state=retired}"] == NUM_BLOCKS - 1
+    assert counts.free_count + counts.cached_count + counts.active_count + counts.retired_count == NUM_BLOCKS - 1
+
+
+def test_refused_calls_and_plans_on_streams_are_counted(measured: Pair) -> None:
+    cachemgr = measured.services.cachemgr
+    name = "quire_cache_calls_refused_total"
+    plan = f"{name}{{method=PlanSteps,reason=LEASE_NOT_FOUND}}"
+    call = f"{name}{{method=RenewLease,reason=LEASE_NOT_FOUND}}"
+    before = page_of(cachemgr)
+    gone = LeaseHolder(measured, "gone", 1, 1)
+    for _ in range(3):
+        with pytest.raises(RefusedError):
+            gone.renew()
+    plans = [cache_service_pb2.PlanStepsRequest(plan=gone.plan_request())] * 2
+    answers = list(measured.cache.PlanSteps(iter(plans), timeout=20))
+    assert [answer.error.reason for answer in answers] == ["LEASE_NOT_FOUND"] * 2
+    # A call may end a moment after its answer.
+    await_that("only the worker's stream is open", lambda: page_of(cachemgr)["quire_cache_open_calls{}"] == 1)
+    after = page_of(cachemgr)
+    assert (after[call] - before.get(call, 0), after[plan] - before.get(plan, 0)) == (3, 2)
+
+
+def test_the_pool_and_the_server_say_who_they_are(measured: Pair) -> None:
+    page, pool = page_of(measured.services.cachemgr), measured.pool()
+    geometry = pool.geometry
+    labels = f"block_bytes={geometry.block_bytes},block_size_tokens={BLOCK_SIZE},model={geometry.model},pool=default"
+    assert page[f"quire_pool_info{{{labels}}}"] == 1
+    assert page["quire_pool_attached{pool=default}"] == 1
+    assert page["quire_cache_term{}"] == float(pool.term)
