@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,16 +36,18 @@ log = logging.getLogger("quire.cachemgr")
 
 SERVICE_NAME = "quire.cache.v1.CacheService"
 DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
+SHARES_INTERVAL_S = 1.0
 
 
 async def serve(
     options: ServerOptions, signals: StopSignals, *, policy: str, max_leases: int, tenants: Path | None, verify: bool
 ) -> None:
     """Serves CacheService until a signal."""
-    shares = Shares if tenants is None else watch_shares(tenants).current
+    shares: Callable[[], Shares] = Shares if tenants is None else watch_shares(tenants).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
     # A later start is a higher term; the wall clock needs no state to be kept between starts.
     catalog = Catalog(term=time.time_ns(), policy=policy, verify=verify)
+    catalog.set_shares(shares().resolve)
     servicer = CacheServicer(
         catalog, max_leases=max_leases, max_leases_of=lambda tenant: shares().of(tenant).max_leases
     )
@@ -57,11 +60,24 @@ async def serve(
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
         await server.start(options.listen)
         server.run_alongside(servicer.expire_leases())
+        server.run_alongside(follow_shares(shares, catalog))
         tune_garbage_collector()
         await server.announce_serving()
         addresses = ",".join(map(str, server.addresses))
         log.info("serving term=%d addresses=%s eviction_policy=%s", catalog.term, addresses, policy)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=options.drain_timeout_s)
+
+
+async def follow_shares(shares: Callable[[], Shares], catalog: Catalog) -> None:
+    """Tells the pools what tenants may take when that changes; runs until cancelled."""
+    told = shares()
+    while True:
+        await asyncio.sleep(SHARES_INTERVAL_S)
+        current = shares()
+        if current != told:
+            log.info("tenants' shares have changed")
+            catalog.set_shares(current.resolve)
+            told = current
 
 
 def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> Iterator[Metric]:

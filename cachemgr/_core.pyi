@@ -6,13 +6,18 @@ Token ids, sequence ids and counts go in as bytes, 4 each, little-endian.
 from typing import final
 
 from quire.cachemgr.blocks import BlockCounts
-from quire.cachemgr.plans import RefusedItem, StepRequest
+from quire.cachemgr.errors import Refusal
+from quire.cachemgr.plans import Admission, RefusedItem, StepRequest
 
 POLICIES: list[str]
 """Eviction policies; the first is the default."""
 
 MAX_STEPS_IN_FLIGHT: int
 """Steps a lease may have planned without their outcome being known."""
+
+LEAST_WORTH: int
+MOST_WORTH: int
+"""The lowest and the highest priority of advice."""
 
 NUM_CLASSES: int
 NUM_TIMES: int
@@ -101,9 +106,24 @@ class SequenceView:
     @property
     def sampled_position(self) -> int: ...
     @property
+    def reserved_tokens(self) -> int: ...
+    @property
     def num_blocks(self) -> int: ...
     @property
     def block_table(self) -> list[int]: ...
+
+@final
+class PinView:
+    """A prefix that is kept."""
+
+    @property
+    def pin_id(self) -> bytes: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def until(self) -> float: ...
 
 @final
 class Explanation:
@@ -226,6 +246,30 @@ class Books:
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash."""
 
+    def worth(self, block_id: int) -> tuple[int, int]:
+        """Priority by what was said of the block, and its prefix pins."""
+
+    def set_shares(self, default: tuple[int, int, int, int], by_name: dict[str, tuple[int, int, int, int]]) -> None:
+        """Floor, quota, limit and pin budget in blocks: of everybody, and of others by name."""
+
+    def tenants(self) -> list[tuple[str, tuple[int, int, int, int], tuple[int, int, int, int]]]:
+        """Name, share, and the blocks held, cached, reserved and pinned."""
+
+    def check_admission(self, tenant: str, admission: Admission, reserve: int) -> tuple[int, int, int, Refusal | None]:
+        """Tokens found, blocks needed and available, and why it would be refused."""
+
+    def advance(self, now: float) -> None:
+        """Ends pins and advice whose time is over; `plan` does so too."""
+
+    def pin_prefix(self, tenant: str, tokens: bytes, salt: bytes, until: float) -> PinView:
+        """Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS)."""
+
+    def unpin_prefix(self, tenant: str | None, pin_id: bytes) -> bool:
+        """Whether there was such a pin of the tenant, or of anybody."""
+
+    def pins(self, tenant: str | None, behind: bytes | None, most: int) -> list[PinView]:
+        """By id."""
+
     def list_blocks(
         self, first: int, most: int, *, state: str | None, tenant: str | None, lease_id: str | None
     ) -> tuple[bytes, int | None]:
@@ -242,7 +286,9 @@ class Books:
     def begin_reading(self) -> None: ...
     def end_reading(self) -> None: ...
     def explain(self, tokens: bytes, salt: bytes, tenant: str, *, with_other_tenants: bool) -> Explanation: ...
-    def reset_prefix_cache(self, first: int, end: int, now: float) -> int: ...
+    def reset_prefix_cache(self, first: int, end: int, now: float) -> int:
+        """From the first block on it takes all pins back, too."""
+
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
 

@@ -1,20 +1,24 @@
 """All pools of this cachemgr: which epoch of each is attached, and which lease belongs to which.
 
-A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here),
-or a stranger (an epoch with a history that this cachemgr does not have), which has to begin a new epoch.
+A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here,
+attached under no other term since), or a stranger (an epoch with a history that this cachemgr does not have), which has
+to begin a new epoch.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease
-from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger
+from quire.cachemgr.ledger import DEFAULT_POLICY, BlockShare, Ledger
+
+SharesOf = Callable[[int], tuple[BlockShare, Mapping[str, BlockShare]]]
+"""What tenants may take of a pool that has so many blocks: everybody, and others by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,17 @@ class Catalog:
         self._pools: dict[str, AttachedPool] = {}
         self._pool_of_lease: dict[str, str] = {}
         self._listeners: dict[str, set[Callable[[], None]]] = {}
+        self._shares: SharesOf | None = None
+
+    def set_shares(self, shares: SharesOf) -> None:
+        """What tenants may take of each pool from now on."""
+        self._shares = shares
+        for pool in self._pools.values():
+            self._apply_shares(pool.ledger)
+
+    def _apply_shares(self, ledger: Ledger) -> None:
+        if self._shares is not None:
+            ledger.set_shares(*self._shares(ledger.geometry.num_blocks - 1))
 
     def pools(self) -> list[AttachedPool]:
         """All pools, by name."""
@@ -97,7 +112,8 @@ class Catalog:
             message = f"a worker with epoch {known.ledger.epoch} is attached to pool {registration.pool!r}"
             refusal = refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=registration.pool, epoch=known.ledger.epoch)
             raise CallRefused(refusal)
-        if known is not None and known.ledger.epoch == registration.epoch:
+        is_ours = registration.attached_term in (0, self.term)  # else another cachemgr has ruled it meanwhile
+        if known is not None and known.ledger.epoch == registration.epoch and is_ours:
             known.is_attached = True
             known.worker_address = registration.worker_address
             return known
@@ -115,6 +131,7 @@ class Catalog:
             verify=self._verify,
             listeners=self.listeners(registration.pool),
         )
+        self._apply_shares(ledger)
         pool = AttachedPool(ledger, signing_key, registration.worker_address)
         self._pools[registration.pool] = pool
         for lease in known.ledger.leases() if known is not None else []:

@@ -9,7 +9,7 @@ Single writer, no I/O, no clock: every method is atomic, and time comes in as `n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.cachemgr._core import POLICIES, Books, Explanation, SequenceView, StepPlan, StepView
+from quire.cachemgr._core import POLICIES, Books, Explanation, PinView, SequenceView, StepPlan, StepView
 from quire.cachemgr.blocks import BlockCounts, BlockState
-from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, invalid, lease_not_found, refuse
+from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, Refusal, invalid, lease_not_found, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import ExpiryQueue, Lease, LeaseOrder, LeaseState, page_key
-from quire.cachemgr.plans import StepRequest
+from quire.cachemgr.plans import Admission, StepRequest
 
 ID_BYTES = 4
 
@@ -47,6 +47,41 @@ class Holdings(NamedTuple):
     """The last step that was reported."""
     num_in_flight: int
     num_sequences: int
+
+
+class BlockShare(NamedTuple):
+    """What a tenant may take of a pool, in blocks."""
+
+    floor: int
+    """It can always hold as many."""
+    quota: int
+    """While it holds and caches more, its cached blocks are evicted before others'."""
+    limit: int
+    """It never holds more."""
+    pin_budget: int
+    """It never pins more."""
+
+
+class TenantUse(NamedTuple):
+    """A tenant's part of a pool, in blocks."""
+
+    name: str
+    share: BlockShare
+    num_held: int
+    num_cached: int
+    num_reserved: int
+    num_pinned: int
+
+
+class AdmissionCheck(NamedTuple):
+    """What would become of an admission."""
+
+    num_cached_tokens: int
+    num_needed: int
+    """Blocks that it would be handed out, now or later."""
+    num_available: int
+    """Blocks that the tenant could take."""
+    refusal: Refusal | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +109,13 @@ class LedgerStatistics:
     """Tokens of admissions that were cached before, and evicted."""
     forks: int
     copied_blocks: int
+    resumed_admissions: int
+    """Sequences that were released to make room and came back; they do not count as admissions."""
+    resumed_tokens: int
+    resumed_cached_tokens: int
+    num_reserved_blocks: int
+    """Guaranteed to sequences with a reservation, and not held yet."""
+    num_pinned_blocks: int
     expired_leases: int
     refusals: dict[Reason, int]
 
@@ -249,6 +291,53 @@ class Ledger:
             return
         message = f"pool {self.pool!r} has epoch {self.epoch}, the call is for {epoch}; its sequences are gone"
         raise CallRefused(refuse(Reason.EPOCH_CHANGED, message, pool=self.pool, epoch=self.epoch, value=epoch))
+
+    # -- tenants --------------------------------------------------------------------------------------------------
+
+    def set_shares(self, default: BlockShare, by_name: Mapping[str, BlockShare]) -> None:
+        """What tenants may take from now on: all of them, and others by name."""
+        self._books.set_shares(default, dict(by_name))
+        self._changed()
+
+    def tenants(self) -> list[TenantUse]:
+        """Those that were seen or have a share of their own, by name."""
+        used = ((name, BlockShare(*share), *counts) for name, share, counts in self._books.tenants())
+        return sorted(TenantUse(*use) for use in used)
+
+    def tenant_use(self, name: str) -> TenantUse:
+        """Of a tenant that was seen or has a share of its own. Raises StopIteration if it is not."""
+        return next(use for use in self.tenants() if use.name == name)
+
+    def num_leases_by_tenant(self) -> dict[str, int]:
+        """Leases of each tenant that has any, those being fenced included. Cost: O(leases)."""
+        return Counter(lease.tenant for lease in self._leases.values())
+
+    def check_admission(self, tenant: str, admission: Admission, *, reserve: int = 0) -> AdmissionCheck:
+        """What would become of an admission of the tenant now; takes nothing."""
+        return AdmissionCheck(*self._books.check_admission(tenant, admission, reserve))
+
+    def pin_prefix(self, tokens: bytes, *, salt: bytes, tenant: str, ttl_s: float, now: float) -> PinView:
+        """Keeps what is cached of a prefix from being evicted.
+
+        Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS).
+        """
+        self._books.advance(now)
+        pin = self._books.pin_prefix(tenant, tokens, salt, now + ttl_s)
+        self._changed()
+        return pin
+
+    def unpin_prefix(self, pin_id: bytes, *, tenant: str | None = None) -> bool:
+        """Takes a pin of the tenant back, by default anybody's; False if there is none."""
+        is_gone = self._books.unpin_prefix(tenant, pin_id)
+        self._changed()
+        return is_gone
+
+    def pins(
+        self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000, now: float
+    ) -> list[PinView]:
+        """The pins behind one, by id: the tenant's, by default everybody's."""
+        self._books.advance(now)
+        return self._books.pins(tenant, behind, most)
 
     # -- looking --------------------------------------------------------------------------------------------------
 

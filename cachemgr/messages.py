@@ -7,17 +7,28 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
+from google.protobuf import duration_pb2
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cachemgr import statuses
-from quire.cachemgr._core import Explanation, SequenceView, StepPlan
+from quire.cachemgr._core import LEAST_WORTH, MOST_WORTH, Explanation, PinView, SequenceView, StepPlan
 from quire.cachemgr.blocks import BlockCounts, BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Refusal, invalid
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, LeaseState
-from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome
-from quire.cachemgr.plans import TOKEN_BYTES, Admission, Fork, PlanItem, RefusedItem, StepRequest, Trim
+from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome, TenantUse
+from quire.cachemgr.plans import (
+    TOKEN_BYTES,
+    Admission,
+    Fork,
+    PlanItem,
+    RefusedItem,
+    Retention,
+    ReturnHint,
+    StepRequest,
+    Trim,
+)
 from quire.serving.errors import to_message
 
 MAX_REQUEST_ID_BYTES = 64
@@ -27,6 +38,10 @@ MAX_PLAN_ITEMS = 65_536
 MAX_POOL_NAME_LENGTH = 128
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
+PIN_ID = "[0-9a-f]{32}"
+MAX_RANGES = 16
+MAX_RETENTION_S = 86_400.0
+MAX_EXPECTED_S = 86_400.0
 
 PLAN_ITEMS = {
     PlanItem.TRIM: cache_service_pb2.PLAN_ITEM_TRIM,
@@ -84,6 +99,7 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     trims = zip(request.trim_sequence_ids, request.trim_token_counts, strict=True)
     return StepRequest(
         releases=request.release_sequence_ids,
+        return_hints=[decode_return_hint(hint) for hint in request.return_hints],
         trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
         forks=[decode_fork(fork) for fork in request.forks],
         extend_ids=int32_bytes(extends.sequence_ids),
@@ -132,15 +148,50 @@ def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:
     return appends
 
 
-def decode_admission(admission: cache_service_pb2.Admission) -> Admission:
-    require_not_negative("admissions.max_compute_token_count", admission.max_compute_token_count)
-    check_salt("admissions.salt", admission.salt)
+def decode_return_hint(hint: cache_service_pb2.ReturnHint) -> ReturnHint:
+    match hint.WhichOneof("hint"):
+        case "expected_in":
+            seconds = seconds_of(hint.expected_in)
+            if not 0 <= seconds <= MAX_EXPECTED_S:
+                raise CallRefused(invalid("return_hints.expected_in", f"{seconds} s", f"0 s to {MAX_EXPECTED_S:g} s"))
+            return ReturnHint(hint.sequence_id, seconds)
+        case "not_expected" if hint.not_expected:
+            return ReturnHint(hint.sequence_id, None)
+    raise CallRefused(invalid("return_hints.hint", "not set", "expected_in, or not_expected: true"))
+
+
+def decode_admission(admission: cache_service_pb2.Admission, name: str = "admissions") -> Admission:
+    require_not_negative(f"{name}.max_compute_token_count", admission.max_compute_token_count)
+    require_not_negative(f"{name}.reserved_token_count", admission.reserved_token_count)
+    check_salt(f"{name}.salt", admission.salt)
     return Admission(
         admission.sequence_id,
         int32_bytes(admission.token_ids),
         max_compute=admission.max_compute_token_count,
         salt=admission.salt,
+        reserved_tokens=admission.reserved_token_count,
+        retention=decode_retention(admission.retention, f"{name}.retention") if admission.retention else (),
+        resumed=admission.resumed,
     )
+
+
+def decode_retention(ranges: Sequence[cache_service_pb2.Retention], name: str) -> list[Retention]:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    if len(ranges) > MAX_RANGES:
+        raise CallRefused(invalid(name, f"{len(ranges)} ranges", f"at most {MAX_RANGES}"))
+    for index, part in enumerate(ranges):
+        require_not_negative(f"{name}.token_count", part.token_count)
+        if part.token_count == 0 and index < len(ranges) - 1:
+            raise CallRefused(invalid(f"{name}.token_count", 0, "at least 1 but in the last range"))
+        if not LEAST_WORTH <= part.priority <= MOST_WORTH:
+            raise CallRefused(invalid(f"{name}.priority", part.priority, f"{LEAST_WORTH} to {MOST_WORTH}"))
+        if part.HasField("ttl") and not 0 < seconds_of(part.ttl) <= MAX_RETENTION_S:
+            limit = f"more than 0 s, at most {MAX_RETENTION_S:g} s"
+            raise CallRefused(invalid(f"{name}.ttl", f"{seconds_of(part.ttl)} s", limit))
+    return [
+        Retention(part.token_count, part.priority, seconds_of(part.ttl) if part.HasField("ttl") else None)
+        for part in ranges
+    ]
 
 
 def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: StepPlan) -> None:
@@ -154,12 +205,16 @@ def encode_refused(refused: RefusedItem) -> cache_service_pb2.Refusal:
     return cache_service_pb2.Refusal(
         item=PLAN_ITEMS[refused.item],
         sequence_id=refused.seq_id,
-        error=to_message(statuses.to_error_status(refused.refusal)),
+        error=encode_refusal(refused.refusal),
     )
 
 
 def encode_plan_error(refusal: Refusal) -> cache_service_pb2.PlanStepsResponse:
-    return cache_service_pb2.PlanStepsResponse(error=to_message(statuses.to_error_status(refusal)))
+    return cache_service_pb2.PlanStepsResponse(error=encode_refusal(refusal))
+
+
+def encode_refusal(refusal: Refusal) -> error_pb2.Error:
+    return to_message(statuses.to_error_status(refusal))
 
 
 # -- attachments --------------------------------------------------------------------------------------------------
@@ -289,7 +344,29 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         cached_token_count=sequence.num_cached,
         block_ids=sequence.block_table if with_blocks else (),
         block_count=sequence.num_blocks,
+        reserved_token_count=sequence.reserved_tokens,
     )
+
+
+def encode_tenant(use: TenantUse, num_leases: int) -> cache_service_pb2.Tenant:
+    return cache_service_pb2.Tenant(
+        name=use.name,
+        held_block_count=use.num_held,
+        cached_block_count=use.num_cached,
+        reserved_block_count=use.num_reserved,
+        pinned_block_count=use.num_pinned,
+        floor_block_count=use.share.floor,
+        quota_block_count=use.share.quota,
+        limit_block_count=use.share.limit,
+        pin_budget_block_count=use.share.pin_budget,
+        lease_count=num_leases,
+    )
+
+
+def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2.Pin:
+    message = cache_service_pb2.Pin(pin_id=pin.pin_id.hex(), tenant=pin.tenant, pinned_token_count=pin.num_tokens)
+    message.expire_time.FromNanoseconds(int((pin.until + wall_clock_offset_s) * 1e9))
+    return message
 
 
 def encode_explanation(
@@ -330,6 +407,11 @@ def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache
         cached_token_count=statistics.cached_tokens,
         fork_count=statistics.forks,
         copied_block_count=statistics.copied_blocks,
+        resumed_admission_count=statistics.resumed_admissions,
+        resumed_token_count=statistics.resumed_tokens,
+        resumed_cached_token_count=statistics.resumed_cached_tokens,
+        reserved_block_count=statistics.num_reserved_blocks,
+        pinned_block_count=statistics.num_pinned_blocks,
         allocated_block_count=statistics.num_allocated,
         evicted_block_count=statistics.num_evicted,
         published_block_count=statistics.num_published,
@@ -387,6 +469,33 @@ def check_page_token(token: str, form: str) -> None:
     """A page_token is empty or matches `form`, a regular expression. Raises CallRefused (INVALID_ARGUMENT)."""
     if token and not re.fullmatch(form, token):
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
+
+
+def seconds_of(duration: duration_pb2.Duration) -> float:
+    return float(duration.seconds + duration.nanos / 1e9)
+
+
+def encode_name_token(name: str) -> str:
+    """The page_token behind an entry of this name."""
+    return f"n{name.encode().hex()}"
+
+
+def decode_name_token(token: str) -> str | None:
+    """The name that a page begins behind; None at the beginning. Raises CallRefused (INVALID_ARGUMENT)."""
+    if not token:
+        return None
+    check_page_token(token, "n([0-9a-f]{2})*")
+    try:
+        return bytes.fromhex(token[1:]).decode()
+    except UnicodeDecodeError:
+        raise CallRefused(invalid("page_token", repr(token[:64]), "one from an earlier answer")) from None
+
+
+def decode_pin_id(name: str, pin_id: str) -> bytes:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    if not re.fullmatch(PIN_ID, pin_id):
+        raise CallRefused(invalid(name, repr(pin_id[:64]), "32 hexadecimal digits, as PinPrefix answers"))
+    return bytes.fromhex(pin_id)
 
 
 def page_limit(page_size: int, *, default: int, most: int) -> int:

@@ -37,6 +37,27 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How much a range of a sequence is worth keeping."""
+
+    num_tokens: int
+    """From the end of the range before it on; 0: all that follow."""
+    priority: int
+    """LEAST_WORTH to MOST_WORTH of the core."""
+    ttl_s: float | None = None
+    """How long this stands; None: as long as the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnHint:
+    """What is known of the future of a sequence that is released."""
+
+    seq_id: int
+    expected_in_s: float | None
+    """It will be asked for again in about so many seconds; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     seq_id: int
     tokens: bytes
@@ -44,6 +65,12 @@ class Admission:
     max_compute: int = 0
     """The most tokens to compute in this step; 0: no limit of its own."""
     salt: bytes = b""
+    reserved_tokens: int = 0
+    """The most tokens the sequence will ever have, guaranteed; 0: best effort."""
+    retention: Sequence[Retention] = ()
+    """What is worth keeping, from the first token on."""
+    resumed: bool = False
+    """It was here before, and was released to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +78,8 @@ class StepRequest:
     """Everything a client wants of one step."""
 
     releases: Sequence[int] = ()
+    return_hints: Sequence[ReturnHint] = ()
+    """About sequences that are released."""
     trims: Sequence[Trim] = ()
     forks: Sequence[Fork] = ()
     extend_ids: Sequence[int] | bytes = ()

@@ -15,9 +15,11 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}{method}": roles
     for methods, roles in (
         (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
-        (("LookupPrefix", "ExplainPrefix", "GetPool", "ListPools"), CLIENT | OPERATOR),
+        (("LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix", "UnpinPrefix"), CLIENT | OPERATOR),
+        (("GetPool", "ListPools"), CLIENT | OPERATOR),
         # Of these a client sees its own tenant's, an operator everybody's.
         (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
+        (("ListTenants", "ListPins"), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
         (("GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
     )

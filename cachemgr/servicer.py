@@ -31,6 +31,7 @@ from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.grants import sign_grant
 from quire.cachemgr.inspection import Inspection, refusing
+from quire.cachemgr.keeping import Keeping
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.access import caller
 from quire.serving.errors import abort
@@ -150,7 +151,7 @@ class ServicerStatistics:
     """On streams, as a whole, since the start."""
 
 
-class CacheServicer(Inspection):
+class CacheServicer(Inspection, Keeping):
     """The core behind gRPC. Runs on one event loop, which makes every core call atomic.
 
     max_leases      of all tenants together, those being fenced included

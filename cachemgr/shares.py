@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from quire.cachemgr.ledger import BlockShare
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _PERCENTAGE = re.compile(r"(?P<number>\d{1,3}(\.\d+)?) ?%")
@@ -47,15 +48,6 @@ Amount = int | Percentage
 """Blocks, or a part of a pool's."""
 
 
-class ResolvedShare(NamedTuple):
-    """A share of one pool, in blocks."""
-
-    floor: int
-    quota: int
-    limit: int
-    pin_budget: int
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a tenant may have of each pool.
@@ -73,7 +65,7 @@ class Share:
     pin_budget: Amount = Percentage(10)
     max_leases: int | None = None
 
-    def resolve(self, num_usable_blocks: int) -> ResolvedShare:
+    def resolve(self, num_usable_blocks: int) -> BlockShare:
         """In blocks of a pool that has so many, the null block not counted.
 
         Numbers of blocks and parts can't be compared before: where they cross in a pool the larger gives way, the
@@ -87,7 +79,7 @@ class Share:
 
         limit = blocks(self.limit)
         quota = min(blocks(self.quota), limit)
-        return ResolvedShare(min(blocks(self.floor), quota), quota, limit, blocks(self.pin_budget))
+        return BlockShare(min(blocks(self.floor), quota), quota, limit, blocks(self.pin_budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +92,11 @@ class Shares:
     def of(self, tenant: str) -> Share:
         """A tenant's share."""
         return self.tenants.get(tenant, self.default)
+
+    def resolve(self, num_usable_blocks: int) -> tuple[BlockShare, dict[str, BlockShare]]:
+        """The default, and those by name, of a pool that has so many blocks."""
+        by_name = {name: share.resolve(num_usable_blocks) for name, share in self.tenants.items()}
+        return self.default.resolve(num_usable_blocks), by_name
 
 
 def watch_shares(path: Path) -> WatchedFiles[Shares]:

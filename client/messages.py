@@ -43,7 +43,9 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         ],
         extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
         admissions=[
-            cache_service_pb2.Admission(sequence_id=admission.seq_id, token_ids=admission.token_ids)
+            cache_service_pb2.Admission(
+                sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
+            )
             for admission in plan.admissions
         ],
         admission_token_budget=plan.admission_token_budget,

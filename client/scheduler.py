@@ -29,6 +29,8 @@ from quire.client.sampling import SamplingParams
 from quire.client.sequence import FinishReason, Sequence, SequenceState
 
 _MAX_SEQ_ID = 2**31
+# There is no room for an item: in the pool, or in what this client may hold of it.
+_NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
 _RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
 _DRAINING = SequenceState.DRAINING
 # Admissions leave the blocks that running sequences will ask for within this many steps.
@@ -92,6 +94,8 @@ class Admission:
 
     seq_id: int
     token_ids: abc.Sequence[int]
+    resumed: bool = False
+    """It was in a pool before, and was preempted or lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ class _Draft:
         self.budget -= len(ids)
 
     def admit(self, seq_id: int, sequence: Sequence) -> None:
-        self.admissions.append(Admission(seq_id, sequence.token_ids))
+        self.admissions.append(Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted))
         self.sequences[seq_id] = sequence
 
 
@@ -541,7 +545,7 @@ class Scheduler:
         failed: list[Failed],
     ) -> None:
         cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
-        self._admission_needs = 0
+        self._admission_needs, spare = 0, 0
         for admission in plan.admissions:
             sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
             if seq_id in cached:
@@ -550,10 +554,10 @@ class Scheduler:
                 raise ProtocolViolation("an admission was neither accepted nor refused")
             elif not isinstance(error, OutOfRoom):
                 self._fail(sequence, error, failed)
-            elif error.reason == "OUT_OF_BLOCKS" and not self._admission_needs:
-                self._admission_needs = error.number("needed", 1)
+            elif error.reason in _NO_BLOCKS and not self._admission_needs:
+                self._admission_needs, spare = error.number("needed", 1), self._spare_of(error)
         if self._admission_needs and self._suspects and self._running:
-            self._relieve(self._admission_needs)  # everybody else is paused and would hold the blocks for ever
+            self._relieve(self._admission_needs, spare)  # everybody else is paused and would hold the blocks for ever
 
     def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
         num_tokens = len(sequence.token_ids)
@@ -612,26 +616,31 @@ class Scheduler:
     def _refuse_extends(
         self, plan: Plan, refused: abc.Mapping[tuple[PlanItem, int], QuireError], failed: list[Failed]
     ) -> None:
-        needed = 0
+        needed, spare = 0, 0
         for (item, seq_id), error in refused.items():
             sequence = plan.sequences.get(seq_id)
             live = sequence is not None and sequence.seq_id == seq_id and sequence.state is SequenceState.RUNNING
             if item is not PlanItem.EXTEND or sequence is None or not live:
                 continue
-            if error.reason == "OUT_OF_BLOCKS":
-                needed += error.number("needed", 1)
+            if error.reason in _NO_BLOCKS:
+                needed, spare = needed + error.number("needed", 1), self._spare_of(error)
             elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):
                 self._retry_alone(sequence, error, failed)
             else:
                 self._fail(sequence, error, failed)
         self._starving = needed > 0
         if needed:
-            self._relieve(needed)
+            self._relieve(needed, spare)
 
-    def _relieve(self, needed: int) -> None:
-        """Preempt the last arrived until the blocks needed are free or will be; nobody if they will be anyway."""
-        blocks = self._blocks
-        missing = needed - blocks.free - blocks.cached - blocks.retired - sum(self._releases.values())
+    def _spare_of(self, error: QuireError) -> int:
+        """The blocks that this client could have had when it was refused more."""
+        if error.reason == "QUOTA_EXCEEDED":
+            return error.number("limit", 0) - error.number("held", 0)
+        return error.number("free", self._blocks.free + self._blocks.cached)
+
+    def _relieve(self, needed: int, spare: int) -> None:
+        """Preempt the last arrived until the blocks needed are spare or will be; nobody if they will be anyway."""
+        missing = needed - spare - self._blocks.retired - sum(self._releases.values())
         first = self._suspects[0] if self._suspects else self._running[0]
         # Nobody of this client holds what the first one lacks: in the end it gives way to another client of the pool.
         gives_way = self._stalls >= self.limits.max_stalls

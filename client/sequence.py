@@ -76,6 +76,8 @@ class Sequence:
     seq_id: int | None = None
     num_scheduled_tokens: int = 0
     num_sampling: int = 0
+    # Whether it ever was in a pool: if it is admitted again, its tokens are no new prompt's.
+    was_admitted: bool = False
     # Whether the worker was told this incarnation's sampling parameters.
     sampling_sent: bool = False
     # A step with it and others failed: it runs alone until this many tokens are computed.
@@ -113,6 +115,7 @@ class Sequence:
         self.seq_id = seq_id
         self.num_scheduled_tokens = num_scheduled_tokens
         self.sampling_sent = False
+        self.was_admitted = True
 
     def schedule(self, num_tokens: int) -> bool:
         """Count a run of this many tokens as planned. Returns whether it samples."""

@@ -125,6 +125,7 @@ FINISHED = """        for step in &holdings.in_flight {
 """
 RELEASED = """        for row in self.rows_in_order(&holdings) {
             let sequence = self.table.leave(row);
+            self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
         }
 """
@@ -145,7 +146,7 @@ ADMISSIONS = """        self.budget = (request.admission_token_budget > 0).then_
             self.answer(PlanItem::Admission, admission.seq_id, answer);
         }
 """
-NOT_FINDABLE = """            if !self.index.is_findable(block) {
+NOT_FINDABLE = """            if !self.index.is_findable(block) || self.is_kept(block) {
                 continue;
             }
 """
@@ -246,29 +247,44 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "off by one: the last block is never given to a running sequence",
         "planner.rs",
-        "if num_fresh > self.pool.num_allocatable() {",
-        "if num_fresh > 0 && num_fresh >= self.pool.num_allocatable() {",
+        "let num_unreserved = num_fresh.saturating_sub(sequence.num_reserved);",
+        "let num_unreserved = (num_fresh + usize::from(num_fresh > 0)).saturating_sub(sequence.num_reserved);",
     ),
     Mutant(
         "off by one: the last block is never given to a new sequence",
-        "planner.rs",
-        "if num_needed + reserve > available {",
-        "if num_needed + reserve >= available {",
+        "room.rs",
+        "if needed + num_parked <= self.pool.num_available(self.tenant) {",
+        "if needed + num_parked < self.pool.num_available(self.tenant) {",
     ),
-    Mutant("blocks found count as room", "planner.rs", " - self.pool.num_parked(&found)", ""),
+    Mutant(
+        "blocks found count as room",
+        "room.rs",
+        "if needed + num_parked <= self.pool.num_available(self.tenant) {",
+        "if needed <= self.pool.num_available(self.tenant) {",
+    ),
     Mutant(
         "pinned blocks found count as parked",
         "pool.rs",
-        "filter(|block| self.is_idle(**block)).count()",
+        "filter(|block| self.is_idle(**block) && !self.is_kept(**block)).count()",
         "filter(|block| self.ref_count(**block) == 0).count()",
     ),
-    Mutant("reserve ignored", "planner.rs", "if num_needed + reserve > available {", "if num_needed > available {"),
-    Mutant("cached blocks are no room", "pool.rs", "self.free.len() + self.policy.num_parked()\n", "self.free.len()\n"),
+    Mutant(
+        "reserve ignored",
+        "room.rs",
+        "let (needed, available) = (needed + spared,",
+        "let (needed, available) = (needed + spared.min(0),",
+    ),
+    Mutant(
+        "cached blocks are no room",
+        "pool.rs",
+        "self.free.len() + self.parking.num_parked()\n",
+        "self.free.len()\n",
+    ),
     Mutant(
         "a refusal does not count the reserve as needed",
-        "planner.rs",
-        "self.out_of_blocks(seq_id, num_needed + reserve, available)",
-        "self.out_of_blocks(seq_id, num_needed, available)",
+        "room.rs",
+        'Some(refusal.with("needed", needed).with("free", available)',
+        'Some(refusal.with("needed", needed - spared).with("free", available)',
     ),
     Mutant(
         "room for the tokens computed only",
@@ -279,8 +295,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "released twice",
         "planner.rs",
-        "        self.let_go(blocks)\n    }\n",
-        "        self.let_go(blocks[..1].to_vec())?;\n        self.let_go(blocks)\n    }\n",
+        "        self.let_go(blocks.clone())?;\n",
+        "        self.let_go(blocks[..1].to_vec())?;\n        self.let_go(blocks.clone())?;\n",
     ),
     Mutant(
         "rows of released sequences are another's at once",
@@ -317,8 +333,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what has content is free, what has none is cached",
         "pool.rs",
-        "idle.partition(|block| self.index.is_findable(*block))",
-        "idle.partition(|block| !self.index.is_findable(*block))",
+        "idle.into_iter().partition(|block| self.index.is_findable(*block))",
+        "idle.into_iter().partition(|block| !self.index.is_findable(*block))",
     ),
     Mutant(
         "free blocks are taken from the bottom",
@@ -330,15 +346,20 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "more blocks are taken than there are",
         "pool.rs",
-        "        if num_missing > self.policy.num_parked() {\n",
+        "        if num_missing > self.parking.num_parked() {\n",
         "        if false {\n",
     ),
-    Mutant("cached blocks that are acquired stay parked", "pool.rs", "        self.policy.unpark(&parked);\n", ""),
+    Mutant(
+        "cached blocks that are acquired stay parked",
+        "pool.rs",
+        "            self.parking.unpark(&parked);\n        }\n",
+        "        }\n",
+    ),
     Mutant(
         "retired blocks that are acquired are taken out of the parked ones",
         "pool.rs",
-        "                if self.pin_count(block) == 0 {\n                    parked",
-        "                if true {\n                    parked",
+        "                    (0, false) => parked.push(block),\n",
+        "                    (_, false) => parked.push(block),\n",
     ),
     Mutant(
         "blocks without content are shared",
@@ -634,7 +655,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "an evicted block can still be found",
         "pool.rs",
-        "            blocks[num_popped..].iter().for_each(|block| self.lose(*block, asker));\n",
+        "                self.lose(*block, asker);\n",
         "",
     ),
     Mutant(
@@ -714,7 +735,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a lease looks up as nobody's tenant",
         "books.rs",
-        "let root = root_hash(&self.tenant, salt, model_fingerprint);",
+        "let root = root_hash(&self.tenant_name, salt, model_fingerprint);",
         'let root = root_hash(b"", salt, model_fingerprint);',
     ),
     Mutant("hashes not chained", "prefix.rs", "        content[..32].copy_from_slice(&parent);\n", ""),
@@ -880,12 +901,18 @@ MUTANTS: list[Mutant] = [
         "            self.index.drop_hash(block);\n            if self.is_idle",
         "            if self.is_idle",
     ),
-    Mutant("the cache is reset but for the policy", "pool.rs", "                self.policy.unpark(&[block]);\n", ""),
+    Mutant(
+        "the cache is reset but for the policy",
+        "pool.rs",
+        "                self.parking.unpark(&[block]);\n"
+        "                self.accounts.uncache(self.owners[block as usize], 1);\n",
+        "                self.accounts.uncache(self.owners[block as usize], 1);\n",
+    ),
     Mutant(
         "a reset frees what steps in flight use",
         "pool.rs",
-        "            if self.is_idle(block) {\n                self.policy",
-        "            if self.ref_count(block) == 0 {\n                self.policy",
+        "            if self.is_idle(block) {\n                self.parking",
+        "            if self.ref_count(block) == 0 {\n                self.parking",
     ),
     Mutant("a reset leaves out its first block", "pool.rs", "in first.max(1)..", "in first.max(1) + 1.."),
     Mutant(
@@ -1168,7 +1195,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a token is the first behind the vocabulary",
-        "planner.rs",
+        "room.rs",
         "*token as u32 as usize >= geometry.vocab_size",
         "*token as u32 as usize > geometry.vocab_size",
     ),
@@ -1251,9 +1278,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a sequence more than there is room for",
-        "planner.rs",
-        "if self.table.len() < limit {",
-        "if self.table.len() <= limit {",
+        "books.rs",
+        "if table.len() < limit {",
+        "if table.len() <= limit {",
     ),
     Mutant("the first of ids is refused", "planner.rs", "(0..=MAX_SEQUENCE_ID)", "(1..=MAX_SEQUENCE_ID)"),
     Mutant("a position behind the last one is taken", "planner.rs", "(1..=limit as i64)", "(1..=limit as i64 + 1)"),
@@ -1273,9 +1300,9 @@ MUTANTS: list[Mutant] = [
     Mutant("copies are not counted", "planner.rs", "        self.counters.copied_blocks += 1;\n", ""),
     Mutant(
         "all that is admitted counts as cached",
-        "planner.rs",
-        "cached_tokens += start as u64",
-        "cached_tokens += num_known as u64",
+        "books.rs",
+        "*cached_tokens += num_cached as u64",
+        "*cached_tokens += num_tokens as u64",
     ),
     Mutant(
         "skipped steps count as failed",
@@ -1360,7 +1387,12 @@ MUTANTS: list[Mutant] = [
         "            self.segment_of[block as usize] = UNKNOWN;\n            victims",
         "            victims",
     ),
-    Mutant("free blocks keep their segment", "pool.rs", "        self.policy.forget(blocks);\n", ""),
+    Mutant(
+        "free blocks keep their segment",
+        "parking.rs",
+        "        self.policy.forget(blocks);\n",
+        "",
+    ),
     Mutant(
         "a plan that is not trusted is followed",
         "lineage.rs",
@@ -1601,9 +1633,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "what is parked wrongly is not told",
-        "pool.rs",
-        "self.policy.is_parked(block) != (state == BlockState::Cached)",
-        "false",
+        "parking.rs",
+        "if places != [should_be && !is_advised, should_be && is_advised] {",
+        "if false {",
     ),
     Mutant(
         "a free block's past is not told",
@@ -1614,7 +1646,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a wrong count of the parked is not told",
         "pool.rs",
-        "if self.policy.num_parked() != num_cached {",
+        "if self.counts().cached != num_cached {",
         "if false {",
     ),
     Mutant(
@@ -1806,8 +1838,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a floor above the quota",
         "shares.py",
-        "ResolvedShare(min(blocks(self.floor), quota), quota,",
-        "ResolvedShare(blocks(self.floor), quota,",
+        "BlockShare(min(blocks(self.floor), quota), quota,",
+        "BlockShare(blocks(self.floor), quota,",
     ),
     Mutant(
         "parts of a pool are rounded",
@@ -1846,8 +1878,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "any worker that is back has its epoch's books",
         "catalog.py",
-        "if known is not None and known.ledger.epoch == registration.epoch:",
-        "if known is not None:",
+        "if known is not None and known.ledger.epoch == registration.epoch and is_ours:",
+        "if known is not None and is_ours:",
     ),
     Mutant(
         "a stranger's history is ignored",
@@ -1897,8 +1929,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "blocks acquired are not told",
         "pool.rs",
-        "        self.journal.touch_all(blocks, &self.owners);\n        self.policy.unpark(&parked);\n",
-        "        self.policy.unpark(&parked);\n",
+        "        self.journal.touch_all(blocks, &self.owners);\n        Ok(())\n    }\n\n"
+        "    /// One reference less to each. Give",
+        "        Ok(())\n    }\n\n    /// One reference less to each. Give",
     ),
     Mutant("blocks published are not told", "pool.rs", "        if standing == block {\n", "        if false {\n"),
     Mutant(
@@ -2024,6 +2057,208 @@ MUTANTS: list[Mutant] = [
         "watch.py",
         "if not events and self._number - self._told_number < self._ledger.num_changes_kept() // 4:",
         "if not events:",
+    ),
+    # -- what is kept, and for whom
+    Mutant(
+        "a floor is kept from nobody",
+        "accounts.rs",
+        "self.num_reserved.max(self.share.floor.saturating_sub(self.num_held))",
+        "self.num_reserved",
+    ),
+    Mutant(
+        "a reservation comes on top of the floor",
+        "accounts.rs",
+        "self.num_reserved.max(self.share.floor.saturating_sub(self.num_held))",
+        "self.num_reserved + self.share.floor.saturating_sub(self.num_held)",
+    ),
+    Mutant(
+        "a floor is kept from its own tenant",
+        "accounts.rs",
+        "let num_unclaimed = account.num_promised() - account.num_reserved;",
+        "let num_unclaimed = 0;",
+    ),
+    Mutant(
+        "others' floors do not limit what a tenant can ever hold",
+        "accounts.rs",
+        "self.num_usable.saturating_sub(self.num_floors - share.floor)",
+        "self.num_usable",
+    ),
+    Mutant("over the quota others' cached blocks go first", "accounts.rs", "(!is_asker, ", "(is_asker, "),
+    Mutant(
+        "who is over the quota gives all its cached blocks first",
+        "accounts.rs",
+        "num_over.num_over_quota().min(account.num_cached)",
+        "if num_over.num_over_quota() > 0 { account.num_cached } else { 0 }",
+    ),
+    Mutant(
+        "what is asked for does not count for the quota",
+        "accounts.rs",
+        "if is_asker { count } else { 0 }",
+        "if is_asker { 0 } else { 0 }",
+    ),
+    Mutant(
+        "a share that is changed changes no promise",
+        "accounts.rs",
+        "self.change(tenant, |account| account.share = share);",
+        "self.accounts[tenant as usize].share = share;",
+    ),
+    Mutant("advice does not end", "advice.rs", "if end > now {", "if end <= now || end > now {"),
+    Mutant(
+        "advice ends when other advice would have",
+        "advice.rs",
+        "if self.until[block as usize] == end {",
+        "if end <= now {",
+    ),
+    Mutant("advice is kept though the content is gone", "parking.rs", "shelves.book.forget(*block)", "drop(block)"),
+    Mutant(
+        "what is worth more goes first",
+        "parking.rs",
+        "self.evict_from_shelves(LEAST_WORTH..=UNADVISED - 1, end, victims);",
+        "self.evict_from_shelves(LEAST_WORTH..=MOST_WORTH, end, victims);",
+    ),
+    Mutant(
+        "what the policy gave up is still among its tenant's",
+        "parking.rs",
+        "            victims[unadvised..].iter().for_each(|block| tenants.rings.remove(*block));\n",
+        "",
+    ),
+    Mutant(
+        "a tenant gives up what it parked first, whatever it is worth",
+        "parking.rs",
+        "                tenants.park(*block, owner, level);\n            }\n        }\n    }\n\n    /// In use again",
+        "                tenants.park(*block, owner, level.min(UNADVISED));\n"
+        "            }\n        }\n    }\n\n    /// In use again",
+    ),
+    Mutant(
+        "anybody takes back anybody's pin",
+        "pins.rs",
+        "|pin: &&Pin| tenant.is_none_or(",
+        "|pin: &&Pin| pin.id == *id || tenant.is_none_or(",
+    ),
+    Mutant(
+        "pins do not end",
+        "pins.rs",
+        ".filter(|(end, _)| *end <= millis(now))",
+        ".filter(|(end, _)| *end > millis(f64::MAX) && *end <= millis(now))",
+    ),
+    Mutant("the budget is for each pin", "pins.rs", "account.num_pinned + needed > limit", "needed > limit"),
+    Mutant(
+        "what is promised is pinned",
+        "pins.rs",
+        "(num_taken > available).then(",
+        "(num_taken > available && limit == 0).then(",
+    ),
+    Mutant(
+        "a prefix that is pinned again has two pins",
+        "pins.rs",
+        "if known.is_none() {",
+        "if known.is_none() || known.is_some() {",
+    ),
+    Mutant("a reset leaves the pins", "books.rs", "            self.drop_pins()?;\n", ""),
+    Mutant(
+        "a pinned block is evicted",
+        "pool.rs",
+        "            if self.is_idle(block) && !self.is_kept(block) {\n"
+        "                self.parking.unpark(&[block]);\n",
+        "            if self.is_idle(block) && !self.is_kept(block) {\n",
+    ),
+    Mutant(
+        "a pinned block that is released is parked",
+        "pool.rs",
+        "            idle.retain(|block| !self.is_kept(*block));\n",
+        "",
+    ),
+    Mutant(
+        "a block that a step may still publish is counted on",
+        "room.rs",
+        "!self.pool.is_writable(block) || self.pool.pin_count(block) > 0",
+        "!self.pool.is_writable(block)",
+    ),
+    Mutant(
+        "a duplicate takes what is promised",
+        "settle.rs",
+        "if self.pool.num_parked(&[standing]) > self.pool.num_spare() {",
+        "if self.pool.num_parked(&[standing]) > self.pool.num_spare() + 1 {",
+    ),
+    Mutant(
+        "a fork takes what its parent was promised",
+        "planner.rs",
+        "                .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize)),\n",
+        ",\n",
+    ),
+    Mutant(
+        "what is shared before it is computed is not guaranteed",
+        "planner.rs",
+        "            num_guaranteed += room.num_unpublished(found);\n",
+        "",
+    ),
+    Mutant(
+        "who shares what is not computed takes from its owner's guarantee",
+        "planner.rs",
+        "        if found.len() == num_published {\n            return num_guaranteed;\n",
+        "        if found.len() >= num_published {\n            return num_guaranteed;\n",
+    ),
+    Mutant(
+        "a trim takes what others were promised",
+        "planner.rs",
+        "            refuse_if!(self.room().refuse(trim.seq_id, needed, 0, 0));\n",
+        "            let _ = needed;\n",
+    ),
+    Mutant(
+        "a guaranteed sequence that is trimmed loses its blocks",
+        "planner.rs",
+        "if has_reservation { sequence.block_table.len() }",
+        "if has_reservation && num_tokens == 0 { sequence.block_table.len() }",
+    ),
+    Mutant(
+        "what is reserved is refused to its owner",
+        "planner.rs",
+        "let num_unreserved = num_fresh.saturating_sub(sequence.num_reserved);",
+        "let num_unreserved = num_fresh;",
+    ),
+    Mutant(
+        "what is reserved stays when the sequence ends",
+        "planner.rs",
+        "            self.pool.reserve(self.asker.tenant, std::mem::take(&mut sequence.num_reserved), 0);\n",
+        "",
+    ),
+    Mutant(
+        "what is reserved stays when the lease ends",
+        "books.rs",
+        "            self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);\n",
+        "",
+    ),
+    Mutant(
+        "found blocks that nobody holds do not count against the limit",
+        "room.rs",
+        "held + num_parked + needed > limit",
+        "held + needed > limit",
+    ),
+    Mutant(
+        "a head is worth less than its tail",
+        "planner.rs",
+        "least = if own.level >= least.level { own } else { least };",
+        "least = own;",
+    ),
+    Mutant("nothing is said of what comes later", "planner.rs", "                tail = Some(least);\n", ""),
+    Mutant(
+        "what others hold is not expected either",
+        "planner.rs",
+        "self.is_kept_on(*block) && ref_count == 0 && level == UNADVISED",
+        "self.is_kept_on(*block) && level == UNADVISED && ref_count < 99",
+    ),
+    Mutant(
+        "what is expected back is worth less than was said",
+        "planner.rs",
+        "self.is_kept_on(*block) && self.pool.level(*block) < level",
+        "self.is_kept_on(*block) && self.pool.level(*block) > 0",
+    ),
+    Mutant("who came back counts as new", "books.rs", "= if is_resumed {", "= if is_resumed && num_tokens == 0 {"),
+    Mutant(
+        "an epoch that another cachemgr has ruled is taken for one's own",
+        "catalog.py",
+        "registration.attached_term in (0, self.term)",
+        "registration.attached_term is not None",
     ),
 ]
 

@@ -15,7 +15,15 @@ from typing import Any, Self
 
 import grpc
 from certificates import sha256
-from integration.protocol_client import CHANNEL_OPTIONS, DEADLINE_S, GEOMETRY, await_that, seconds, unsigned
+from integration.protocol_client import (
+    CHANNEL_OPTIONS,
+    DEADLINE_S,
+    GEOMETRY,
+    RefusedError,
+    await_that,
+    seconds,
+    unsigned,
+)
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
 from quire.client.launch import ServiceProcess
@@ -231,3 +239,39 @@ class Tenant:
             return not any(self.lease_id.startswith(lease.lease_id_prefix) for lease in leases)
 
         await_that("the lease is gone", is_gone)
+
+
+# -- asking -------------------------------------------------------------------------------------------------------
+
+
+def prompt(seed: int, num_blocks: int) -> list[int]:
+    """Full blocks of tokens that no other seed's begin with."""
+    return [seed, *([1] * (num_blocks * BLOCK_SIZE - 1))]
+
+
+def call(cachemgr: LoneCachemgr, caller: str, method: str, **fields: Any) -> Any:
+    """Raises RefusedError."""
+    request = getattr(cache_service_pb2, f"{method}Request")(**fields)
+    try:
+        return getattr(cachemgr.stub(caller), method)(request, timeout=DEADLINE_S)
+    except grpc.RpcError as error:
+        raise RefusedError.of_call(error) from None
+
+
+def refusals(plan: cache_service_pb2.PlanStepResponse) -> list[RefusedError]:
+    return [RefusedError.of_message(refusal.error) for refusal in plan.refusals]
+
+
+def reasons(plan: cache_service_pb2.PlanStepResponse) -> list[str]:
+    return [refused.reason for refused in refusals(plan)]
+
+
+def cached(cachemgr: LoneCachemgr, worker: Bookkeeper, tokens: list[int], caller: str = "alice") -> int:
+    """Blocks of a prompt that are found."""
+    (match,) = call(cachemgr, caller, "LookupPrefix", pool=worker.pool, token_ids=[*tokens, 1]).matches
+    return match.cached_token_count // BLOCK_SIZE
+
+
+def use(cachemgr: LoneCachemgr, worker: Bookkeeper, tenant: str) -> Any:
+    (found,) = [each for each in call(cachemgr, "olga", "ListTenants", pool=worker.pool).tenants if each.name == tenant]
+    return found

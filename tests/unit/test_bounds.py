@@ -250,7 +250,9 @@ MOST = messages.MAX_PLAN_ITEMS
 
 PLANS: dict[str, Callable[[range], dict[str, Any]]] = {
     "release_sequence_ids": lambda ids: {"release_sequence_ids": ids},
-    "return_hints": lambda ids: {"return_hints": [pb.ReturnHint(sequence_id=seq_id) for seq_id in ids]},
+    "return_hints": lambda ids: {
+        "return_hints": [pb.ReturnHint(sequence_id=seq_id, not_expected=True) for seq_id in ids]
+    },
     "trim_sequence_ids": lambda ids: {"trim_sequence_ids": ids, "trim_token_counts": ids},
     "forks.child_sequence_ids": lambda ids: {
         "forks": [pb.Fork(child_sequence_ids=ids[:1]), pb.Fork(child_sequence_ids=ids[1:])]

@@ -66,6 +66,17 @@ def test_a_worker_that_obeyed_a_newer_term_is_not_ruled(catalog: Catalog) -> Non
     attach(catalog, highest_term=TERM)
 
 
+def test_an_epoch_that_another_cachemgr_has_ruled_meanwhile_is_a_strangers(catalog: Catalog) -> None:
+    """It attached here, the answer was lost, an older cachemgr took it and ran steps, and now it is back."""
+    pool = attach(catalog)
+    pool.is_attached = False
+    assert catalog.register(registration(highest_term=TERM - 1, attached_term=TERM - 1), signing_key=b"k") is None
+    assert not pool.is_attached
+    assert attach(catalog, attached_term=TERM) is pool
+    pool.is_attached = False
+    assert attach(catalog) is pool, "the answer was lost, and nobody else heard of it"
+
+
 def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_attached(catalog: Catalog) -> None:
     first = attach(catalog)
     call = lambda: catalog.register(registration(epoch=2), signing_key=b"k")  # noqa: E731

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, StepFailed, error_of_reason
 from quire.client.sampling import SamplingParams
-from quire.client.scheduler import Blocks, Plan, PlanItem, PlanOutcome, Refusal, Scheduler, SchedulerLimits, Step
+from quire.client.scheduler import (
+    Admission,
+    Blocks,
+    Plan,
+    PlanItem,
+    PlanOutcome,
+    Refusal,
+    Scheduler,
+    SchedulerLimits,
+    Step,
+)
 from quire.client.sequence import FinishReason, Sequence, SequenceState
 
 VOCABULARY = 7
@@ -75,6 +85,8 @@ class ModelCache:
         self.steps: deque[Pending] = deque()
         self.number = self.settled = 0
         self.hogged = 0
+        self.promised = 0
+        self.limit = num_blocks
         self.refuses_forks = False
 
     def allocatable(self) -> list[int]:
@@ -86,6 +98,11 @@ class ModelCache:
         cached = sum(b in self.content for b in free)
         active = sum(map(bool, self.references.values()))
         return Blocks(len(free) - cached, cached, active, self.num_blocks - len(free) - active - self.hogged)
+
+    def room(self) -> int:
+        """Blocks that the client could take: what others were promised and what its tenant may not hold are not."""
+        num_held = sum(bool(self.references[b] or self.pins[b]) for b in self.references)
+        return min(len(self.allocatable()) - self.promised, self.limit - num_held)
 
     def take(self, count: int) -> list[int]:
         taken = self.allocatable()[:count]
@@ -102,9 +119,11 @@ class ModelCache:
                 self.steps[-1].pinned.append(block)
 
     def out_of_blocks(self, item: PlanItem, seq_id: int, needed: int) -> Refusal:
-        blocks = self.blocks()
-        free = blocks.free + blocks.cached
-        metadata = {"needed": str(needed), "free": str(free), "retired": str(blocks.retired)}
+        if self.limit < self.num_blocks:
+            numbers = {"needed": needed, "held": self.limit - self.room(), "limit": self.limit}
+            metadata = {name: str(number) for name, number in numbers.items()}
+            return Refusal(item, seq_id, OutOfRoom("full", reason="QUOTA_EXCEEDED", metadata=metadata))
+        metadata = {"needed": str(needed), "free": str(self.room()), "retired": str(self.blocks().retired)}
         return Refusal(item, seq_id, OutOfRoom("full", metadata=metadata))
 
     def plan(self, plan: Plan) -> PlanOutcome:
@@ -145,7 +164,7 @@ class ModelCache:
             found = self.find(tokens)
             fresh = -(-len(tokens) // self.block_size) - len(found)
             evictable = sum(not self.references[b] for b in found)
-            if fresh + plan.admission_reserve_blocks > len(self.allocatable()) - evictable:
+            if fresh + plan.admission_reserve_blocks > self.room() - evictable:
                 needed = fresh + plan.admission_reserve_blocks
                 refusals.append(self.out_of_blocks(PlanItem.ADMISSION, admission.seq_id, needed))
                 continue
@@ -192,7 +211,7 @@ class ModelCache:
         indexes = range(start // self.block_size, -(-end // self.block_size))
         shared = [i for i in indexes if i < len(held.table) and self.is_foreign(held.table[i])]
         missing = len(shared) + max(0, indexes.stop - len(held.table))
-        if missing > len(self.allocatable()):
+        if missing > self.room():
             return self.out_of_blocks(PlanItem.EXTEND, seq_id, missing)
         for index in shared:
             old, (held.table[index],) = held.table[index], self.take(1)
@@ -274,6 +293,7 @@ class World:
         self.ended: dict[tuple[int, int], FinishReason] = {}
         self.poison: dict[int, int] = {}
         self.largest_step = 0
+        self.admitted: list[Admission] = []
 
     def fresh_pool(self) -> None:
         self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size)
@@ -293,6 +313,7 @@ class World:
         between()
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
+        self.admitted += [admission for admission in plan.admissions if admission.seq_id in outcome.admitted_ids]
         assert sum(outcome.run_counts) <= self.limits.max_step_tokens
         step = self.scheduler.on_planned(plan, outcome)
         self.check_preemptions(outcome, self.scheduler.statistics().preemptions - before)
@@ -307,8 +328,8 @@ class World:
         if not count:
             return
         blocks = outcome.blocks
-        needed = sum(r.error.number("needed") for r in outcome.refusals if r.error.reason == "OUT_OF_BLOCKS")
-        assert needed > blocks.free + blocks.cached + blocks.retired, "preempted though blocks were coming back"
+        needed = sum(r.error.number("needed") for r in outcome.refusals if isinstance(r.error, OutOfRoom))
+        assert needed > self.cache.room() + blocks.retired, "preempted though blocks were coming back"
 
     def end_step(self, *, breaks: bool = False) -> None:
         step, pending, inputs = self.flight.popleft()
@@ -488,6 +509,19 @@ def test_the_last_arrived_is_preempted_and_waits_first_in_line() -> None:
     assert sequences[-1].state is not SequenceState.RUNNING
     world.run()
     assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+@pytest.mark.parametrize("share", [{"promised": 7}, {"limit": 5}])
+def test_a_part_of_a_pool_is_like_a_small_pool(share: dict[str, int]) -> None:
+    world = World(limits(num_blocks=12, max_running_sequences=3, max_step_tokens=32))
+    for name, value in share.items():
+        setattr(world.cache, name, value)
+    sequences = [world.add([i] * 4, max_tokens=12, ends=())[0] for i in (1, 2, 3)]
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+    statistics = world.scheduler.statistics()
+    assert statistics.preemptions > 0
+    assert sum(admission.resumed for admission in world.admitted) == statistics.admissions - 3 > 0
 
 
 def test_a_refused_admission_is_not_asked_again_before_blocks_come_back() -> None:

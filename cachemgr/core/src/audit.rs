@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use crate::books::Books;
 use crate::prefix::BlockId;
+use crate::room::Room;
 use crate::sequences::Sequence;
 
 impl Books {
@@ -31,6 +32,8 @@ impl Books {
     pub fn audit_counts(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit_counts(&mut wrong);
+        self.audit_pins(&mut wrong);
+        self.audit_reservations(&mut wrong);
         let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
         let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
         let released: usize = steps.map(|step| step.released_rows.len()).sum();
@@ -38,6 +41,30 @@ impl Books {
             wrong.push(format!("{} rows counted in the worker, {} are taken", self.num_rows(), held + released));
         }
         wrong
+    }
+
+    /// What is reserved is there, and is what the sequences still need.
+    fn audit_reservations(&self, wrong: &mut Vec<String>) {
+        let (num_reserved, num_there) = (self.pool.accounts().num_reserved(), self.pool.num_allocatable());
+        if num_reserved > num_there {
+            wrong.push(format!("{num_reserved} blocks are reserved, {num_there} can be handed out"));
+        }
+        for lease in self.leases.values() {
+            let room = Room { geometry: &self.geometry, pool: &self.pool, tenant: lease.tenant };
+            for row in lease.sequences.values() {
+                let sequence = self.table.get(*row);
+                let (num_reserved, needed) = (sequence.num_reserved, room.num_reserved_for(sequence));
+                if num_reserved != needed {
+                    let seq_id = sequence.seq_id;
+                    wrong.push(format!("sequence {seq_id} may need {needed} blocks, {num_reserved} are reserved"));
+                }
+            }
+        }
+        let rows = self.leases.values().flat_map(|lease| lease.sequences.values());
+        let num_counted: usize = rows.map(|row| self.table.get(*row).num_reserved).sum();
+        if num_counted != num_reserved {
+            wrong.push(format!("{num_reserved} blocks are reserved, {num_counted} for sequences"));
+        }
     }
 
     fn sequences(&self) -> impl Iterator<Item = &Sequence> {

@@ -4,12 +4,15 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use crate::accounts::Share;
 use crate::errors::{Failure, Reason, Refusal, Result, invalid};
 use crate::eviction::make_policy;
+use crate::pins::Pins;
 use crate::planner::StepPlanner;
-use crate::plans::{StepPlan, StepRequest};
+use crate::plans::{Admission, StepPlan, StepRequest};
 use crate::pool::BlockPool;
 use crate::prefix::{BlockId, Hash, chain_hashes, root_hash};
+use crate::room::Room;
 use crate::sequences::{Row, Sequence, SequenceTable};
 use crate::steps::StepInFlight;
 use crate::tenants::{Asker, TenantId, Tenants, beginning_of};
@@ -55,6 +58,23 @@ pub struct Counters {
     pub recomputed_tokens: u64,
     pub forks: u64,
     pub copied_blocks: u64,
+    /// Sequences that were released to make room and came back, which do not count as admissions; their tokens.
+    pub resumed_admissions: u64,
+    pub resumed_tokens: u64,
+    pub resumed_cached_tokens: u64,
+}
+
+impl Counters {
+    pub fn count_admission(&mut self, num_tokens: usize, num_cached: usize, is_resumed: bool) {
+        let (admissions, tokens, cached_tokens) = if is_resumed {
+            (&mut self.resumed_admissions, &mut self.resumed_tokens, &mut self.resumed_cached_tokens)
+        } else {
+            (&mut self.admissions, &mut self.admitted_tokens, &mut self.cached_tokens)
+        };
+        *admissions += 1;
+        *tokens += num_tokens as u64;
+        *cached_tokens += num_cached as u64;
+    }
 }
 
 /// What one lease holds, and its steps.
@@ -71,11 +91,20 @@ pub struct Holdings {
     pub in_flight: VecDeque<StepInFlight>,
     /// Table entries changed since the last plan, which the next grant has to tell the worker.
     pub table_changes: Vec<(Row, usize)>,
+    /// Sequences with a reservation.
+    pub reserved: Vec<Row>,
     /// The root that was asked for last, by salt.
     pub last_root: Option<(Vec<u8>, Hash)>,
 }
 
 impl Holdings {
+    /// Brings up to date what is reserved for the lease's sequences.
+    pub fn update_reservations(&mut self, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
+        for row in &self.reserved {
+            update_reservation(*row, self.tenant, pool, table, geometry);
+        }
+    }
+
     /// The root of a prompt's prefix hashes.
     pub fn root(&mut self, salt: &[u8], model_fingerprint: &[u8]) -> Hash {
         if let Some((known, root)) = &self.last_root
@@ -89,6 +118,33 @@ impl Holdings {
     }
 }
 
+/// Brings up to date what is reserved for a sequence.
+pub fn update_reservation(
+    row: Row,
+    tenant: TenantId,
+    pool: &mut BlockPool,
+    table: &mut SequenceTable,
+    geometry: &Geometry,
+) {
+    let sequence = table.get_mut(row);
+    let needed = (Room { geometry, pool, tenant }).num_reserved_for(sequence);
+    pool.reserve(tenant, sequence.num_reserved, needed);
+    sequence.num_reserved = needed;
+}
+
+/// What tenants may take.
+#[derive(Debug)]
+struct Shares {
+    default: Share,
+    by_name: HashMap<Vec<u8>, Share>,
+}
+
+impl Shares {
+    fn of(&self, name: &[u8]) -> Share {
+        self.by_name.get(name).copied().unwrap_or(self.default)
+    }
+}
+
 /// Books of one pool, from the attachment of an epoch to its end. Leases are known by names that the caller gives.
 #[derive(Debug)]
 pub struct Books {
@@ -97,6 +153,8 @@ pub struct Books {
     pub(crate) table: SequenceTable,
     pub(crate) leases: HashMap<String, Holdings>,
     pub(crate) tenants: Tenants,
+    pub(crate) pins: Pins,
+    shares: Shares,
     pub(crate) counters: Counters,
 }
 
@@ -104,12 +162,15 @@ impl Books {
     /// None if there is no eviction policy of this name.
     pub fn new(geometry: Geometry, policy: &str) -> Option<Books> {
         let policy = make_policy(policy, geometry.num_blocks)?;
+        let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: HashMap::new() };
         Some(Books {
             pool: BlockPool::new(geometry.num_blocks, policy),
             geometry,
             table: SequenceTable::default(),
             leases: HashMap::new(),
             tenants: Tenants::default(),
+            pins: Pins::default(),
+            shares,
             counters: Counters::default(),
         })
     }
@@ -117,13 +178,36 @@ impl Books {
     /// A new lease without sequences.
     pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8]) {
         let holdings = Holdings {
-            tenant: self.tenants.enter(tenant),
+            tenant: self.enter_tenant(tenant),
             tenant_name: tenant.to_vec(),
             next_step: 1,
             ..Holdings::default()
         };
         let before = self.leases.insert(lease_id.to_string(), holdings);
         assert!(before.is_none(), "lease {lease_id:.8} is opened twice");
+    }
+
+    /// What tenants may take from now on, by name; all others get the default.
+    pub fn set_shares(&mut self, default: Share, by_name: HashMap<Vec<u8>, Share>) {
+        self.shares = Shares { default, by_name };
+        for name in self.shares.by_name.keys().cloned().collect::<Vec<_>>() {
+            self.enter_tenant(&name);
+        }
+        for tenant in 0..self.tenants.len() as TenantId {
+            self.pool.set_share(tenant, self.shares.of(self.tenants.name(tenant)));
+        }
+    }
+
+    pub(crate) fn enter_tenant(&mut self, name: &[u8]) -> TenantId {
+        let tenant = self.tenants.enter(name);
+        if tenant as usize == self.pool.accounts().len() {
+            self.pool.set_share(tenant, self.shares.of(name));
+        }
+        tenant
+    }
+
+    pub fn tenants(&self) -> &Tenants {
+        &self.tenants
     }
 
     /// The lease has ended and nothing touches its blocks any more: all of them come back. No effect if it is gone.
@@ -136,6 +220,7 @@ impl Books {
         }
         for row in self.rows_in_order(&holdings) {
             let sequence = self.table.leave(row);
+            self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
         }
         Ok(())
@@ -156,9 +241,11 @@ impl Books {
     /// Plans the lease's next step. None if there is no such lease. Refused (TOO_MANY_STEPS, INVALID_ARGUMENT) as a
     /// whole, or item by item. `now` is in seconds of the caller's clock.
     pub fn plan(&mut self, lease_id: &str, request: &StepRequest, now: f64) -> Result<Option<StepPlan>> {
-        let Some(holdings) = self.leases.get_mut(lease_id) else {
+        if !self.leases.contains_key(lease_id) {
             return Ok(None);
-        };
+        }
+        self.advance(now)?;
+        let holdings = self.leases.get_mut(lease_id).expect("it is there");
         refuse_repeated(request)?;
         refuse_too_many_steps(holdings)?;
         let asker = Asker { tenant: holdings.tenant, lease: beginning_of(lease_id), now };
@@ -169,11 +256,36 @@ impl Books {
         Ok(Some(plan))
     }
 
+    /// Whether an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
+    /// fill is not counted as found.
+    pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> AdmissionCheck {
+        let tenant_id = self.enter_tenant(tenant);
+        let Books { geometry, pool, .. } = &*self;
+        let room = Room { geometry, pool, tenant: tenant_id };
+        let found = self.find_cached(&admission.tokens, &admission.salt, tenant);
+        let num_parked = pool.num_parked(&found);
+        let needed = geometry.num_blocks_for(admission.tokens.len().max(admission.reserved_tokens)) - found.len();
+        let refusal = room
+            .refuse_impossible(admission)
+            .or_else(|| refuse_no_row(admission.seq_id, &self.table, geometry))
+            .or_else(|| room.refuse(admission.seq_id, needed, num_parked, reserve));
+        let (num_cached_tokens, available) = (found.len() * geometry.block_size, room.num_available(num_parked));
+        AdmissionCheck { num_cached_tokens, needed, available, refusal }
+    }
+
     /// Nothing touches the step's blocks any more.
     pub(crate) fn finish(&mut self, step: &StepInFlight) -> Result<()> {
         step.pinned.iter().try_for_each(|blocks| self.pool.unpin(blocks))?;
         step.released_rows.iter().for_each(|row| drop(self.table.leave(*row)));
         Ok(())
+    }
+
+    /// Makes the blocks from `first` to before `end` unfindable; returns how many were. The first ones: takes all pins back.
+    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
+        if first == 0 {
+            self.drop_pins()?;
+        }
+        Ok(self.pool.drop_cached(first, end, now))
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
@@ -209,12 +321,17 @@ impl Books {
 
     /// Tokens that an admission would find in the cache; takes nothing.
     pub fn num_cached_tokens(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> usize {
+        self.find_cached(tokens, salt, tenant).len() * self.geometry.block_size
+    }
+
+    /// The blocks that an admission would find in the cache, in order.
+    fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Vec<BlockId> {
         let size = self.geometry.block_size;
         let num_full = tokens.len().saturating_sub(1) / size; // one token is left to compute
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, &tokens[..num_full * size], size, &mut hashes);
-        self.pool.index().find(&hashes).len() * size
+        self.pool.index().find(&hashes)
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -244,6 +361,27 @@ impl Books {
     }
 }
 
+/// What would become of an admission.
+#[derive(Debug)]
+pub struct AdmissionCheck {
+    pub num_cached_tokens: usize,
+    /// Blocks that it would be handed out, now or later.
+    pub needed: usize,
+    /// Blocks that the tenant could take.
+    pub available: usize,
+    pub refusal: Option<Refusal>,
+}
+
+/// The worker keeps no more sequences.
+pub fn refuse_no_row(seq_id: i64, table: &SequenceTable, geometry: &Geometry) -> Option<Refusal> {
+    let limit = geometry.max_sequences;
+    if table.len() < limit {
+        return None;
+    }
+    let message = format!("sequence {seq_id} would be one more than the {limit} the worker has room for");
+    Some(Refusal::new(Reason::TooManySequences, message).with("sequence_id", seq_id).with("limit", limit))
+}
+
 /// A sequence can be computed only once in a step.
 fn refuse_repeated(request: &StepRequest) -> Result<()> {
     let mut seq_ids: Vec<i32> = request.extends.iter().map(|extend| extend.seq_id).collect();
@@ -270,8 +408,9 @@ pub(crate) mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::advice::Level;
     use crate::eviction::POLICIES;
-    use crate::plans::{Admission, Extend, Fork, Trim};
+    use crate::plans::{Extend, Fork, PlanItem, Retention, ReturnHint, Trim};
     use crate::pool::tests::Random;
     use crate::settle::{StepOutcome, StepReport};
 
@@ -481,10 +620,79 @@ pub(crate) mod tests {
         let admit = |seq_id| {
             let num_tokens = 1 + random.below(9);
             let tokens = random.tokens(num_tokens, 2);
-            Admission { seq_id, tokens, max_compute: random.below(4), ..Admission::default() }
+            let reserved_tokens = [0, 0, num_tokens + random.below(9)][random.below(3)];
+            let (resumed, retention) = (random.below(5) == 0, some_retention(random));
+            Admission {
+                seq_id,
+                tokens,
+                max_compute: random.below(4),
+                reserved_tokens,
+                retention,
+                resumed,
+                ..Admission::default()
+            }
         };
         let admissions = admitted.into_iter().map(admit).collect();
-        StepRequest { releases, trims, forks, extends, admissions, ..StepRequest::default() }
+        let mut return_hints = Vec::new();
+        for &seq_id in &releases {
+            let expected_in = [None, Some(0.5), Some(20.0), Some(500.0)][random.below(4)];
+            return_hints.push(ReturnHint { seq_id, expected_in });
+        }
+        StepRequest { releases, return_hints, trims, forks, extends, admissions, ..StepRequest::default() }
+    }
+
+    fn some_retention(random: &mut Random) -> Vec<Retention> {
+        let ttl = |random: &mut Random| [None, Some(1.0), Some(3.0)][random.below(3)];
+        let range = |random: &mut Random, num_tokens| Retention {
+            num_tokens,
+            level: 1 + random.below(9) as Level,
+            ttl: ttl(random),
+        };
+        match random.below(6) {
+            0 => vec![range(random, 0)],
+            1 => vec![range(random, 3), range(random, 2)],
+            2 => vec![range(random, 4), range(random, 0)],
+            _ => Vec::new(),
+        }
+    }
+
+    fn some_share(random: &mut Random) -> Share {
+        let floor = random.below(4);
+        let quota = floor + random.below(8);
+        Share { floor, quota, limit: quota + random.below(8), pin_budget: random.below(4) }
+    }
+
+    /// Pins, shares and resets.
+    fn do_something_else(books: &mut Books, random: &mut Random, now: f64) {
+        let tenant = [&b"x"[..], b"y"][random.below(2)];
+        match random.below(5) {
+            0 | 1 => {
+                let tokens = random.tokens(6, 2);
+                drop(books.pin_prefix(tenant, &tokens, b"", now + random.below(4) as f64).unwrap());
+            }
+            2 => {
+                let id = books.pins().all().next().map(|pin| pin.id).unwrap_or_default();
+                books.unpin_prefix(Some(tenant), &id).unwrap();
+            }
+            3 => {
+                let everything = Share::everything(12);
+                let shares = [(b"x".to_vec(), some_share(random)), (b"y".to_vec(), some_share(random))];
+                books.set_shares(everything, shares.into_iter().skip(random.below(3)).collect());
+            }
+            _ if random.below(10) == 0 => drop(books.reset_prefix_cache(0, 13, now).unwrap()),
+            _ => {}
+        }
+    }
+
+    /// Whoever said how long it will be at most is never without room.
+    fn check_promises(bench: &Bench, lease_id: &str, plan: &StepPlan) {
+        for refused in &plan.refusals {
+            let is_no_room = matches!(refused.refusal.reason, Reason::OutOfBlocks | Reason::QuotaExceeded);
+            let row = bench.0.leases[lease_id].sequences.get(&(refused.seq_id as i32));
+            if refused.item == PlanItem::Extend && is_no_room {
+                assert_eq!(row.map(|row| bench.0.table.get(*row).reserved_tokens), Some(0), "{refused:?}");
+            }
+        }
     }
 
     /// Block by block, as its fullest holder fills it.
@@ -503,14 +711,27 @@ pub(crate) mod tests {
 
     #[test]
     fn whatever_is_asked_the_books_are_right() {
-        for (seed, policy) in (0..20).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
+        let mut reasons = BTreeSet::new();
+        for (seed, policy) in (0..40).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
             let (mut bench, mut random) = (Bench::with_policy(policy, 12), Random(seed));
+            let (with_shares, mut now) = (seed % 2 == 1, 0.0);
+            for (lease_id, tenant) in [("a", b"x"), ("b", b"x"), ("c", b"y")] {
+                bench.0.close_lease(lease_id).unwrap();
+                bench.0.open_lease(lease_id, tenant);
+            }
             let mut findable = BTreeSet::new();
-            for _ in 0..120 {
-                let lease_id = ["a", "b"][random.below(2)];
+            for _ in 0..240 {
+                let lease_id = ["a", "b", "c"][random.below(3)];
+                now += random.below(3) as f64 / 2.0;
+                if with_shares && random.below(4) == 0 {
+                    do_something_else(&mut bench.0, &mut random, now);
+                }
                 let num_in_flight = bench.0.leases[lease_id].in_flight.len();
                 if num_in_flight < 3 && random.below(2) == 0 {
-                    bench.plan_for(lease_id, some_request(&mut random));
+                    let request = some_request(&mut random);
+                    let plan = bench.0.plan(lease_id, &request, now).unwrap().unwrap();
+                    check_promises(&bench, lease_id, &plan);
+                    reasons.extend(plan.refusals.iter().map(|refused| refused.refusal.reason.name()));
                 } else if num_in_flight > 0 {
                     let mut report = bench.report(lease_id);
                     report.sampled_tokens.iter_mut().for_each(|token| *token = random.below(2) as i32);
@@ -521,15 +742,20 @@ pub(crate) mod tests {
                     bench.0.settle(lease_id, &report).unwrap();
                 } else if random.below(20) == 0 {
                     bench.0.close_lease(lease_id).unwrap();
-                    bench.0.open_lease(lease_id, b"");
+                    bench.0.open_lease(lease_id, if lease_id == "c" { b"y" } else { b"x" });
                 }
                 assert_eq!(bench.0.violations(), [""; 0]);
                 assert_eq!(bench.0.num_held_tokens(), num_held_tokens(&bench.0));
                 findable.extend((1..13).filter(|block| bench.0.pool().index().is_findable(*block)));
             }
-            assert!(findable.len() > 6, "it gets somewhere: {findable:?}");
-            ["a", "b"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
+            assert!(findable.len() > 4, "it gets somewhere: {findable:?}");
+            ["a", "b", "c"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
+            bench.0.advance(now + 1e6).unwrap();
             assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));
+            assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
+        }
+        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG"] {
+            assert!(reasons.contains(reason), "{reasons:?}");
         }
     }
 }

@@ -11,12 +11,15 @@ pub enum Reason {
     TokenOutOfRange,
     PositionOutOfRange,
     SequenceNotFound,
+    PrefixNotCached,
     SequenceExists,
     NothingToCompute,
     OutOfBlocks,
     TooManySequences,
     TooManySteps,
     TokenBudgetSpent,
+    QuotaExceeded,
+    PinBudgetSpent,
 }
 
 impl Reason {
@@ -28,12 +31,15 @@ impl Reason {
             Reason::TokenOutOfRange => "TOKEN_OUT_OF_RANGE",
             Reason::PositionOutOfRange => "POSITION_OUT_OF_RANGE",
             Reason::SequenceNotFound => "SEQUENCE_NOT_FOUND",
+            Reason::PrefixNotCached => "PREFIX_NOT_CACHED",
             Reason::SequenceExists => "SEQUENCE_EXISTS",
             Reason::NothingToCompute => "NOTHING_TO_COMPUTE",
             Reason::OutOfBlocks => "OUT_OF_BLOCKS",
             Reason::TooManySequences => "TOO_MANY_SEQUENCES",
             Reason::TooManySteps => "TOO_MANY_STEPS",
             Reason::TokenBudgetSpent => "TOKEN_BUDGET_SPENT",
+            Reason::QuotaExceeded => "QUOTA_EXCEEDED",
+            Reason::PinBudgetSpent => "PIN_BUDGET_SPENT",
         }
     }
 }

@@ -62,6 +62,14 @@ impl Rings {
         Rings { next: alone.clone(), prev: alone }
     }
 
+    /// More nodes, each alone, if there are fewer.
+    pub fn reach(&mut self, num_nodes: usize) {
+        for node in self.next.len()..num_nodes {
+            self.next.push(node as u32);
+            self.prev.push(node as u32);
+        }
+    }
+
     /// Puts a node that is in no ring at the end of one.
     pub fn append(&mut self, node: u32, sentinel: u32) {
         let before = self.prev[sentinel as usize];

@@ -14,6 +14,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod accounts;
+pub mod advice;
 pub mod audit;
 pub mod books;
 pub mod contents;
@@ -24,6 +26,8 @@ pub mod journal;
 pub mod lineage;
 pub mod looking;
 pub mod losses;
+pub mod parking;
+pub mod pins;
 pub mod planner;
 pub mod plans;
 pub mod pool;
@@ -31,6 +35,7 @@ pub mod prefix;
 #[cfg(feature = "python")]
 mod python;
 pub mod retention;
+pub mod room;
 pub mod sequences;
 pub mod settle;
 pub mod steps;

@@ -522,7 +522,7 @@ mod tests {
 
     impl Cache {
         fn new(policy: &str, num_usable: usize) -> Cache {
-            let pool = BlockPool::new(num_usable + 1, make_policy(policy, num_usable + 1).unwrap());
+            let pool = BlockPool::of_one_tenant(num_usable + 1, make_policy(policy, num_usable + 1).unwrap());
             Cache { pool, prefix_of: HashMap::new(), evicted: Vec::new(), num_hits: 0 }
         }
 

@@ -10,8 +10,6 @@ use crate::wire::{Block, BlockEvent};
 
 /// Blocks that are looked at for one page: the rest of a page that is sparse comes with the next one.
 pub const MAX_SCANNED: BlockId = 65_536;
-/// How much a block is worth keeping that nobody said anything about.
-const DEFAULT_PRIORITY: u32 = 5;
 /// Owns nothing.
 const NOBODY: TenantId = TenantId::MAX;
 
@@ -112,8 +110,8 @@ impl Books {
             pin_count: pool.pin_count(block),
             prefix_hash: pool.index().hash(block).map(|hash| hash.to_vec()).unwrap_or_default(),
             tenant: String::from_utf8_lossy(self.tenants.name(owner)).into_owned(),
-            priority: DEFAULT_PRIORITY,
-            prefix_pin_count: 0,
+            priority: pool.level(block).into(),
+            prefix_pin_count: pool.keep_count(block),
         }
     }
 

@@ -9,17 +9,29 @@
 //!     the source of a copy done at the start of n      n
 //!     nothing in flight                                not at all
 
-use crate::books::{Counters, Geometry, Holdings};
+use std::collections::HashMap;
+
+use crate::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
+use crate::books::{Counters, Geometry, Holdings, refuse_no_row, update_reservation};
 use crate::errors::{Reason, Refusal, Result, invalid};
-use crate::plans::{Admission, Extend, Fork, PlanItem, RefusedItem, StepPlan, StepRequest, Trim};
+use crate::plans::{
+    Admission, Extend, Fork, PlanItem, RefusedItem, Retention, ReturnHint, StepPlan, StepRequest, Trim,
+};
 use crate::pool::{BlockPool, BlockState};
 use crate::prefix::{BlockId, Hash, Past, chain_hashes, digest_of};
+use crate::room::{Room, refuse_foreign_tokens};
 use crate::sequences::{Row, Sequence, SequenceTable};
 use crate::steps::{Run, StepInFlight};
 use crate::tenants::Asker;
 
 const DIGEST_BYTES: usize = 16;
 const MAX_SEQUENCE_ID: i64 = i32::MAX as i64;
+
+/// What a sequence is worth that is expected back within so many seconds.
+const RETURN_LEVELS: [(f64, Level); 3] = [(10.0, 8), (60.0, 7), (f64::INFINITY, 6)];
+/// No expectation stands shorter or longer.
+const LEAST_EXPECTED_S: f64 = 1.0;
+const MOST_EXPECTED_S: f64 = 3600.0;
 
 /// Whether an item was refused, inside of whether the books are right.
 type Answer = Result<std::result::Result<(), Refusal>>;
@@ -62,8 +74,9 @@ impl<'a> StepPlanner<'a> {
 
     /// Applies the request and puts the step in flight.
     pub fn run(mut self, request: &StepRequest) -> Result<StepPlan> {
+        let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
-            self.release(*seq_id)?;
+            self.release(*seq_id, hints.get(seq_id).copied())?;
         }
         self.write_changed_entries();
         for trim in &request.trims {
@@ -78,6 +91,9 @@ impl<'a> StepPlanner<'a> {
         for admission in &request.admissions {
             let answer = self.admit(admission, request.admission_reserve)?;
             self.answer(PlanItem::Admission, admission.seq_id, answer);
+        }
+        if !self.lease.reserved.is_empty() {
+            self.lease.update_reservations(self.pool, self.table, self.geometry);
         }
         self.lease.next_step += 1;
         self.lease.in_flight.push_back(self.step);
@@ -95,19 +111,58 @@ impl<'a> StepPlanner<'a> {
         i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())
     }
 
+    fn room(&self) -> Room<'_> {
+        Room { geometry: self.geometry, pool: self.pool, tenant: self.asker.tenant }
+    }
+
     // -- letting go ---------------------------------------------------------------------------------------------------
 
-    fn release(&mut self, seq_id: i64) -> Result<()> {
+    fn release(&mut self, seq_id: i64, hint: Option<&ReturnHint>) -> Result<()> {
         let Some(row) = self.find(seq_id) else {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
         sequence.released = true;
         let (seq_id, blocks) = (sequence.seq_id, sequence.blocks_tail_first(0));
+        let num_found = sequence.num_cached / self.geometry.block_size;
+        if sequence.reserved_tokens > 0 {
+            self.pool.reserve(self.asker.tenant, std::mem::take(&mut sequence.num_reserved), 0);
+            self.lease.reserved.retain(|reserved| *reserved != row);
+        }
         self.lease.sequences.remove(&seq_id);
         self.step.released_rows.push(row);
         self.plan.released_ids.push(seq_id);
-        self.let_go(blocks)
+        self.let_go(blocks.clone())?;
+        match hint.map(|hint| hint.expected_in) {
+            Some(Some(seconds)) => self.expect_back(&blocks, seconds),
+            Some(None) => self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// These will be asked for again: they are worth more than others for a while, the sooner the more.
+    fn expect_back(&mut self, tail_first: &[BlockId], seconds: f64) {
+        let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
+        let until = millis(self.asker.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S));
+        let is_raised = |block: &BlockId| self.is_kept_on(*block) && self.pool.level(*block) < level;
+        let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
+        self.pool.advise(&raised, Advice { level, until });
+    }
+
+    /// These will not be asked for again: those that nobody holds and of which nothing was said go first.
+    fn expect_never(&mut self, tail_first: &[BlockId]) {
+        let is_unwanted = |block: &BlockId| {
+            let (ref_count, level) = (self.pool.ref_count(*block), self.pool.level(*block));
+            self.is_kept_on(*block) && ref_count == 0 && level == UNADVISED
+        };
+        let unwanted: Vec<BlockId> = tail_first.iter().copied().filter(is_unwanted).collect();
+        self.pool.advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
+    }
+
+    /// Whether something could still be found in the block, now or when a step has ended.
+    fn is_kept_on(&self, block: BlockId) -> bool {
+        self.pool.state(block) != BlockState::Free
     }
 
     /// Releases a table's tail; steps in flight before this one may still touch it.
@@ -136,16 +191,23 @@ impl<'a> StepPlanner<'a> {
             return Ok(Err(sequence_not_found(trim.seq_id)));
         };
         let block_size = self.geometry.block_size;
-        let sequence = self.table.get_mut(row);
+        let sequence = self.table.get(row);
         refuse_if!(refuse_position(trim.seq_id, trim.num_tokens, sequence.num_tokens));
         let num_tokens = trim.num_tokens as usize;
+        let has_reservation = sequence.reserved_tokens > 0;
+        if has_reservation {
+            let needed = self.room().num_at_risk_after(sequence, num_tokens);
+            refuse_if!(self.room().refuse(trim.seq_id, needed, 0, 0));
+        }
+        let sequence = self.table.get_mut(row);
         sequence.truncate(num_tokens, block_size, self.pool.index());
-        let num_kept = self.geometry.num_blocks_for(num_tokens);
+        let num_kept = if has_reservation { sequence.block_table.len() } else { num_tokens.div_ceil(block_size) };
         let tail_first = sequence.blocks_tail_first(num_kept);
         sequence.block_table.truncate(num_kept);
         for step in &mut self.lease.in_flight {
             step.cut(row, num_tokens, block_size);
         }
+        self.update_reservation(row);
         if !tail_first.is_empty() {
             self.let_go(tail_first)?;
         }
@@ -158,7 +220,8 @@ impl<'a> StepPlanner<'a> {
         let parent = self.find(fork.parent_id);
         let refusal = match parent {
             None => Some(sequence_not_found(fork.parent_id)),
-            Some(row) => refuse_position(fork.parent_id, fork.num_tokens, self.table.get(row).num_tokens),
+            Some(row) => refuse_position(fork.parent_id, fork.num_tokens, self.table.get(row).num_tokens)
+                .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize)),
         };
         let mut num_children = 0;
         for &child_id in &fork.child_ids {
@@ -180,8 +243,23 @@ impl<'a> StepPlanner<'a> {
             self.pool.acquire(shared, num_children)?;
             parent.num_writable = 0;
             self.counters.forks += u64::from(num_children);
+            self.update_reservation(row);
         }
         Ok(())
+    }
+
+    /// A sequence with a reservation that shares blocks will have to copy those that it writes: these have to be there.
+    fn refuse_unguaranteed(&self, row: Row, num_tokens: usize) -> Option<Refusal> {
+        let sequence = self.table.get(row);
+        let shared = sequence.blocks_of(num_tokens, self.geometry.block_size);
+        let needed = self.room().num_newly_at_risk(sequence, shared);
+        self.room().refuse(sequence.seq_id.into(), needed, 0, 0)
+    }
+
+    fn update_reservation(&mut self, row: Row) {
+        if self.table.get(row).reserved_tokens > 0 {
+            update_reservation(row, self.asker.tenant, self.pool, self.table, self.geometry);
+        }
     }
 
     /// A sequence that has the parent's blocks in its table and computes its last token again, into a copy.
@@ -247,7 +325,8 @@ impl<'a> StepPlanner<'a> {
         let sequence = self.table.get(row);
         let end = sequence.num_scheduled + num_wanted;
         refuse_if!(self.refuse_append(sequence, &extend.append));
-        refuse_if!(refuse_too_long(seq_id.into(), end.max(sequence.num_known() + num_appended), self.geometry));
+        let num_most = end.max(sequence.num_known() + num_appended);
+        refuse_if!(self.room().refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
         refuse_if!(refuse_uncomputable(sequence, num_wanted, num_appended));
         let num_tokens = sequence.num_tokens + num_appended;
         if let Err(refusal) = self.make_writable(row, end, num_tokens)? {
@@ -284,15 +363,15 @@ impl<'a> StepPlanner<'a> {
         let is_foreign = |index: &usize| !self.pool.is_writable(sequence.block_table[*index]);
         let (foreign, own): (Vec<usize>, Vec<usize>) = written.partition(is_foreign);
         let num_fresh = foreign.len() + self.geometry.num_blocks_for(num_tokens).saturating_sub(length);
-        if num_fresh > self.pool.num_allocatable() {
-            return Ok(Err(self.out_of_blocks(seq_id.into(), num_fresh, self.pool.num_allocatable())));
-        }
+        let num_unreserved = num_fresh.saturating_sub(sequence.num_reserved);
+        refuse_if!(self.room().refuse(seq_id.into(), num_unreserved, 0, 0));
         for block in own.into_iter().map(|index| sequence.block_table[index]).collect::<Vec<_>>() {
             if self.pool.pin_count(block) > 0 {
                 self.forget_claims(block);
             }
         }
         let mut fresh = self.pool.allocate(num_fresh, &self.asker)?;
+        self.advise_tail(row, &fresh);
         let added = fresh.split_off(foreign.len());
         for (index, target) in foreign.into_iter().zip(fresh) {
             self.replace(row, index, target, index * block_size < start)?;
@@ -304,7 +383,15 @@ impl<'a> StepPlanner<'a> {
         let sequence = self.table.get_mut(row);
         sequence.block_table.extend(added);
         sequence.num_writable = max_tokens.min(num_blocks * block_size);
+        self.update_reservation(row);
         Ok(Ok(()))
+    }
+
+    fn advise_tail(&mut self, row: Row, fresh: &[BlockId]) {
+        if let Some(advice) = self.table.get(row).tail_advice {
+            let tail_first: Vec<BlockId> = fresh.iter().rev().copied().collect();
+            self.pool.advise(&tail_first, advice);
+        }
     }
 
     /// A released sequence shared this block, which is to be written again: its runs in flight do not publish it.
@@ -334,17 +421,6 @@ impl<'a> StepPlanner<'a> {
         self.counters.copied_blocks += 1;
         self.step.pinned.push(vec![source]);
         self.pool.retire(&[source])
-    }
-
-    fn out_of_blocks(&self, seq_id: i64, needed: usize, available: usize) -> Refusal {
-        let retired = self.pool.counts().retired;
-        let message =
-            format!("sequence {seq_id} needs {needed} blocks; {available} are free or evictable, {retired} retired");
-        Refusal::new(Reason::OutOfBlocks, message)
-            .with("sequence_id", seq_id)
-            .with("needed", needed)
-            .with("free", available)
-            .with("retired", retired)
     }
 
     /// Puts a run of the sequence's next tokens into the plan. One that reaches its last token samples the next one.
@@ -377,19 +453,16 @@ impl<'a> StepPlanner<'a> {
     fn admit(&mut self, admission: &Admission, reserve: usize) -> Answer {
         let (geometry, seq_id, tokens) = (self.geometry, admission.seq_id, &admission.tokens);
         refuse_if!(self.refuse_new(seq_id));
-        refuse_if!(refuse_empty(seq_id, tokens.len()));
-        refuse_if!(refuse_too_long(seq_id, tokens.len(), geometry));
-        refuse_if!(refuse_foreign_tokens(seq_id, tokens, geometry));
+        refuse_if!(self.room().refuse_impossible(admission));
         refuse_if!(self.refuse_over_budget(seq_id));
         let root = self.lease.root(&admission.salt, &geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, tokens, geometry.block_size, &mut hashes);
         let (found, num_published) = self.find_prefix(&hashes, tokens.len());
         let num_needed = geometry.num_blocks_for(tokens.len()) - found.len();
-        let available = self.pool.num_allocatable() - self.pool.num_parked(&found);
-        if num_needed + reserve > available {
-            return Ok(Err(self.out_of_blocks(seq_id, num_needed + reserve, available)));
-        }
+        let num_guaranteed = self.num_guaranteed(admission, &found, num_published);
+        let num_parked = self.pool.num_parked(&found);
+        refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
         let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..self.num_sharable(tokens.len())]);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         self.pool.enter_root(&root, self.asker.tenant, &admission.salt);
@@ -410,10 +483,60 @@ impl<'a> StepPlanner<'a> {
             geometry.block_size,
         );
         sequence.num_writable = num_writable;
+        sequence.reserved_tokens = admission.reserved_tokens;
+        sequence.tail_advice = self.advise(&admission.retention, &sequence.block_table);
         sequence.salt = admission.salt.clone();
         let row = self.enter(sequence);
-        self.run_admitted(row, admission.max_compute);
+        if num_guaranteed > 0 || admission.reserved_tokens > 0 {
+            self.lease.reserved.extend((admission.reserved_tokens > 0).then_some(row));
+            self.lease.update_reservations(self.pool, self.table, geometry);
+        }
+        self.run_admitted(row, admission.max_compute, admission.resumed);
         Ok(Ok(()))
+    }
+
+    /// Blocks that must be there beside those that are handed out now: for the tokens to come of a sequence with a
+    /// reservation, and for what it shares with others before it is computed, should that fail; for theirs likewise.
+    fn num_guaranteed(&self, admission: &Admission, found: &[BlockId], num_published: usize) -> usize {
+        let room = self.room();
+        let mut num_guaranteed = 0;
+        if admission.reserved_tokens > 0 {
+            let (num_now, num_most) = (admission.tokens.len(), admission.reserved_tokens);
+            num_guaranteed = self.geometry.num_blocks_for(num_most) - self.geometry.num_blocks_for(num_now);
+            num_guaranteed += room.num_unpublished(found);
+        }
+        if found.len() == num_published {
+            return num_guaranteed;
+        }
+        let rows = self.lease.reserved.iter();
+        num_guaranteed + rows.map(|row| room.num_newly_at_risk(self.table.get(*row), found)).sum::<usize>()
+    }
+
+    /// Enters what is said of a sequence's blocks; returns what is said of those to come.
+    ///
+    /// A range counts at least as much as those behind it: a chain that lost its head is worth nothing.
+    fn advise(&mut self, retention: &[Retention], block_table: &[BlockId]) -> Option<Advice> {
+        let size = self.geometry.block_size;
+        let mut end = 0;
+        let mut ranges: Vec<(usize, usize, &Retention)> = Vec::with_capacity(retention.len());
+        for range in retention {
+            let first = end / size;
+            end = if range.num_tokens == 0 { usize::MAX } else { end.saturating_add(range.num_tokens) };
+            ranges.push((first.min(block_table.len()), (end / size).min(block_table.len()), range));
+        }
+        let mut least = Advice { level: LEAST_WORTH, until: FOREVER };
+        let mut tail = None;
+        for (first, end, range) in ranges.into_iter().rev() {
+            let until = range.ttl.map_or(FOREVER, |ttl| millis(self.asker.now + ttl));
+            let own = Advice { level: range.level, until };
+            least = if own.level >= least.level { own } else { least };
+            let tail_first: Vec<BlockId> = block_table[first..end].iter().rev().copied().collect();
+            self.pool.advise(&tail_first, least);
+            if range.num_tokens == 0 {
+                tail = Some(least);
+            }
+        }
+        tail
     }
 
     /// The longest known prefix: its blocks, and how many of them the index has; the rest are being filled.
@@ -453,15 +576,13 @@ impl<'a> StepPlanner<'a> {
         self.pool.state(block) == BlockState::Active || self.pool.index().past(block) == Past::Findable
     }
 
-    fn run_admitted(&mut self, row: Row, max_compute: usize) {
+    fn run_admitted(&mut self, row: Row, max_compute: usize, is_resumed: bool) {
         let sequence = self.table.get(row);
         let (start, num_known) = (sequence.num_scheduled, sequence.num_known());
         let limits = [(max_compute > 0).then_some(max_compute), self.budget];
         let count = limits.into_iter().flatten().fold(num_known - start, usize::min);
         self.budget = self.budget.map(|budget| budget - count);
-        self.counters.admissions += 1;
-        self.counters.admitted_tokens += num_known as u64;
-        self.counters.cached_tokens += start as u64;
+        self.counters.count_admission(num_known, start, is_resumed);
         self.plan.admitted_ids.push(sequence.seq_id);
         self.plan.admitted_cached_counts.push(start as u32);
         self.schedule(row, count);
@@ -483,12 +604,7 @@ impl<'a> StepPlanner<'a> {
             let message = format!("the lease holds a sequence {seq_id} already");
             return Some(Refusal::new(Reason::SequenceExists, message).with("sequence_id", seq_id));
         }
-        let limit = self.geometry.max_sequences;
-        if self.table.len() < limit {
-            return None;
-        }
-        let message = format!("sequence {seq_id} would be one more than the {limit} the worker has room for");
-        Some(Refusal::new(Reason::TooManySequences, message).with("sequence_id", seq_id).with("limit", limit))
+        refuse_no_row(seq_id, self.table, self.geometry)
     }
 
     fn refuse_over_budget(&self, seq_id: i64) -> Option<Refusal> {
@@ -525,31 +641,6 @@ fn refuse_uncomputable(sequence: &Sequence, num_tokens: usize, num_appended: usi
     let message = format!("sequence {seq_id} has {limit} tokens left to compute, {num_tokens} asked for");
     let refusal = Refusal::new(Reason::NothingToCompute, message);
     Some(refusal.with("sequence_id", seq_id).with("value", num_tokens).with("limit", limit))
-}
-
-fn refuse_empty(seq_id: i64, num_tokens: usize) -> Option<Refusal> {
-    let message = || format!("sequence {seq_id} has no tokens; at least 1 is needed");
-    (num_tokens == 0).then(|| Refusal::new(Reason::EmptyPrompt, message()).with("sequence_id", seq_id))
-}
-
-fn refuse_too_long(seq_id: i64, num_tokens: usize, geometry: &Geometry) -> Option<Refusal> {
-    let limit = geometry.max_tokens();
-    if num_tokens <= limit {
-        return None;
-    }
-    let limited_by = if limit == geometry.max_sequence_tokens { "model" } else { "pool" };
-    let message = format!("sequence {seq_id} would have {num_tokens} tokens; the {limited_by}'s limit is {limit}");
-    let refusal = Refusal::new(Reason::SequenceTooLong, message).with("sequence_id", seq_id);
-    Some(refusal.with("value", num_tokens).with("limit", limit).with("limited_by", limited_by))
-}
-
-fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -> Option<Refusal> {
-    let is_foreign = |token: &i32| *token as u32 as usize >= geometry.vocab_size; // negative ones are large
-    let index = tokens.iter().position(is_foreign)?;
-    let (value, limit) = (tokens[index], geometry.vocab_size - 1);
-    let message = format!("token {value} at index {index} of sequence {seq_id} is not in the vocabulary, 0 to {limit}");
-    let refusal = Refusal::new(Reason::TokenOutOfRange, message).with("sequence_id", seq_id);
-    Some(refusal.with("index", index).with("value", value).with("limit", limit))
 }
 
 #[cfg(test)]
@@ -737,5 +828,138 @@ mod tests {
         });
         assert_eq!(plan.run_token_counts, [2, 5, 2]);
         assert_eq!(reasons(&plan), [(PlanItem::Admission, 4, Reason::TokenBudgetSpent)]);
+    }
+
+    // -- what is worth keeping ----------------------------------------------------------------------------------------
+
+    fn range(num_tokens: usize, level: Level, ttl: Option<f64>) -> Retention {
+        Retention { num_tokens, level, ttl }
+    }
+
+    fn retained(seq_id: i64, tokens: &[i32], retention: Vec<Retention>) -> StepRequest {
+        let admission = Admission { retention, ..admission(seq_id, tokens) };
+        StepRequest { admissions: vec![admission], ..StepRequest::default() }
+    }
+
+    fn levels(bench: &Bench, seq_id: i32) -> Vec<Level> {
+        bench.blocks(seq_id).into_iter().map(|block| bench.0.pool().level(block)).collect()
+    }
+
+    #[test]
+    fn a_block_is_as_much_worth_as_the_range_that_its_last_token_is_in() {
+        let mut bench = Bench::new(20);
+        bench.plan(retained(1, &[1; 7], vec![range(3, 9, None), range(3, 7, Some(5.0))]));
+        assert_eq!(levels(&bench, 1), [9, 7, 7, UNADVISED], "nothing is said of what is behind the ranges");
+        bench.plan(retained(2, &[2; 5], vec![range(4, 9, None), range(0, 2, None)]));
+        assert_eq!(levels(&bench, 2), [9, 9, 2]);
+        bench.settle();
+        bench.extend(2, 2, &[3]);
+        assert_eq!(levels(&bench, 2), [9, 9, 2, 2], "what it gets later");
+        bench.plan(retained(3, &[4; 3], vec![range(3, 8, None)]));
+        assert_eq!(levels(&bench, 3), [8, UNADVISED], "half a block may yet be filled with others");
+    }
+
+    #[test]
+    fn a_range_is_worth_no_less_than_those_behind_it() {
+        let mut bench = Bench::new(20);
+        bench.plan(retained(
+            1,
+            &[1; 8],
+            vec![range(2, 1, None), range(2, 8, Some(3.0)), range(2, 6, None), range(0, 7, None)],
+        ));
+        assert_eq!(levels(&bench, 1), [8, 8, 7, 7]);
+        bench.0.advance(2.9).unwrap();
+        assert_eq!(levels(&bench, 1), [8, 8, 7, 7]);
+        bench.0.advance(3.0).unwrap();
+        assert_eq!(levels(&bench, 1), [UNADVISED, UNADVISED, 7, 7]);
+    }
+
+    #[test]
+    fn what_is_said_last_of_found_blocks_stands() {
+        let mut bench = Bench::new(20);
+        bench.plan(retained(1, &[1; 5], vec![range(0, 9, None)]));
+        bench.settle();
+        bench.plan(retained(2, &[1; 5], vec![]));
+        assert_eq!(levels(&bench, 2)[..2], [9, 9]);
+        bench.plan(retained(3, &[1; 5], vec![range(2, 3, None)]));
+        assert_eq!(levels(&bench, 1), [3, 9, 9]);
+    }
+
+    /// Sequence 1, computed, then released with a hint; levels of its blocks.
+    fn hinted(bench: &mut Bench, expected_in: Option<f64>) -> Vec<Level> {
+        let blocks = bench.blocks(1);
+        let return_hints = vec![ReturnHint { seq_id: 7, expected_in: None }, ReturnHint { seq_id: 1, expected_in }];
+        bench.plan(StepRequest { releases: vec![1], return_hints, ..StepRequest::default() });
+        bench.settle();
+        assert_eq!(bench.0.violations(), [""; 0]);
+        blocks.into_iter().map(|block| bench.0.pool().level(block)).collect()
+    }
+
+    fn computed(tokens: &[i32], retention: Vec<Retention>) -> Bench {
+        let mut bench = Bench::new(20);
+        bench.plan(retained(1, tokens, retention));
+        bench.settle();
+        bench
+    }
+
+    #[test]
+    fn what_is_expected_back_is_kept_the_sooner_the_more_and_for_twice_the_time() {
+        for (seconds, level) in [(0.0, 8), (10.0, 8), (11.0, 7), (60.0, 7), (61.0, 6), (9000.0, 6)] {
+            let mut bench = computed(&[1; 5], vec![]);
+            assert_eq!(hinted(&mut bench, Some(seconds)), [level, level, UNADVISED], "the tail has no content");
+            let until = (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S);
+            bench.0.advance(until - 0.1).unwrap();
+            assert_eq!(bench.0.pool().level(1), level);
+            bench.0.advance(until).unwrap();
+            assert_eq!(bench.0.pool().level(1), UNADVISED);
+        }
+        let mut bench = computed(&[1; 5], vec![range(2, 9, None)]);
+        assert_eq!(hinted(&mut bench, Some(1.0))[..2], [9, 8], "what was said to be worth more stays so");
+    }
+
+    #[test]
+    fn what_is_not_expected_goes_first_but_for_what_others_used() {
+        let mut bench = computed(&[1; 5], vec![]);
+        assert_eq!(hinted(&mut bench, None), [LEAST_WORTH, LEAST_WORTH, UNADVISED]);
+        let mut bench = computed(&[1; 7], vec![range(4, 7, None)]);
+        assert_eq!(hinted(&mut bench, None), [7, 7, LEAST_WORTH, UNADVISED]);
+        let mut bench = computed(&[1; 7], vec![]);
+        bench.plan(retained(2, &[1, 1, 1, 1, 1], vec![]));
+        assert_eq!(hinted(&mut bench, None), [UNADVISED, UNADVISED, LEAST_WORTH, UNADVISED], "others hold them");
+        bench.admit(1, &[1; 7]);
+        bench.settle();
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!(hinted(&mut bench, None)[..2], [UNADVISED, UNADVISED], "it found them");
+    }
+
+    #[test]
+    fn advice_decides_who_is_evicted() {
+        let mut bench = Bench::new(6);
+        bench.plan(retained(1, &[1; 4], vec![range(0, 9, None)]));
+        bench.plan(retained(2, &[2; 4], vec![]));
+        bench.plan(retained(3, &[3; 4], vec![range(0, 1, None)]));
+        bench.settle();
+        bench.release(&[3, 2, 1]);
+        bench.settle();
+        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 5], b"", b""));
+        bench.admit(4, &[4; 4]);
+        assert_eq!(cached(&bench), [4, 4, 0]);
+        bench.admit(5, &[5; 4]);
+        assert_eq!(cached(&bench), [4, 0, 0]);
+    }
+
+    #[test]
+    fn who_came_back_does_not_count_as_new() {
+        let mut bench = computed(&[1; 5], vec![]);
+        bench.plan(StepRequest {
+            releases: vec![1],
+            admissions: vec![Admission { resumed: true, ..admission(2, &[1; 6]) }],
+            ..StepRequest::default()
+        });
+        let counters = bench.0.counters();
+        assert_eq!((counters.admissions, counters.admitted_tokens, counters.cached_tokens), (1, 5, 0));
+        let resumed = (counters.resumed_admissions, counters.resumed_tokens, counters.resumed_cached_tokens);
+        assert_eq!(resumed, (1, 6, 4));
     }
 }

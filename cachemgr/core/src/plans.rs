@@ -1,5 +1,6 @@
 //! What a client asks of its next step, and what it gets: plain values.
 
+use crate::advice::Level;
 use crate::errors::Refusal;
 use crate::pool::BlockCounts;
 use crate::prefix::BlockId;
@@ -55,12 +56,38 @@ pub struct Admission {
     /// The most tokens to compute in this step; 0: no limit of its own.
     pub max_compute: usize,
     pub salt: Vec<u8>,
+    /// The most tokens the sequence will ever have, guaranteed; 0: best effort.
+    pub reserved_tokens: usize,
+    /// What is worth keeping, from the first token on.
+    pub retention: Vec<Retention>,
+    /// It was here before, and was released to make room.
+    pub resumed: bool,
+}
+
+/// How much a range of a sequence is worth keeping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Retention {
+    /// From the end of the range before it on; 0: all that follow.
+    pub num_tokens: usize,
+    pub level: Level,
+    /// How long this stands, in seconds; None: as long as the content.
+    pub ttl: Option<f64>,
+}
+
+/// What is known of the future of a sequence that is released.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReturnHint {
+    pub seq_id: i64,
+    /// It will be asked for again in about so many seconds; None: never.
+    pub expected_in: Option<f64>,
 }
 
 /// Everything a client wants of one step.
 #[derive(Debug, Default)]
 pub struct StepRequest {
     pub releases: Vec<i64>,
+    /// About sequences that are released.
+    pub return_hints: Vec<ReturnHint>,
     pub trims: Vec<Trim>,
     pub forks: Vec<Fork>,
     pub extends: Vec<Extend>,

@@ -5,18 +5,22 @@
 //!     references  pins  hash     state
 //!     > 0         any   any      active    in that many block tables
 //!     0           > 0   any      retired   released, but a planned step could still touch it
-//!     0           0     yes      cached    evictable; parked with the eviction policy
+//!     0           0     yes      cached    evictable: parked; or kept by a prefix pin
 //!     0           0     no       free      on the free stack
 //!
-//! Flat arrays indexed by block id. The blocks of one call are distinct, as those of a table are.
+//! Flat arrays indexed by block id. The blocks of one call are distinct and of one tenant, as those of a table are.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::accounts::{Accounts, Share};
+use crate::advice::{Advice, Level, Millis};
 use crate::contents::Contents;
 use crate::errors::{Result, broken};
 use crate::eviction::EvictionPolicy;
 use crate::journal::Journal;
 use crate::losses::{Losses, Roots};
+use crate::parking::Parking;
 use crate::prefix::{BlockId, Hash, NULL_BLOCK, Past, PrefixIndex};
 use crate::tenants::{Asker, TenantId};
 
@@ -63,11 +67,14 @@ pub struct PoolCounters {
 #[derive(Debug)]
 pub struct BlockPool {
     index: PrefixIndex,
-    policy: Box<dyn EvictionPolicy>,
+    parking: Parking,
+    accounts: Accounts,
     refs: Vec<u32>,
     pins: Vec<u32>,
-    owners: Vec<TenantId>, // of the blocks that are not free
-    free: Vec<BlockId>,    // a stack: the lowest id on top at first
+    owners: Vec<TenantId>,        // of the blocks that are not free
+    keeps: HashMap<BlockId, u32>, // prefix pins of those that have any
+    num_idle_kept: usize,
+    free: Vec<BlockId>, // a stack: the lowest id on top at first
     counters: PoolCounters,
     journal: Journal,
     losses: Losses,
@@ -79,10 +86,13 @@ impl BlockPool {
     pub fn new(num_blocks: usize, policy: Box<dyn EvictionPolicy>) -> BlockPool {
         BlockPool {
             index: PrefixIndex::new(num_blocks),
-            policy,
+            parking: Parking::new(num_blocks, policy),
+            accounts: Accounts::new(num_blocks - 1),
             refs: vec![0; num_blocks],
             pins: vec![0; num_blocks],
             owners: vec![0; num_blocks],
+            keeps: HashMap::new(),
+            num_idle_kept: 0,
             free: (1..num_blocks as BlockId).rev().collect(),
             counters: PoolCounters::default(),
             journal: Journal::new(num_blocks),
@@ -92,12 +102,24 @@ impl BlockPool {
         }
     }
 
+    /// For tests: tenant 0 may take everything.
+    #[cfg(test)]
+    pub fn of_one_tenant(num_blocks: usize, policy: Box<dyn EvictionPolicy>) -> BlockPool {
+        let mut pool = BlockPool::new(num_blocks, policy);
+        pool.set_share(0, Share::everything(num_blocks - 1));
+        pool
+    }
+
     pub fn index(&self) -> &PrefixIndex {
         &self.index
     }
 
     pub fn policy(&mut self) -> &mut dyn EvictionPolicy {
-        &mut *self.policy
+        self.parking.policy()
+    }
+
+    pub fn accounts(&self) -> &Accounts {
+        &self.accounts
     }
 
     pub fn counters(&self) -> PoolCounters {
@@ -130,12 +152,14 @@ impl BlockPool {
 
     /// Blocks that `allocate` could hand out now: free or evictable.
     pub fn num_allocatable(&self) -> usize {
-        self.free.len() + self.policy.num_parked()
+        self.free.len() + self.parking.num_parked()
     }
 
     pub fn counts(&self) -> BlockCounts {
-        let (free, cached, active) = (self.free.len(), self.policy.num_parked(), self.counters.num_active);
-        BlockCounts { free, cached, active, retired: self.refs.len() - 1 - free - cached - active }
+        let (free, active) = (self.free.len(), self.counters.num_active);
+        let cached = self.parking.num_parked() + self.num_idle_kept;
+        let retired = (self.refs.len() - 1).saturating_sub(free + cached + active); // less than none if the books are wrong
+        BlockCounts { free, cached, active, retired }
     }
 
     pub fn ref_count(&self, block: BlockId) -> u32 {
@@ -175,29 +199,33 @@ impl BlockPool {
 
     /// The parked blocks, each once.
     pub fn parked_blocks(&self) -> Vec<BlockId> {
-        self.policy.parked()
+        self.parking.parked()
     }
 
-    /// Hands out `count` blocks with one reference each: without content first, then what the policy gives up.
+    /// Hands out `count` blocks with one reference each: without content first, then what is evicted for them.
     /// They are the asker's tenant's from now on.
     ///
     /// The caller has compared `count` with `num_allocatable`.
     pub fn allocate(&mut self, count: usize, asker: &Asker) -> Result<Vec<BlockId>> {
         let num_popped = count.min(self.free.len());
         let num_missing = count - num_popped;
-        if num_missing > self.policy.num_parked() {
-            return broken(format!("{num_missing} blocks to evict, {} are cached", self.policy.num_parked()));
+        if num_missing > self.parking.num_parked() {
+            return broken(format!("{num_missing} blocks to evict, {} are cached", self.parking.num_parked()));
         }
         let mut blocks = self.free.split_off(self.free.len() - num_popped);
         blocks.reverse();
         if num_missing > 0 {
-            self.policy.evict(num_missing, &mut blocks);
-            blocks[num_popped..].iter().for_each(|block| self.lose(*block, asker));
+            self.parking.evict(num_missing, &self.accounts.reclaims(asker.tenant, count), &mut blocks);
+            for block in &blocks[num_popped..] {
+                self.accounts.uncache(self.owners[*block as usize], 1);
+                self.lose(*block, asker);
+            }
         }
         for block in &blocks {
             self.refs[*block as usize] = 1;
             self.owners[*block as usize] = asker.tenant;
         }
+        self.accounts.hold(asker.tenant, count);
         self.journal.touch_all(&blocks[..num_popped], &self.owners);
         self.counters.num_active += count;
         self.counters.num_references += count;
@@ -206,9 +234,9 @@ impl BlockPool {
         Ok(blocks)
     }
 
-    /// How many of these are cached: what acquiring them takes from the allocatable ones.
+    /// How many of these are evictable: what acquiring them takes from the allocatable ones.
     pub fn num_parked(&self, blocks: &[BlockId]) -> usize {
-        blocks.iter().filter(|block| self.is_idle(**block)).count()
+        blocks.iter().filter(|block| self.is_idle(**block) && !self.is_kept(**block)).count()
     }
 
     /// `count` more references to each of these blocks, which are held, or whose content is findable.
@@ -221,16 +249,23 @@ impl BlockPool {
                     return broken(format!("block {block} has no content to share"));
                 }
                 self.counters.num_active += 1;
-                if self.pin_count(block) == 0 {
-                    parked.push(block);
+                match (self.pin_count(block), self.is_kept(block)) {
+                    (0, false) => parked.push(block),
+                    (0, true) => self.num_idle_kept -= 1,
+                    _ => {}
                 }
             }
             self.refs[block as usize] = before + count;
             self.counters.num_shared += usize::from(before < 2 && before + count >= 2);
         }
         self.counters.num_references += blocks.len() * count as usize;
+        if let Some(first) = parked.first() {
+            let owner = self.owners[*first as usize];
+            self.accounts.uncache(owner, parked.len());
+            self.accounts.hold(owner, parked.len());
+            self.parking.unpark(&parked);
+        }
         self.journal.touch_all(blocks, &self.owners);
-        self.policy.unpark(&parked);
         Ok(())
     }
 
@@ -267,7 +302,7 @@ impl BlockPool {
 
     /// A sequence begins: tells the eviction policy what it uses.
     pub fn enter_admission(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
-        self.policy.admit(found, fresh, hashes);
+        self.parking.admit(found, fresh, hashes);
     }
 
     /// A sequence begins under this root.
@@ -286,11 +321,11 @@ impl BlockPool {
 
     /// Makes the blocks from `first` to before `end` unfindable; returns how many were findable.
     ///
-    /// Held blocks stay with their holders.
+    /// Held blocks stay with their holders; pinned ones stay findable.
     pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
         let mut dropped = 0;
         for block in first.max(1)..end.min(self.refs.len() as BlockId) {
-            if !self.index.is_findable(block) {
+            if !self.index.is_findable(block) || self.is_kept(block) {
                 continue;
             }
             dropped += 1;
@@ -301,7 +336,8 @@ impl BlockPool {
             self.touch_content(block);
             self.index.drop_hash(block);
             if self.is_idle(block) {
-                self.policy.unpark(&[block]);
+                self.parking.unpark(&[block]);
+                self.accounts.uncache(self.owners[block as usize], 1);
                 self.push_free(&[block]);
             }
         }
@@ -322,9 +358,14 @@ impl BlockPool {
             if times != u32::from(state == BlockState::Free && block != NULL_BLOCK) {
                 wrong.push(format!("block {block} is {state:?} and {times} times on the free stack"));
             }
-            if block != NULL_BLOCK && self.policy.is_parked(block) != (state == BlockState::Cached) {
-                let parked = if state == BlockState::Cached { "not parked" } else { "parked" };
-                wrong.push(format!("block {block} is {state:?} and {parked} with the eviction policy"));
+            if block != NULL_BLOCK {
+                self.parking.audit(block, state == BlockState::Cached && !self.is_kept(block), wrong);
+            }
+            if self.is_kept(block) && !self.index.is_findable(block) {
+                wrong.push(format!("block {block} is pinned and can't be found"));
+            }
+            if state == BlockState::Free && self.parking.advice(block).is_some() {
+                wrong.push(format!("block {block} is free and still advised to be kept"));
             }
             if state == BlockState::Free && self.index.past(block) != Past::None {
                 wrong.push(format!("block {block} is free and still has a past"));
@@ -347,11 +388,38 @@ impl BlockPool {
         if counters != self.counters {
             wrong.push(format!("counted {:?}, there are {counters:?}", self.counters));
         }
-        if self.policy.num_parked() != num_cached {
-            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.policy.num_parked()));
+        if self.counts().cached != num_cached {
+            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
         }
+        self.audit_accounts(wrong);
         if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
             wrong.push("somebody holds the null block".into());
+        }
+    }
+
+    /// Whose blocks are held and cached, counted block by block.
+    fn audit_accounts(&self, wrong: &mut Vec<String>) {
+        self.accounts.audit(wrong);
+        let mut counted = vec![(0, 0, 0); self.accounts.len()];
+        for (block, owner) in self.owners.iter().enumerate().skip(1) {
+            let (block, counted) = (block as BlockId, counted.get_mut(*owner as usize));
+            match (self.state(block), counted) {
+                (BlockState::Free, _) => {}
+                (_, None) => wrong.push(format!("block {block} is tenant {owner}'s, who has no account")),
+                (BlockState::Cached, Some((_, cached, _))) if !self.is_kept(block) => *cached += 1,
+                (_, Some((held, _, pinned))) => {
+                    *held += 1;
+                    *pinned += usize::from(self.is_kept(block));
+                }
+            }
+        }
+        for (tenant, counted) in counted.into_iter().enumerate() {
+            let account = self.accounts.get(tenant as TenantId);
+            let entered = (account.num_held, account.num_cached, account.num_pinned);
+            if entered != counted {
+                let what = "blocks held, cached and pinned";
+                wrong.push(format!("tenant {tenant} has {counted:?} {what}, its account says {entered:?}"));
+            }
         }
     }
 
@@ -387,21 +455,138 @@ impl BlockPool {
 
     /// Those of these that nothing keeps any more: with content they are parked, without they are free.
     fn rest(&mut self, blocks: &[BlockId]) {
-        let idle = blocks.iter().copied().filter(|block| self.is_idle(*block));
-        let (parked, free): (Vec<_>, Vec<_>) = idle.partition(|block| self.index.is_findable(*block));
+        let mut idle: Vec<BlockId> = blocks.iter().copied().filter(|block| self.is_idle(*block)).collect();
+        if !self.keeps.is_empty() {
+            let before = idle.len();
+            idle.retain(|block| !self.is_kept(*block));
+            self.num_idle_kept += before - idle.len();
+        }
+        let Some(first) = idle.first() else { return };
+        let owner = self.owners[*first as usize];
+        self.accounts.let_go(owner, idle.len());
+        let (parked, free): (Vec<_>, Vec<_>) = idle.into_iter().partition(|block| self.index.is_findable(*block));
         if !free.is_empty() {
             self.push_free(&free);
         }
         if !parked.is_empty() {
-            self.policy.park(&parked);
+            self.accounts.cache(owner, parked.len());
+            self.parking.park(&parked, owner);
         }
     }
+
+    // -- tenants ------------------------------------------------------------------------------------------------------
+
+    /// What a tenant may take from now on. New tenants come one after the other.
+    pub fn set_share(&mut self, tenant: TenantId, share: Share) {
+        self.accounts.set_share(tenant, share);
+        let owners = &self.owners;
+        self.parking.set_by_tenant(self.accounts.has_quotas(), |block| owners[block as usize]);
+    }
+
+    /// A reservation of the tenant was `before`, and is `after`.
+    pub fn reserve(&mut self, tenant: TenantId, before: usize, after: usize) {
+        self.accounts.reserve(tenant, before, after);
+    }
+
+    /// Blocks that the tenant could be handed out now for what was not promised to it.
+    pub fn num_available(&self, tenant: TenantId) -> usize {
+        self.accounts.num_available(tenant, self.num_allocatable())
+    }
+
+    /// Blocks that could be handed out now and that nobody was promised.
+    pub fn num_spare(&self) -> usize {
+        self.accounts.num_spare(self.num_allocatable())
+    }
+
+    // -- what is worth keeping ----------------------------------------------------------------------------------------
+
+    /// How much the block is worth keeping by what was said of it.
+    pub fn level(&self, block: BlockId) -> Level {
+        self.parking.level(block)
+    }
+
+    /// What was said of the block, if anything was.
+    pub fn advice(&self, block: BlockId) -> Option<Advice> {
+        self.parking.advice(block)
+    }
+
+    /// Enters advice about blocks, the last one of a table first.
+    pub fn advise(&mut self, blocks: &[BlockId], advice: Advice) {
+        if let Some(first) = blocks.first() {
+            self.parking.advise(blocks, advice, self.owners[*first as usize]);
+            self.journal.touch_all(blocks, &self.owners);
+        }
+    }
+
+    /// Ends the advice whose time is over.
+    pub fn end_advice(&mut self, now: Millis) {
+        let (owners, mut ended) = (&self.owners, Vec::new());
+        self.parking.end_advice(now, |block| owners[block as usize], &mut ended);
+        self.journal.touch_all(&ended, owners);
+    }
+
+    /// Whether a prefix pin keeps the block from being evicted.
+    pub fn is_kept(&self, block: BlockId) -> bool {
+        !self.keeps.is_empty() && self.keeps.contains_key(&block)
+    }
+
+    /// How many prefix pins the block has.
+    pub fn keep_count(&self, block: BlockId) -> u32 {
+        self.keeps.get(&block).copied().unwrap_or(0)
+    }
+
+    /// Pinned blocks.
+    pub fn num_kept(&self) -> usize {
+        self.keeps.len()
+    }
+
+    /// One prefix pin more for each of these findable blocks.
+    pub fn keep(&mut self, blocks: &[BlockId]) {
+        self.journal.touch_all(blocks, &self.owners);
+        for &block in blocks {
+            let owner = self.owners[block as usize];
+            if self.is_idle(block) && !self.is_kept(block) {
+                self.parking.unpark(&[block]);
+                self.accounts.uncache(owner, 1);
+                self.accounts.hold(owner, 1);
+                self.num_idle_kept += 1;
+            }
+            let keeps = self.keeps.entry(block).or_insert(0);
+            *keeps += 1;
+            if *keeps == 1 {
+                self.accounts.pin(owner);
+            }
+        }
+    }
+
+    /// Takes back one prefix pin of each. Give a prefix's tail first, as for `release`.
+    pub fn let_go_kept(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.journal.touch_all(blocks, &self.owners);
+        for &block in blocks {
+            let owner = self.owners[block as usize];
+            match self.keep_count(block) {
+                0 => return broken(format!("block {block} has no prefix pin to take back")),
+                1 => {
+                    self.keeps.remove(&block);
+                    self.accounts.unpin(owner);
+                    if self.is_idle(block) {
+                        self.num_idle_kept -= 1;
+                        self.rest(&[block]);
+                    }
+                }
+                count => drop(self.keeps.insert(block, count - 1)),
+            }
+        }
+        Ok(())
+    }
+
+    // -- inside -------------------------------------------------------------------------------------------------------
 
     /// What was in these does not matter from here on.
     fn push_free(&mut self, blocks: &[BlockId]) {
         blocks.iter().for_each(|block| self.index.forget_past(*block));
         self.journal.touch_all(blocks, &self.owners);
-        self.policy.forget(blocks);
+        self.parking.forget(blocks);
         self.free.extend_from_slice(blocks);
     }
 }
@@ -454,7 +639,7 @@ pub(crate) mod tests {
     }
 
     fn pool() -> BlockPool {
-        BlockPool::new(5, make_policy("lru", 5).unwrap())
+        BlockPool::of_one_tenant(5, make_policy("lru", 5).unwrap())
     }
 
     fn hash(name: i32) -> Hash {
@@ -730,8 +915,11 @@ pub(crate) mod tests {
             (|pool| pool.free.truncate(3), "block 1 is Free and 0 times on the free stack"),
             (|pool| pool.free[0] = 2, "block 4 is Free and 0 times on the free stack"),
             (|pool| pool.free.push(1), "block 1 is Free and 2 times on the free stack"),
-            (|pool| pool.policy.park(&[1]), "block 1 is Free and parked with the eviction policy"),
-            (|pool| pool.policy.park(&[1]), "1 blocks counted as cached, 0 are"),
+            (
+                |pool| pool.parking.policy().park(&[1]),
+                "block 1 is parked with the policy and on the shelves [true, false]",
+            ),
+            (|pool| pool.parking.policy().park(&[1]), "1 blocks counted as cached, 0 are"),
             (|pool| pool.counters.num_active = 1, "counted PoolCounters { num_active: 1, num_references: 0"),
             (|pool| pool.counters.num_references = 1, "counted PoolCounters { num_active: 0, num_references: 1"),
             (|pool| pool.counters.num_shared = 1, "there are PoolCounters { num_active: 0"),
@@ -781,7 +969,7 @@ pub(crate) mod tests {
     impl Model {
         fn new(policy: &str, seed: u64) -> Model {
             Model {
-                pool: BlockPool::new(NUM_BLOCKS, make_policy(policy, NUM_BLOCKS).unwrap()),
+                pool: BlockPool::of_one_tenant(NUM_BLOCKS, make_policy(policy, NUM_BLOCKS).unwrap()),
                 is_lru: policy == "lru",
                 random: Random(seed),
                 refs: [0; NUM_BLOCKS],

@@ -3,6 +3,7 @@
 //! Token ids, sequence ids and counts come as bytes, 4 each, little-endian: what `array.tobytes()` gives.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pyo3::exceptions::{PyKeyError, PyValueError};
@@ -10,13 +11,16 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
+use crate::accounts::Share;
+use crate::advice::{LEAST_WORTH, Level, MOST_WORTH};
 use crate::books::{Books, Geometry, MAX_STEPS_IN_FLIGHT};
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::eviction::POLICIES;
 use crate::explain::{Explanation, Miss};
 use crate::looking::{BlockFilter, States};
 use crate::losses::Cause;
-use crate::plans::{Admission, Extend, Fork, RefusedItem, StepPlan, StepRequest, Trim};
+use crate::pins::{Pin, PinId};
+use crate::plans::{Admission, Extend, Fork, RefusedItem, Retention, ReturnHint, StepPlan, StepRequest, Trim};
 use crate::pool::BlockState;
 use crate::prefix::{BlockId, Hash};
 use crate::retention::Choice;
@@ -188,8 +192,19 @@ struct SequenceView {
     num_published: usize,
     num_promised: usize,
     sampled_position: i64,
+    /// The most tokens it will ever have, guaranteed; 0: best effort.
+    reserved_tokens: usize,
     num_blocks: usize,
     block_table: Vec<BlockId>,
+}
+
+/// A prefix that is kept.
+#[pyclass(name = "PinView", module = "quire.cachemgr._core", frozen, get_all)]
+struct PinView {
+    pin_id: PinId,
+    tenant: String,
+    num_tokens: usize,
+    until: f64,
 }
 
 /// Why a prefix is not found.
@@ -220,6 +235,7 @@ struct StepView {
 #[derive(FromPyObject)]
 struct PyStepRequest {
     releases: Vec<i64>,
+    return_hints: Vec<PyReturnHint>,
     trims: Vec<PyTrim>,
     forks: Vec<PyFork>,
     admissions: Vec<PyAdmission>,
@@ -246,21 +262,55 @@ struct PyAdmission {
     tokens: PyBackedBytes,
     max_compute: usize,
     salt: PyBackedBytes,
+    reserved_tokens: usize,
+    retention: Vec<PyRetention>,
+    resumed: bool,
+}
+
+#[derive(FromPyObject)]
+struct PyRetention {
+    num_tokens: usize,
+    priority: Level,
+    ttl_s: Option<f64>,
+}
+
+#[derive(FromPyObject)]
+struct PyReturnHint {
+    seq_id: i64,
+    expected_in_s: Option<f64>,
+}
+
+impl PyAdmission {
+    fn decode(self) -> PyResult<Admission> {
+        let range = |range: PyRetention| Retention {
+            num_tokens: range.num_tokens,
+            level: range.priority.clamp(LEAST_WORTH, MOST_WORTH),
+            ttl: range.ttl_s,
+        };
+        Ok(Admission {
+            seq_id: self.seq_id,
+            tokens: ids(&self.tokens)?,
+            max_compute: self.max_compute,
+            salt: self.salt.to_vec(),
+            reserved_tokens: self.reserved_tokens,
+            retention: self.retention.into_iter().map(range).collect(),
+            resumed: self.resumed,
+        })
+    }
 }
 
 impl PyStepRequest {
     fn decode(self, extends: Vec<Extend>) -> PyResult<StepRequest> {
-        let admission = |PyAdmission { seq_id, tokens, max_compute, salt }| {
-            Ok(Admission { seq_id, tokens: ids(&tokens)?, max_compute, salt: salt.to_vec() })
-        };
+        let hint = |PyReturnHint { seq_id, expected_in_s }| ReturnHint { seq_id, expected_in: expected_in_s };
         let fork = |PyFork { parent_id, child_ids, num_tokens }| Fork { parent_id, child_ids, num_tokens };
         let trim = |PyTrim { seq_id, num_tokens }| Trim { seq_id, num_tokens };
         Ok(StepRequest {
             releases: self.releases,
+            return_hints: self.return_hints.into_iter().map(hint).collect(),
             trims: self.trims.into_iter().map(trim).collect(),
             forks: self.forks.into_iter().map(fork).collect(),
             extends,
-            admissions: self.admissions.into_iter().map(admission).collect::<PyResult<_>>()?,
+            admissions: self.admissions.into_iter().map(PyAdmission::decode).collect::<PyResult<_>>()?,
             admission_token_budget: self.admission_token_budget,
             admission_reserve: self.admission_reserve,
         })
@@ -318,9 +368,34 @@ impl PyBooks {
             num_published: sequence.num_published,
             num_promised: sequence.num_promised(),
             sampled_position: position(sequence.sampled_position),
+            reserved_tokens: sequence.reserved_tokens,
             num_blocks: sequence.block_table.len(),
             block_table: sequence.block_table.clone(),
         }
+    }
+}
+
+/// Blocks: floor, quota, limit and pin budget.
+type PyShare = (usize, usize, usize, usize);
+/// Blocks: held, cached, reserved and pinned.
+type PyUse = (usize, usize, usize, usize);
+
+fn share_of((floor, quota, limit, pin_budget): PyShare) -> Share {
+    Share { floor, quota, limit, pin_budget }
+}
+
+impl PyBooks {
+    fn pin_view(&self, pin: &Pin) -> PinView {
+        PinView {
+            pin_id: pin.id,
+            tenant: self.tenant_name(pin.tenant),
+            num_tokens: pin.blocks.len() * self.0.geometry().block_size,
+            until: pin.until,
+        }
+    }
+
+    fn tenant_name(&self, tenant: TenantId) -> String {
+        String::from_utf8_lossy(self.0.tenants().name(tenant)).into_owned()
     }
 }
 
@@ -476,6 +551,85 @@ impl PyBooks {
         )
     }
 
+    /// What is said of a block's worth, and how many prefix pins it has.
+    fn worth(&self, block_id: BlockId) -> (Level, u32) {
+        (self.0.pool().level(block_id), self.0.pool().keep_count(block_id))
+    }
+
+    // -- tenants ------------------------------------------------------------------------------------------------------
+
+    /// What tenants may take from now on: a default, and others by name.
+    fn set_shares(&mut self, py: Python<'_>, default: PyShare, by_name: HashMap<String, PyShare>) -> PyResult<()> {
+        let by_name = by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
+        changing(py, || {
+            self.0.set_shares(share_of(default), by_name);
+            Ok(())
+        })
+    }
+
+    /// Name, share and use of each tenant.
+    fn tenants(&self) -> Vec<(String, PyShare, PyUse)> {
+        let accounts = self.0.pool().accounts();
+        let view = |tenant: TenantId| {
+            let account = accounts.get(tenant);
+            let Share { floor, quota, limit, pin_budget } = account.share;
+            let counts = (account.num_held, account.num_cached, account.num_reserved, account.num_pinned);
+            (self.tenant_name(tenant), (floor, quota, limit, pin_budget), counts)
+        };
+        (0..accounts.len() as TenantId).map(view).collect()
+    }
+
+    /// Whether an admission would be accepted, and what it would take: tokens found, blocks needed and available, and
+    /// why not.
+    fn check_admission<'py>(
+        &mut self,
+        py: Python<'py>,
+        tenant: &str,
+        admission: PyAdmission,
+        reserve: usize,
+    ) -> PyResult<(usize, usize, usize, Option<Bound<'py, PyAny>>)> {
+        let check = self.0.check_admission(tenant.as_bytes(), &admission.decode()?, reserve);
+        let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?;
+        Ok((check.num_cached_tokens, check.needed, check.available, refusal))
+    }
+
+    /// Ends pins and advice whose time is over.
+    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
+        changing(py, || self.0.advance(now))
+    }
+
+    fn pin_prefix(
+        &mut self,
+        py: Python<'_>,
+        tenant: &str,
+        tokens: &[u8],
+        salt: &[u8],
+        until: f64,
+    ) -> PyResult<PinView> {
+        let tokens = ids(tokens)?;
+        let pin = changing(py, || self.0.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
+        let pin = pin.map_err(|refusal| to_python(py, Failure::Refused(refusal)))?;
+        Ok(self.pin_view(&pin))
+    }
+
+    /// Takes back a pin of the tenant, or of anybody.
+    fn unpin_prefix(&mut self, py: Python<'_>, tenant: Option<&str>, pin_id: PinId) -> PyResult<bool> {
+        changing(py, || self.0.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+    }
+
+    /// At most `most` pins behind one, of one tenant or of all, by id.
+    fn pins(&self, tenant: Option<&str>, behind: Option<PinId>, most: usize) -> Vec<PinView> {
+        let id = tenant.map(|name| self.0.tenants().find(name.as_bytes()));
+        let is_theirs = |pin: &&Pin| id.is_none_or(|id| id == Some(pin.tenant));
+        let pins: Box<dyn Iterator<Item = &Pin>> = match behind {
+            Some(behind) => Box::new(self.0.pins().behind(behind)),
+            None => Box::new(self.0.pins().all()),
+        };
+        pins.filter(is_theirs).take(most).map(|pin| self.pin_view(pin)).collect()
+    }
+
+    // -- looking ------------------------------------------------------------------------------------------------------
+
     /// Serialised blocks of a ListBlocksResponse from `first` on, and where the next page begins. Of any state if none
     /// is given, of all tenants and leases likewise.
     #[pyo3(signature = (first, most, *, state, tenant, lease_id))]
@@ -558,7 +712,7 @@ impl PyBooks {
     }
 
     fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId, now: f64) -> PyResult<usize> {
-        changing(py, || Ok(self.0.pool_mut().drop_cached(first, end, now)))
+        changing(py, || self.0.reset_prefix_cache(first, end, now))
     }
 
     /// Rows taken in the worker.
@@ -584,6 +738,11 @@ impl PyBooks {
             ("recomputed_tokens", counters.recomputed_tokens),
             ("forks", counters.forks),
             ("copied_blocks", counters.copied_blocks),
+            ("resumed_admissions", counters.resumed_admissions),
+            ("resumed_tokens", counters.resumed_tokens),
+            ("resumed_cached_tokens", counters.resumed_cached_tokens),
+            ("num_reserved_blocks", self.0.pool().accounts().num_reserved() as u64),
+            ("num_pinned_blocks", self.0.pool().num_kept() as u64),
             ("num_table_entries", pool.num_references as u64),
             ("num_shared_blocks", pool.num_shared as u64),
             ("num_allocated", pool.num_allocated),
@@ -631,7 +790,7 @@ impl PyBooks {
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{PyBooks, PyExplanation, PyStepPlan, SequenceView, StepView};
+    use super::{PinView, PyBooks, PyExplanation, PyStepPlan, SequenceView, StepView};
 
     use super::*;
 
@@ -644,6 +803,8 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("POLICIES", POLICIES.to_vec())?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
+        module.add("LEAST_WORTH", LEAST_WORTH)?;
+        module.add("MOST_WORTH", MOST_WORTH)?;
         module.add("NUM_CLASSES", crate::retention::NUM_CLASSES)?;
         module.add("NUM_TIMES", crate::retention::NUM_TIMES)
     }

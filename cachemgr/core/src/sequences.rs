@@ -8,6 +8,7 @@
 //! Each bound is at most the next, but for num_scheduled and num_known: a promised token may be scheduled too. The table
 //! has blocks for all of them, but perhaps for the token sampled last, which gets its slot when it is scheduled.
 
+use crate::advice::Advice;
 use crate::contents::Content;
 use crate::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
 
@@ -40,6 +41,12 @@ pub struct Sequence {
     /// Where the token stands that the worker sampled last, or is sampling: it can be run without being named.
     pub sampled_position: Option<usize>,
     pub released: bool,
+    /// The most tokens it will ever have, guaranteed; 0: best effort.
+    pub reserved_tokens: usize,
+    /// Blocks that are kept for it beyond those in its table.
+    pub num_reserved: usize,
+    /// What was said of the blocks that it will get.
+    pub tail_advice: Option<Advice>,
     last_hash: Hash,   // of the last published block
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
@@ -71,6 +78,9 @@ impl Sequence {
             num_writable: 0,
             sampled_position: None,
             released: false,
+            reserved_tokens: 0,
+            num_reserved: 0,
+            tail_advice: None,
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
         }
@@ -103,6 +113,9 @@ impl Sequence {
             num_writable: 0,
             sampled_position: self.sampled_position.filter(|position| *position < num_tokens),
             released: false,
+            reserved_tokens: 0,
+            num_reserved: 0,
+            tail_advice: self.tail_advice,
             last_hash,
             hashes,
         }

@@ -42,7 +42,11 @@ impl Books {
         let Some(step) = (Settlement { lease, pool, table, geometry, counters }).enter(report)? else {
             return Ok(());
         };
-        self.finish(&step)
+        self.finish(&step)?;
+        if let Some(lease) = self.leases.get_mut(lease_id).filter(|lease| !lease.reserved.is_empty()) {
+            lease.update_reservations(&mut self.pool, &mut self.table, &self.geometry);
+        }
+        Ok(())
     }
 }
 
@@ -161,8 +165,17 @@ impl Settlement<'_> {
         duplicates.into_iter().try_for_each(|(row, index, standing)| self.swap(row, index, standing))
     }
 
-    /// Two blocks hold the same tokens: keep the one that is published.
+    /// Two blocks hold the same tokens: keep the one that is published. Both, if that one is the last that could be
+    /// handed out: it is promised to somebody, and the other one may not come back before it is needed.
     fn swap(&mut self, row: Row, index: usize, standing: BlockId) -> Result<()> {
+        if self.pool.num_parked(&[standing]) > self.pool.num_spare() {
+            return Ok(());
+        }
+        if let (Some(advice), None) =
+            (self.pool.advice(self.table.get(row).block_table[index]), self.pool.advice(standing))
+        {
+            self.pool.advise(&[standing], advice);
+        }
         self.pool.acquire(&[standing], 1)?;
         let duplicate = std::mem::replace(&mut self.table.get_mut(row).block_table[index], standing);
         self.lease.table_changes.push((row, index));

@@ -1,0 +1,126 @@
+"""The calls of CacheService about what is kept: pins, tenants' parts of a pool, and whether there is room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cachemgr import messages
+from quire.cachemgr.attachments import pool_detached
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
+from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, refusing, sees_all
+from quire.cachemgr.plans import Admission
+from quire.serving.access import caller
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DEFAULT_PIN_TTL_S = 3600.0
+MIN_PIN_TTL_S, MAX_PIN_TTL_S = 1.0, 86_400.0
+
+
+class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
+    """A part of the servicer, which has these."""
+
+    _catalog: Catalog
+    _clock: Callable[[], float]
+
+    @refusing
+    async def CheckAdmission(  # noqa: N802
+        self, request: cache_service_pb2.CheckAdmissionRequest, context: Context
+    ) -> cache_service_pb2.CheckAdmissionResponse:
+        reserve = request.admission_reserve_block_count
+        messages.require_not_negative("admission_reserve_block_count", reserve)
+        admission = messages.decode_admission(request.admission, "admission")
+        pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
+        checks = [check_admission(pool, admission, reserve) for pool in pools]
+        checks.sort(key=lambda check: (not check.accepted, -check.cached_token_count))
+        return cache_service_pb2.CheckAdmissionResponse(checks=checks)
+
+    @refusing
+    async def ListTenants(  # noqa: N802
+        self, request: cache_service_pb2.ListTenantsRequest, context: Context
+    ) -> cache_service_pb2.ListTenantsResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        ledger = self._catalog.pool(request.pool).ledger
+        behind = messages.decode_name_token(request.page_token)
+        is_shown = (lambda name: True) if sees_all() else (lambda name: name == caller().name)
+        uses = [use for use in ledger.tenants() if is_shown(use.name) and (behind is None or use.name > behind)]
+        num_leases = ledger.num_leases_by_tenant()
+        response = cache_service_pb2.ListTenantsResponse(
+            tenants=[messages.encode_tenant(use, num_leases.get(use.name, 0)) for use in uses[:limit]]
+        )
+        if len(uses) > limit:
+            response.next_page_token = messages.encode_name_token(uses[limit - 1].name)
+        return response
+
+    @refusing
+    async def PinPrefix(  # noqa: N802
+        self, request: cache_service_pb2.PinPrefixRequest, context: Context
+    ) -> cache_service_pb2.PinPrefixResponse:
+        messages.check_salt("salt", request.salt)
+        if not request.token_ids:
+            raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+        ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
+        if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
+            raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
+        ledger, tenant = self._catalog.pool(request.pool).ledger, caller().name
+        tokens = messages.int32_bytes(request.token_ids)
+        pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
+        use = ledger.tenant_use(tenant)
+        response = cache_service_pb2.PinPrefixResponse(
+            pin_id=pin.pin_id.hex(),
+            pinned_token_count=pin.num_tokens,
+            pinned_block_count=use.num_pinned,
+            pin_budget_block_count=use.share.pin_budget,
+        )
+        response.expire_time.FromNanoseconds(int((pin.until + time.time() - self._clock()) * 1e9))
+        return response
+
+    @refusing
+    async def UnpinPrefix(  # noqa: N802
+        self, request: cache_service_pb2.UnpinPrefixRequest, context: Context
+    ) -> cache_service_pb2.UnpinPrefixResponse:
+        pin_id = messages.decode_pin_id("pin_id", request.pin_id)
+        ledger = self._catalog.pool(request.pool).ledger
+        ledger.unpin_prefix(pin_id, tenant=None if sees_all() else caller().name)
+        return cache_service_pb2.UnpinPrefixResponse()
+
+    @refusing
+    async def ListPins(  # noqa: N802
+        self, request: cache_service_pb2.ListPinsRequest, context: Context
+    ) -> cache_service_pb2.ListPinsResponse:
+        limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
+        messages.check_page_token(request.page_token, messages.PIN_ID)
+        behind = bytes.fromhex(request.page_token) or None
+        ledger, tenant = self._catalog.pool(request.pool).ledger, None if sees_all() else caller().name
+        pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1, now=self._clock())
+        offset_s = time.time() - self._clock()
+        response = cache_service_pb2.ListPinsResponse(
+            pins=[messages.encode_pin(pin, wall_clock_offset_s=offset_s) for pin in pins[:limit]]
+        )
+        if len(pins) > limit:
+            response.next_page_token = pins[limit - 1].pin_id.hex()
+        return response
+
+
+def check_admission(pool: AttachedPool, admission: Admission, reserve: int) -> cache_service_pb2.AdmissionCheck:
+    """What one pool would do with an admission of the caller's tenant."""
+    check = pool.ledger.check_admission(caller().name, admission, reserve=reserve)
+    refusal = check.refusal if pool.is_attached else pool_detached(pool).refusal
+    message = cache_service_pb2.AdmissionCheck(
+        pool=pool.ledger.pool,
+        accepted=refusal is None,
+        cached_token_count=check.num_cached_tokens,
+        needed_block_count=check.num_needed,
+        available_block_count=check.num_available,
+        block_counts=messages.encode_counts(pool.ledger.counts()),
+        worker_address=pool.worker_address,
+    )
+    if refusal is not None:
+        message.refusal.CopyFrom(messages.encode_refusal(refusal))
+    return message
