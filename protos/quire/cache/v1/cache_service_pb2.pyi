@@ -1555,7 +1555,7 @@ class Tenant(_message.Message):
     reserved_block_count: _builtins.int
     """Guaranteed to its sequences with a reservation, and not held yet."""
     pinned_block_count: _builtins.int
-    """Cached ones that are pinned."""
+    """Those held that are pinned, whether sequences hold them too or not."""
     floor_block_count: _builtins.int
     """It can always hold this many; 0: none are kept for it."""
     quota_block_count: _builtins.int
@@ -2466,7 +2466,7 @@ class PoolStatistics(_message.Message):
     reserved_block_count: _builtins.int
     """Blocks guaranteed to sequences with a reservation, and not held yet."""
     pinned_block_count: _builtins.int
-    """Cached blocks that are pinned."""
+    """Blocks that are pinned, whether sequences hold them or not."""
     planned_step_count: _builtins.int
     """Steps planned."""
     computed_step_count: _builtins.int

@@ -2965,7 +2965,7 @@ type Tenant struct {
 	CachedBlockCount int32 `protobuf:"varint,3,opt,name=cached_block_count,json=cachedBlockCount,proto3" json:"cached_block_count,omitempty"`
 	// Guaranteed to its sequences with a reservation, and not held yet.
 	ReservedBlockCount int32 `protobuf:"varint,4,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
-	// Cached ones that are pinned.
+	// Those held that are pinned, whether sequences hold them too or not.
 	PinnedBlockCount int32 `protobuf:"varint,5,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
 	// It can always hold this many; 0: none are kept for it.
 	FloorBlockCount int32 `protobuf:"varint,6,opt,name=floor_block_count,json=floorBlockCount,proto3" json:"floor_block_count,omitempty"`
@@ -4688,7 +4688,7 @@ type PoolStatistics struct {
 	SharedBlockCount int32 `protobuf:"varint,8,opt,name=shared_block_count,json=sharedBlockCount,proto3" json:"shared_block_count,omitempty"`
 	// Blocks guaranteed to sequences with a reservation, and not held yet.
 	ReservedBlockCount int32 `protobuf:"varint,9,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
-	// Cached blocks that are pinned.
+	// Blocks that are pinned, whether sequences hold them or not.
 	PinnedBlockCount int32 `protobuf:"varint,10,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
 	// Steps planned.
 	PlannedStepCount int64 `protobuf:"varint,20,opt,name=planned_step_count,json=plannedStepCount,proto3" json:"planned_step_count,omitempty"`
