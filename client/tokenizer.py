@@ -28,7 +28,7 @@ class Tokenizer:
         self._raw = raw
 
     @classmethod
-    def load(cls, source: str) -> "Tokenizer":
+    def load(cls, source: str) -> Tokenizer:
         """From a folder, a tokenizer.json, or a hub id; blocks on files and the network.
 
         Raises OSError if there is none, ValueError if it can't be read.
@@ -60,7 +60,7 @@ class Tokenizer:
         """The tokens' text, special tokens left out."""
         return self._raw.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> "Detokenizer":
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """For the tokens that follow a prompt."""
         return Detokenizer(self, prompt_token_ids)
 
