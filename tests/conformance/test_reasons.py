@@ -31,8 +31,9 @@ all client,operator,worker {sha256("t-all")}
 wanda worker {sha256("t-worker")}
 olga operator {sha256("t-operator")}
 lena client {sha256("t-lena")}
+quinn client {sha256("t-quinn")}
 """
-TENANTS = "[tenants.lena]\nmax_leases = 0\n"
+TENANTS = "[tenants.lena]\nmax_leases = 0\n[tenants.quinn]\nlimit = 3\n"
 MAX_WATCHES = 256
 PROMPT = [1, 2, 3, 4, 5]
 GEOMETRY = {
@@ -188,6 +189,10 @@ def cache_sequence_not_found(both: Both) -> None:
     both.ask("GetSequence", lease_id=both.lease().lease_id, sequence_id=7)
 
 
+def cache_prefix_not_cached(both: Both) -> None:
+    both.ask("PinPrefix", pool="default", token_ids=PROMPT)
+
+
 def cache_sequence_exists(both: Both) -> None:
     lease = both.lease()
     lease.admit(PROMPT)
@@ -196,6 +201,12 @@ def cache_sequence_exists(both: Both) -> None:
 
 def cache_epoch_changed(both: Both) -> None:
     both.lease().plan(epoch="1")
+
+
+def cache_cursor_expired(both: Both) -> None:
+    epoch = int(both.ask("GetPool", pool="default")["pool"]["epoch"])
+    cursor = (epoch.to_bytes(8, "big", signed=True) + (2**63).to_bytes(8, "big")).hex()
+    both.cache.stream(f"{CACHE}/WatchBlocks", [{"pool": "default", "cursor": cursor}])
 
 
 def cache_nothing_to_compute(both: Both) -> None:
@@ -233,6 +244,24 @@ def cache_too_many_steps(both: Both) -> None:
 def cache_token_budget_spent(both: Both) -> None:
     lease = both.lease()
     lease.refused(lease.admit(PROMPT, [6, *PROMPT], admission_token_budget=len(PROMPT)))
+
+
+def cache_quota_exceeded(both: Both) -> None:
+    quinn = replace(both, cache=with_token(both.cache, "t-quinn"), lease_ids=[])
+    lease = quinn.lease()
+    try:
+        lease.refused(lease.admit(PROMPT, [6, *PROMPT]))
+    finally:
+        quinn.ask("DeleteLease", lease_id=lease.lease_id)
+
+
+def cache_pin_budget_spent(both: Both) -> None:
+    """Four blocks, where the budget is a tenth of thirty."""
+    prompt = list(range(1, 18))
+    both.run(both.lease().admit(prompt), *prompt)
+    found = {"pool": "default", "token_ids": prompt}
+    await_that("it is cached", lambda: both.ask("LookupPrefix", **found)["matches"][0].get("cached_token_count") == 16)
+    both.ask("PinPrefix", **found)
 
 
 def cache_too_many_leases(both: Both) -> None:
