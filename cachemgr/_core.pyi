@@ -301,6 +301,7 @@ class Books:
         """What is wrong with the blocks from `first` to before `end`."""
 
     def audit_counts(self) -> list[str]: ...
+    def audit_promises(self) -> list[str]: ...
     def state(self, but_last_step_of: str | None = None) -> str:
         """All that a refusal leaves as it was; of one lease without its last step."""
 

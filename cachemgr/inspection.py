@@ -83,6 +83,8 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.AuditPoolResponse:
         ledger = self._catalog.pool(request.pool).ledger
         violations = ledger.audit_counts()
+        await asyncio.sleep(0)  # others' calls go on
+        violations += ledger.audit_promises()
         for first in range(0, ledger.geometry.num_blocks, AUDIT_SLICE):
             await asyncio.sleep(0)  # others' calls go on
             violations += ledger.audit(first, first + AUDIT_SLICE)

@@ -469,6 +469,10 @@ class Ledger:
         """What is wrong with the counts. Cost: O(blocks), about a millisecond for a million."""
         return self._books.audit_counts()
 
+    def audit_promises(self) -> list[str]:
+        """What is wrong with tenants' accounts, pins and reservations. Cost: likewise."""
+        return self._books.audit_promises()
+
     def check_invariants(self) -> None:
         """Raises BrokenInvariant with the first violation."""
         for violation in self.violations():

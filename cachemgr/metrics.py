@@ -19,7 +19,7 @@ Statistics = dict[str, LedgerStatistics]
 
 COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
     "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_steps),
-    "quire_cache_admissions": ("Sequences admitted.", lambda pool: pool.admissions),
+    "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admissions),
     "quire_cache_prompt_tokens": (
         "Tokens of admitted prompts, which were looked up in the prefix cache.",
         lambda pool: pool.admitted_tokens,
@@ -28,8 +28,20 @@ COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
         "Tokens of admitted prompts that were found in the prefix cache.",
         lambda pool: pool.cached_tokens,
     ),
+    "quire_cache_resumed_admissions": (
+        "Sequences admitted again after they were released to make room.",
+        lambda pool: pool.resumed_admissions,
+    ),
+    "quire_cache_resumed_tokens": (
+        "Tokens of sequences admitted again, which were looked up in the prefix cache.",
+        lambda pool: pool.resumed_tokens,
+    ),
+    "quire_cache_resumed_hit_tokens": (
+        "Tokens of sequences admitted again that were found in the prefix cache.",
+        lambda pool: pool.resumed_cached_tokens,
+    ),
     "quire_cache_recomputed_tokens": (
-        "Tokens of admissions that had been computed before: their blocks were evicted.",
+        "Tokens of admissions of both kinds that had been computed before: their blocks were evicted.",
         lambda pool: pool.recomputed_tokens,
     ),
     "quire_cache_forks": ("Sequences made by forks.", lambda pool: pool.forks),
@@ -49,6 +61,11 @@ GAUGES: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
     "quire_sequences": ("Sequences that hold blocks.", lambda pool: pool.num_sequences),
     "quire_kv_held_tokens": ("Tokens in blocks that are held.", lambda pool: pool.num_held_tokens),
     "quire_kv_shared_blocks": ("Blocks that two or more sequences hold.", lambda pool: pool.num_shared_blocks),
+    "quire_kv_reserved_blocks": (
+        "Blocks guaranteed to sequences with a reservation, and not held yet.",
+        lambda pool: pool.num_reserved_blocks,
+    ),
+    "quire_kv_pinned_blocks": ("Cached blocks that are pinned.", lambda pool: pool.num_pinned_blocks),
 }
 
 

@@ -391,27 +391,29 @@ impl BlockPool {
         if self.counts().cached != num_cached {
             wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
         }
-        self.audit_accounts(wrong);
         if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
             wrong.push("somebody holds the null block".into());
         }
     }
 
-    /// Whose blocks are held and cached, counted block by block.
-    fn audit_accounts(&self, wrong: &mut Vec<String>) {
+    /// What is wrong with the tenants' accounts, counted block by block. Cost: as `audit_counts`.
+    pub fn audit_accounts(&self, wrong: &mut Vec<String>) {
         self.accounts.audit(wrong);
         let mut counted = vec![(0, 0, 0); self.accounts.len()];
-        for (block, owner) in self.owners.iter().enumerate().skip(1) {
-            let (block, counted) = (block as BlockId, counted.get_mut(*owner as usize));
-            match (self.state(block), counted) {
-                (BlockState::Free, _) => {}
-                (_, None) => wrong.push(format!("block {block} is tenant {owner}'s, who has no account")),
-                (BlockState::Cached, Some((_, cached, _))) if !self.is_kept(block) => *cached += 1,
-                (_, Some((held, _, pinned))) => {
-                    *held += 1;
-                    *pinned += usize::from(self.is_kept(block));
-                }
+        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let blocks = self.owners.iter().zip(held).zip(self.index.pasts()).enumerate();
+        for (block, ((owner, held), past)) in blocks {
+            if held == 0 && *past != Past::Findable {
+                continue; // free
             }
+            let Some((num_held, num_cached, num_pinned)) = counted.get_mut(*owner as usize) else {
+                wrong.push(format!("block {block} is tenant {owner}'s, who has no account"));
+                continue;
+            };
+            let is_kept = self.is_kept(block as BlockId);
+            *num_held += usize::from(held > 0 || is_kept);
+            *num_cached += usize::from(held == 0 && !is_kept);
+            *num_pinned += usize::from(is_kept);
         }
         for (tenant, counted) in counted.into_iter().enumerate() {
             let account = self.accounts.get(tenant as TenantId);
@@ -635,6 +637,7 @@ pub(crate) mod tests {
         let (mut wrong, num_blocks) = (Vec::new(), pool.refs.len() as BlockId);
         (0..num_blocks).step_by(2).for_each(|first| pool.audit(&(first..num_blocks.min(first + 2)), &mut wrong));
         pool.audit_counts(&mut wrong);
+        pool.audit_accounts(&mut wrong);
         wrong
     }
 
@@ -906,6 +909,28 @@ pub(crate) mod tests {
         let mut retired = held();
         retired.retire(&[1]).unwrap();
         assert_eq!(told(retired.acquire(&[1], 1)), "block 1 has no content to share");
+    }
+
+    #[test]
+    fn wrong_accounts_are_told() {
+        type Damage = fn(&mut BlockPool);
+        let damages: [(Damage, &str); 5] = [
+            (|pool| pool.accounts.hold(0, 1), "tenant 0 has (2, 1, 1) blocks held, cached and pinned"),
+            (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
+            (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
+            (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, who has no account"),
+            (|pool| drop(pool.keeps.insert(4, 1)), "block 4 is pinned and can't be found"),
+        ];
+        for (damage, told) in damages {
+            let mut pool = pool();
+            let cached = cache(&mut pool, &[1, 2]);
+            pool.keep(&cached[..1]);
+            pool.allocate(1, &ASKER).unwrap();
+            assert_eq!(violations(&pool), [""; 0]);
+            damage(&mut pool);
+            let wrong = violations(&pool);
+            assert!(wrong.iter().any(|wrong| wrong.contains(told)), "{told}: {wrong:?}");
+        }
     }
 
     #[test]

@@ -766,6 +766,10 @@ impl PyBooks {
         self.0.audit_counts()
     }
 
+    fn audit_promises(&self) -> Vec<String> {
+        self.0.audit_promises()
+    }
+
     #[pyo3(signature = (but_last_step_of = None))]
     fn state(&self, but_last_step_of: Option<&str>) -> String {
         self.0.state(but_last_step_of)
