@@ -342,11 +342,38 @@ def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str,
 
 
 @quire.command()
+@option("--pool", default="", metavar="NAME", show_default="the first", help="The pool to begin with.")
+@option("--once", is_flag=True, help="Print one frame and end; so it is too where the output is no terminal.")
+@option("--interval", type=click.FloatRange(min=0.1), default=0.5, metavar="SECONDS", help="Pause between two looks.")
+@_cachemgr_option
+@_credentials_options
+def top(pool: str, once: bool, interval: float, cachemgr: str, credentials: Any) -> None:
+    """Watch the pools live: blocks, leases, sequences, tenants, what the prefix cache finds, steps per second.
+
+    \b
+    Keys: q quit      p next pool     tab sequences, leases, tenants     / filter by tenant or lease
+          ? help      b block map     j k arrows select                  enter open, esc back
+
+    Where callers are asked who they are it needs an operator's token.
+
+    \b
+    Examples:
+      quire top
+      quire top --once | less
+      quire top --cachemgr cachemgr.internal:7070 --tls-ca ca.pem --token-file operator.token
+    """
+    _require("client")
+    from quire.client.top import run_top
+
+    run_top(cachemgr, pool, once=once, interval_s=interval, credentials=credentials)
+
+
+@quire.command()
 @click.argument("name")
 @option(
     "--role",
     "roles",
-    type=click.Choice(("client", "worker", "operator")),
+    type=click.Choice(("client", "worker", "operator", "content")),
     multiple=True,
     required=True,
     help="What who has it may do. May be given several times.",

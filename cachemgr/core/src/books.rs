@@ -42,6 +42,11 @@ impl Geometry {
     pub fn max_tokens(&self) -> usize {
         self.max_sequence_tokens.min((self.num_blocks - 1) * self.block_size)
     }
+
+    /// As many of a prompt's tokens as a sequence can have: no more are worth looking for.
+    pub fn holdable<'a>(&self, tokens: &'a [i32]) -> &'a [i32] {
+        &tokens[..tokens.len().min(self.max_tokens())]
+    }
 }
 
 /// What happened in a pool since its epoch was attached.
@@ -326,7 +331,7 @@ impl Books {
 
     /// The blocks that an admission would find in the cache, in order.
     fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Vec<BlockId> {
-        let size = self.geometry.block_size;
+        let (size, tokens) = (self.geometry.block_size, self.geometry.holdable(tokens));
         let num_full = tokens.len().saturating_sub(1) / size; // one token is left to compute
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();

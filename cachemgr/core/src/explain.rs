@@ -45,7 +45,7 @@ impl Books {
         let size = self.geometry.block_size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
-        chain_hashes(root, tokens, size, &mut hashes);
+        chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
         let (num_blocks, num_found) = (hashes.len(), self.pool.index().find(&hashes).len());
         let Some(&missing) = hashes.get(num_found) else {
             return Explanation { num_blocks, num_found, missing: None, miss: Miss::None, num_stranded: 0 };

@@ -73,7 +73,7 @@ impl Books {
         let size = self.geometry.block_size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes: Vec<Hash> = Vec::new();
-        chain_hashes(root, tokens, size, &mut hashes);
+        chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
         let blocks = self.pool.index().find(&hashes);
         if blocks.is_empty() {
             let message = format!("no full block of these {} tokens is cached", tokens.len());
