@@ -8,13 +8,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from integration.lone_cachemgr import BLOCK_SIZE, SAMPLED_TOKEN, SKIPPED, Bookkeeper, LoneCachemgr, Tenant
-from integration.protocol_client import DEADLINE_S, RefusedError, ask, await_that, draw_tokens
+from integration.protocol_client import DEADLINE_S, RefusedError, ask, await_that, draw_tokens, seconds
 
 from quire.cache.v1 import cache_service_pb2
 
@@ -258,6 +259,8 @@ class Load:
         self.random = random.Random(seed)
         self.running: set[int] = set()
         self.next_id = 0
+        self.prompts: list[dict[str, Any]] = []
+        self.pins: list[str] = []
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -279,7 +282,11 @@ class Load:
             parent = draw.choice(sorted(self.running))
             self.next_id += 1
             fields["forks"] = [{"parent_sequence_id": parent, "child_sequence_ids": [self.next_id], "token_count": 3}]
+        hints = [{"expected_in": seconds(draw.random())}, {"not_expected": True}]
+        fields["return_hints"] = [{"sequence_id": seq_id} | draw.choice(hints) for seq_id in released[::2]]
         plan = tenant.plan(**fields)
+        if draw.random() < 0.2:
+            self.pin_or_unpin()
         refused = {
             refusal.sequence_id for refusal in plan.refusals if refusal.item != cache_service_pb2.PLAN_ITEM_EXTEND
         }
@@ -294,7 +301,23 @@ class Load:
     def admission(self) -> dict[str, Any]:
         self.next_id += 1
         tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 60))]
-        return {"sequence_id": self.next_id, "token_ids": tokens, "salt": self.random.choice([b"", b"s"])}
+        prompt = {"token_ids": tokens, "salt": self.random.choice([b"", b"s"])}
+        self.prompts.append(prompt)
+        ranges = [{"token_count": 16, "priority": 9, "ttl": seconds(0.5)}, {"priority": self.random.randrange(1, 10)}]
+        retention = self.random.choice([[], ranges])
+        reserved = self.random.choice([0, len(tokens) + 8])
+        return {"sequence_id": self.next_id, "retention": retention, "reserved_token_count": reserved} | prompt
+
+    def pin_or_unpin(self) -> None:
+        """What can't be pinned is not cached or too much: that is fine here."""
+        pool = {"pool": self.tenant.worker.pool}
+        if self.pins and self.random.random() < 0.5:
+            pin_id = self.pins.pop(self.random.randrange(len(self.pins)))
+            ask(self.tenant.stub.UnpinPrefix, cache_service_pb2.UnpinPrefixRequest(pin_id=pin_id, **pool))
+        elif self.prompts:
+            request = cache_service_pb2.PinPrefixRequest(**pool | self.random.choice(self.prompts[-20:]))
+            with suppress(RefusedError):
+                self.pins.append(ask(self.tenant.stub.PinPrefix, request).pin_id)
 
 
 def test_under_load_every_copy_becomes_what_is_listed(cachemgr: LoneCachemgr, serve: Serve, watch: Watch) -> None:
@@ -324,6 +347,9 @@ def test_under_load_every_copy_becomes_what_is_listed(cachemgr: LoneCachemgr, se
     assert min(counted.evicted_block_count, counted.copied_block_count, counted.skipped_step_count) > 0
     states = {state for _, _, state in replicas[0].events()}
     assert states == {FREE, CACHED, ACTIVE, RETIRED}
+    told = [event.block for answer in replicas[0].answers for event in answer.events]
+    assert {block.priority for block in told} == set(range(10))
+    assert any(block.prefix_pin_count for block in told)
     whole, alice, bob = (set(replica.blocks) for replica in replicas[:3])
     assert alice | bob == whole
     assert alice
