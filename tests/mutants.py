@@ -2060,6 +2060,24 @@ MUTANTS: list[Mutant] = [
     ),
     # -- what is kept, and for whom
     Mutant(
+        "a pin is not told",
+        "pool.rs",
+        "        self.journal.touch_all(blocks, &self.owners);\n        for &block in blocks {\n"
+        "            let owner = self.owners[block as usize];\n            if self.is_idle(block) && ",
+        "        for &block in blocks {\n            let owner = self.owners[block as usize];\n"
+        "            if self.is_idle(block) && ",
+    ),
+    Mutant(
+        "advice is not told",
+        "pool.rs",
+        "            self.journal.touch_all(blocks, &self.owners);\n        }\n",
+        "        }\n",
+    ),
+    Mutant("the end of advice is not told", "pool.rs", "        self.journal.touch_all(&ended, owners);\n", ""),
+    Mutant(
+        "a wrong account is not told", "pool.rs", "            if entered != counted {\n", "            if false {\n"
+    ),
+    Mutant(
         "a floor is kept from nobody",
         "accounts.rs",
         "self.num_reserved.max(self.share.floor.saturating_sub(self.num_held))",

@@ -912,6 +912,23 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn pins_and_advice_and_their_ends_are_changes() {
+        let mut pool = pool();
+        let cached = cache(&mut pool, &[1, 2]);
+        let told = |pool: &mut BlockPool, change: &dyn Fn(&mut BlockPool, &[BlockId])| {
+            let first = pool.journal().num_changes();
+            change(pool, &cached);
+            let (changes, _) = pool.journal().since(first, 9, None).unwrap();
+            changes.into_iter().map(|change| change.block).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.keep(blocks)), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.let_go_kept(blocks).unwrap()), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.advise(blocks, Advice { level: 7, until: 9 })), cached);
+        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), []);
+        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(9)), cached);
+    }
+
+    #[test]
     fn wrong_accounts_are_told() {
         type Damage = fn(&mut BlockPool);
         let damages: [(Damage, &str); 5] = [
