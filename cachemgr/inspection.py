@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 
@@ -27,6 +28,7 @@ from quire.serving.access import Role, caller
 from quire.serving.errors import abort, answering
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Part = TypeVar("Part")
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
@@ -37,6 +39,15 @@ RESET_SLICE = 1_000
 
 
 refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
+
+
+async def in_turns(parts: Iterable[Callable[[], Part]]) -> AsyncIterator[Part]:
+    """Long work in parts. After each, others have the loop for as long as it took: a call takes several turns."""
+    clock = asyncio.get_running_loop().time
+    for part in parts:
+        begun_at = clock()
+        yield part()
+        await asyncio.sleep(clock() - begun_at)
 
 
 class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
@@ -82,12 +93,10 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.AuditPoolRequest, context: Context
     ) -> cache_service_pb2.AuditPoolResponse:
         ledger = self._catalog.pool(request.pool).ledger
-        violations = ledger.audit_counts()
-        await asyncio.sleep(0)  # others' calls go on
-        violations += ledger.audit_promises()
-        for first in range(0, ledger.geometry.num_blocks, AUDIT_SLICE):
-            await asyncio.sleep(0)  # others' calls go on
-            violations += ledger.audit(first, first + AUDIT_SLICE)
+        firsts = range(0, ledger.geometry.num_blocks, AUDIT_SLICE)
+        parts: list[Callable[[], list[str]]] = [ledger.audit_counts, ledger.audit_promises]
+        parts += [partial(ledger.audit, first, first + AUDIT_SLICE) for first in firsts]
+        violations = [violation async for wrong in in_turns(parts) for violation in wrong]
         return cache_service_pb2.AuditPoolResponse(
             violations=violations,
             block_count=ledger.geometry.num_blocks - 1,
@@ -197,11 +206,12 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def ResetPrefixCache(  # noqa: N802
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
-        ledger, dropped = self._catalog.pool(request.pool).ledger, 0
-        for first in range(0, ledger.geometry.num_blocks, RESET_SLICE):
-            dropped += ledger.reset_prefix_cache(first, first + RESET_SLICE, now=self._clock())
-            await asyncio.sleep(0)  # others' calls go on
-        return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=dropped)
+        ledger = self._catalog.pool(request.pool).ledger
+        firsts = range(0, ledger.geometry.num_blocks, RESET_SLICE)
+        reset = partial(ledger.reset_prefix_cache, now=self._clock())
+        slices = (partial(reset, first, first + RESET_SLICE) for first in firsts)
+        dropped = [dropped async for dropped in in_turns(slices)]
+        return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=sum(dropped))
 
     # -- prefixes -------------------------------------------------------------------------------------------------
 
