@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -179,22 +179,19 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
                 if isinstance(decision, ErrorStatus):
                     opened.end(decision)
 
-    @contextlib.contextmanager
-    def _logged(self, method: str, context: Context) -> Iterator[None]:
-        """A call from its begin to its end: counts it, gives it its id and a log line."""
+    def _begin(self, context: Context) -> Call:
+        """Counts a call and gives it its id; `_end` has to follow."""
         call = begin_call(context.invocation_metadata() or ())
         context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
         self._num_open += 1
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if call.refused is not None or log.isEnabledFor(logging.DEBUG):
-                self._ended(call, method, context, time.perf_counter() - begun)
+        return call
 
-    def _ended(self, call: Call, method: str, context: Context, seconds: float) -> None:
-        name, milliseconds = _as_one_word(caller().name), 1e3 * seconds
+    def _end(self, call: Call, method: str, context: Context) -> None:
+        """Counts it off; its log line."""
+        self._num_open -= 1
+        if call.refused is None and not log.isEnabledFor(logging.DEBUG):
+            return
+        name, milliseconds = _as_one_word(caller().name), 1e3 * (time.perf_counter() - call.begun)
         if call.refused is None:
             log.debug("ended method=%s caller=%s duration_ms=%.3f", method, name, milliseconds)
             return
@@ -213,11 +210,9 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
         Returns by what it was let in, None if nobody asked.
         """
-        if is_open(method):
-            return None
-        if self._num_open > self._max_calls:
+        if self._num_open > self._max_calls and not is_open(method):
             await abort(context, overloaded(self._domain, self._max_calls))
-        if self._access is None:
+        if self._access is None or is_open(method):
             return None
         evidence = evidence_of(context)
         decision = self._access.decide(method, evidence)
@@ -245,14 +240,16 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             return self._untouched(behavior, method)
 
         async def unary(request: Any, context: Context) -> Any:
-            with self._logged(method, context):
-                try:
-                    await self._admit(method, context)
-                    if isinstance(request, _Malformed):
-                        raise MalformedRequestError
-                    return await behavior(request, context)
-                except Exception as error:
-                    await self._answer(error, method, context)
+            call = self._begin(context)
+            try:
+                await self._admit(method, context)
+                if isinstance(request, _Malformed):
+                    raise MalformedRequestError
+                return await behavior(request, context)
+            except Exception as error:
+                await self._answer(error, method, context)
+            finally:
+                self._end(call, method, context)
 
         return unary
 
@@ -297,7 +294,8 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
     async def _opened(self, method: str, context: Context) -> AsyncIterator["_Stream"]:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
-        with self._logged(method, context):
+        call = self._begin(context)
+        try:
             opened = _Stream(task, method, await self._admit(method, context))
             self._streams.add(opened)
             if self._ending:
@@ -306,6 +304,8 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
                 yield opened
             finally:
                 self._streams.discard(opened)
+        finally:
+            self._end(call, method, context)
 
     async def _say_why(self, opened: "_Stream", context: Context) -> NoReturn:
         """Answers a stream that was cancelled: with a reason if it was by us, not at all if it was by its client."""

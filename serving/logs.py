@@ -35,9 +35,14 @@ _FIELDS_AT_THE_END = re.compile(rf"(?P<event>[^%=]*?)(?:(?:^| ){_FIELD.pattern})
 
 @dataclass(slots=True)
 class Call:
-    """A call that is being answered. `refused` is the status and the reason that it has been answered with, if any."""
+    """A call that is being answered.
+
+    begun    by time.perf_counter
+    refused  the status and the reason that it has been answered with, if any
+    """
 
     request_id: str
+    begun: float
     refused: tuple[grpc.StatusCode, str] | None = None
 
 
@@ -54,7 +59,7 @@ def begin_call(metadata: Iterable[tuple[str, Any]]) -> Call:
     given = dict(metadata).get(REQUEST_ID_KEY)
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         given = f"{random.getrandbits(64):016x}"
-    call = Call(given)
+    call = Call(given, time.perf_counter())
     _call.set(call)
     return call
 

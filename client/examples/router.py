@@ -8,7 +8,7 @@ Questions about three documents are sent by prefix and load first, then to each 
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,10 +72,12 @@ async def ask_all(cache: CacheClient, address: str, *, by_prefix: bool) -> dict[
         tokenizer = backends[pools[0]].engine.tokenizer
         assert tokenizer is not None, "the workers have one model, whose tokenizer can be read here"
         in_turn = iter(pools * (len(QUESTIONS) * len(DOCUMENTS)))
+        documents = deque(DOCUMENTS)
         for question in QUESTIONS:
+            documents.rotate()
             async with asyncio.TaskGroup() as answers:
-                for document, text in DOCUMENTS.items():
-                    tokens = tokenizer.encode(text + question)
+                for document in documents:
+                    tokens = tokenizer.encode(DOCUMENTS[document] + question)
                     pool, num_cached = await choose(cache, backends, tokens) if by_prefix else (next(in_turn), 0)
                     answers.create_task(backends[pool].answer(document, tokens, num_cached))
                     await asyncio.sleep(0)  # from here on its tokens are pending

@@ -15,6 +15,7 @@ from integration.protocol_client import (
     LeaseHolder,
     Pair,
     RefusedError,
+    ask,
     await_that,
     draw_tokens,
 )
@@ -111,7 +112,6 @@ def test_what_happens_is_counted(measured: Pair) -> None:
     lease.await_settled()
     planned = lease.extend(1)
     now = page_of(cachemgr)
-    grown = {name: value - before.get(name, 0.0) for name, value in now.items() if value != before.get(name, 0.0)}
     lease.run(planned)
     lease.delete()
     hit = 2 * BLOCK_SIZE
@@ -129,12 +129,52 @@ def test_what_happens_is_counted(measured: Pair) -> None:
         "quire_leases{pool=default,state=open}": 1,
         "quire_sequences{pool=default}": 2,
     }
-    ignored = ("quire_kv_blocks", "quire_kv_held_tokens")
-    assert {name: value for name, value in grown.items() if not name.startswith(ignored)} == expected
+    assert grown(before, now) == expected
     states = {state: now[f"quire_kv_blocks{{pool=default,state={state}}}"] for state in ("free", "cached", "active")}
     counts = measured.counts()
     assert sum(states.values()) + now["quire_kv_blocks{pool=default,state=retired}"] == NUM_BLOCKS - 1
     assert counts.free_count + counts.cached_count + counts.active_count + counts.retired_count == NUM_BLOCKS - 1
+
+
+def grown(before: Page, now: Page) -> Page:
+    """What has changed and by how much, block and token counts by state apart."""
+    ignored = ("quire_kv_blocks", "quire_kv_held_tokens")
+    changes = {name: value - before.get(name, 0.0) for name, value in now.items() if not name.startswith(ignored)}
+    return {name: change for name, change in changes.items() if change}
+
+
+def test_what_comes_back_is_told_apart_from_what_is_new(measured: Pair) -> None:
+    cachemgr = measured.services.cachemgr
+    await_that("no lease is left", lambda: not measured.leases())
+    lease = LeaseHolder.create(measured)
+    pinned, evicted = draw_tokens(2 * BLOCK_SIZE, seed=2), draw_tokens(3 * BLOCK_SIZE, seed=3)
+    lease.run(lease.admit((1, pinned), (2, evicted)))
+    lease.await_settled()
+    lease.run(lease.plan(release_sequence_ids=[1, 2]), skip=True)
+    lease.await_settled()
+    before = page_of(cachemgr)
+    ask(measured.cache.PinPrefix, cache_service_pb2.PinPrefixRequest(pool="default", token_ids=pinned))
+    large = draw_tokens((NUM_BLOCKS - 3) * BLOCK_SIZE, seed=4)
+    lease.run(lease.admit((3, large), max_compute_token_count=1), skip=True)
+    lease.run(lease.plan(release_sequence_ids=[3]), skip=True)
+    lease.await_settled()
+    lease.run(lease.admit((4, evicted), resumed=True))
+    lease.run(lease.admit((5, pinned), resumed=True, reserved_token_count=5 * BLOCK_SIZE))
+    lease.await_settled()
+    changes = grown(before, page_of(cachemgr))
+    lease.delete()
+    # The last block of a prompt is computed in any case: that it is gone is no loss.
+    expected = {
+        "cache_admissions_total": 1,
+        "cache_prompt_tokens_total": len(large),
+        "cache_resumed_admissions_total": 2,
+        "cache_resumed_tokens_total": 5 * BLOCK_SIZE,
+        "cache_resumed_hit_tokens_total": BLOCK_SIZE,
+        "cache_recomputed_tokens_total": 2 * BLOCK_SIZE,
+        "kv_pinned_blocks": 2,
+        "kv_reserved_blocks": 5 - 2,
+    }
+    assert {name: changes.get(f"quire_{name}{{pool=default}}") for name in expected} == expected
 
 
 def test_refused_calls_and_plans_on_streams_are_counted(measured: Pair) -> None:
