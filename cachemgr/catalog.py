@@ -157,4 +157,5 @@ class Catalog:
     def lease_fenced(self, pool: AttachedPool, lease_id: str) -> None:
         """The worker has fenced a lease: it is gone."""
         pool.ledger.lease_fenced(lease_id)
-        self._pool_of_lease.pop(lease_id, None)
+        if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # of other pools' leases this worker says nothing
+            del self._pool_of_lease[lease_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpc import StatusCode
 
 from quire.cachemgr.errors import Reason, Refusal
-from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus
+from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus
 
 DOMAIN = "cache.quire.dev"
 
@@ -53,7 +53,7 @@ RETRY_DELAYS_S: dict[Reason, float] = {
     # Only sequences of the same tenant that end make room.
     Reason.QUOTA_EXCEEDED: 0.1,
     # Longer than what waits takes to be answered: a full line is gone after tens of milliseconds.
-    Reason.OVERLOADED: 0.1,
+    Reason.OVERLOADED: OVERLOADED_RETRY_DELAY_S,
     # The shortest life of a lease that nobody renews.
     Reason.TOO_MANY_LEASES: 1.0,
     Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,

@@ -23,6 +23,8 @@ Response = TypeVar("Response")
 Refused = TypeVar("Refused", bound=Exception)
 Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
 
+OVERLOADED_RETRY_DELAY_S = 0.1
+"""How long who is told that a server has too much to do should wait."""
 AWAY_RETRY_DELAY_S = 1.0
 """How long who is told that a server or a worker is away should wait: they are back in seconds, not in milliseconds."""
 

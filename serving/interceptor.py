@@ -26,7 +26,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from quire.serving.access import Access, Evidence, caller, evidence_of, is_open, set_caller
-from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus, abort
+from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus, abort
 from quire.serving.logs import REQUEST_ID_KEY, Call, begin_call, describe_exception
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CALLS = 8_192
 """Calls, streams included, that a server has open at a time."""
-OVERLOADED_RETRY_DELAY_S = 0.1
 
 _ONE_WORD = re.compile(r"[!-~]*")
 

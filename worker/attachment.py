@@ -77,6 +77,8 @@ class Attachment:
                 async for response in self._call:
                     self._obey(response, outbox)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return "INVALID_ARGUMENT"  # what it says may quote a token of a report
             if self._is_attached or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 return f"{error.code().name}: {error.details()}"
             return f"nobody answers ({error.details()})" if self._dialer.uses_tls else "nobody answers"

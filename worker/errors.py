@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from grpc import StatusCode
 
-from quire.serving.errors import AWAY_RETRY_DELAY_S, ErrorStatus
+from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus
 
 DOMAIN = "compute.quire.dev"
 
@@ -25,6 +25,7 @@ class Reason(StrEnum):
     STEP_FAILED = "STEP_FAILED"
     POOL_DETACHED = "POOL_DETACHED"
     SHUTTING_DOWN = "SHUTTING_DOWN"
+    OVERLOADED = "OVERLOADED"
     CREDENTIALS_MISSING = "CREDENTIALS_MISSING"
     TOKEN_REJECTED = "TOKEN_REJECTED"
     ROLE_MISSING = "ROLE_MISSING"
@@ -42,6 +43,7 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.STEP_FAILED: StatusCode.INTERNAL,
     Reason.POOL_DETACHED: StatusCode.UNAVAILABLE,
     Reason.SHUTTING_DOWN: StatusCode.UNAVAILABLE,
+    Reason.OVERLOADED: StatusCode.RESOURCE_EXHAUSTED,
     Reason.CREDENTIALS_MISSING: StatusCode.UNAUTHENTICATED,
     Reason.TOKEN_REJECTED: StatusCode.UNAUTHENTICATED,
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
@@ -51,6 +53,7 @@ STATUS_CODES: dict[Reason, StatusCode] = {
 RETRY_DELAYS_S: dict[Reason, float] = {
     Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,
     Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,
+    Reason.OVERLOADED: OVERLOADED_RETRY_DELAY_S,
 }
 
 

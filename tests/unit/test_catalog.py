@@ -77,6 +77,16 @@ def test_an_epoch_that_another_cachemgr_has_ruled_meanwhile_is_a_strangers(catal
     assert attach(catalog) is pool, "the answer was lost, and nobody else heard of it"
 
 
+def test_a_worker_that_fences_another_pools_lease_changes_nothing(catalog: Catalog) -> None:
+    first, second = attach(catalog), attach(catalog, pool="b")
+    catalog.open_lease(first, "lease", ttl_s=10, now=0.0)
+    catalog.lease_fenced(second, "lease")
+    assert catalog.pool_of("lease") is first
+    assert catalog.tenant_of("lease") == ""
+    catalog.lease_fenced(first, "lease")
+    assert refusal_of(lambda: catalog.pool_of("lease")) is Reason.LEASE_NOT_FOUND
+
+
 def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_attached(catalog: Catalog) -> None:
     first = attach(catalog)
     call = lambda: catalog.register(registration(epoch=2), signing_key=b"k")  # noqa: E731

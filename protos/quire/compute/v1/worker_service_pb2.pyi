@@ -68,6 +68,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 51
     """UNAVAILABLE. The server is draining."""
+    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 52
+    """RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
+    limit.
+    """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
     """UNAUTHENTICATED. The server asks who calls, and neither a client
     certificate nor a bearer token was shown.
@@ -125,6 +129,10 @@ ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 50
 """UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 51
 """UNAVAILABLE. The server is draining."""
+ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 52
+"""RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
+limit.
+"""
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
 """UNAUTHENTICATED. The server asks who calls, and neither a client
 certificate nor a bearer token was shown.

@@ -60,6 +60,9 @@ const (
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 50
 	// UNAVAILABLE. The server is draining.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 51
+	// RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
+	// limit.
+	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 52
 	// UNAUTHENTICATED. The server asks who calls, and neither a client
 	// certificate nor a bearer token was shown.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 60
@@ -86,6 +89,7 @@ var (
 		40: "ERROR_REASON_STEP_FAILED",
 		50: "ERROR_REASON_POOL_DETACHED",
 		51: "ERROR_REASON_SHUTTING_DOWN",
+		52: "ERROR_REASON_OVERLOADED",
 		60: "ERROR_REASON_CREDENTIALS_MISSING",
 		61: "ERROR_REASON_TOKEN_REJECTED",
 		62: "ERROR_REASON_ROLE_MISSING",
@@ -103,6 +107,7 @@ var (
 		"ERROR_REASON_STEP_FAILED":         40,
 		"ERROR_REASON_POOL_DETACHED":       50,
 		"ERROR_REASON_SHUTTING_DOWN":       51,
+		"ERROR_REASON_OVERLOADED":          52,
 		"ERROR_REASON_CREDENTIALS_MISSING": 60,
 		"ERROR_REASON_TOKEN_REJECTED":      61,
 		"ERROR_REASON_ROLE_MISSING":        62,
@@ -1352,7 +1357,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\tblock_ids\x18\x01 \x03(\x05R\bblockIds\"L\n" +
 	"\x16ChecksumBlocksResponse\x12\x1c\n" +
 	"\tchecksums\x18\x01 \x03(\x03R\tchecksums\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\x80\x04\n" +
+	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\x9d\x04\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12 \n" +
@@ -1366,7 +1371,8 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x1eERROR_REASON_PRIOR_STEP_FAILED\x10\x1f\x12\x1c\n" +
 	"\x18ERROR_REASON_STEP_FAILED\x10(\x12\x1e\n" +
 	"\x1aERROR_REASON_POOL_DETACHED\x102\x12\x1e\n" +
-	"\x1aERROR_REASON_SHUTTING_DOWN\x103\x12$\n" +
+	"\x1aERROR_REASON_SHUTTING_DOWN\x103\x12\x1b\n" +
+	"\x17ERROR_REASON_OVERLOADED\x104\x12$\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x12\x1f\n" +
 	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x12\x1d\n" +
 	"\x19ERROR_REASON_ROLE_MISSING\x10>2\xd0\x03\n" +
