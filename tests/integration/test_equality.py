@@ -86,3 +86,26 @@ def test_tokens_equal_generate(family: str, tmp_path: Path) -> None:
     assert scheduler.forks == 4
     assert scheduler.failed_steps == 0
     assert statistics.recoveries == 0
+
+
+@pytest.mark.parametrize(
+    "shares", [f"[default]\nlimit = {NUM_BLOCKS - 1}\n", f"[tenants.other]\nfloor = {2 * NUM_BLOCKS}\n"]
+)
+def test_a_part_of_a_large_pool_is_as_good_as_a_small_one(shares: str, tmp_path: Path) -> None:
+    """The pool has room, but not for this tenant: because of its limit, or of another one's floor."""
+    prompts = make_prompts()
+    expected = expected_tokens(build("llama"), prompts) * 2
+    (tmp_path / "tenants.toml").write_text(shares)
+    with LocalServices.start(
+        model=save("llama", tmp_path / "llama"),
+        num_blocks=3 * NUM_BLOCKS,
+        extra_cachemgr_args=("--tenants", str(tmp_path / "tenants.toml")),
+        extra_worker_args=WORKER_ARGS,
+    ) as services:
+        completions, statistics = asyncio.run(generate(services.cachemgr_address, prompts))
+    for completion, tokens in zip(completions, expected, strict=True):
+        for sample in completion.samples:
+            assert sample.token_ids == tokens
+    assert statistics.scheduler.preemptions > 0
+    assert statistics.scheduler.failed_steps == 0
+    assert statistics.recoveries == 0
