@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from integration.protocol_client import (
     CACHE_SERVICE,
     MAX_SEQUENCES,
@@ -502,6 +502,15 @@ def full(message: Any, *, depth: int = 0) -> Any:
     return filled
 
 
+def is_message(method: Any, data: bytes) -> bool:
+    """Whether these are bytes that the method may well do something about: a message of fields that nobody knows."""
+    try:
+        method.input_type._concrete_class.FromString(data)
+    except DecodeError:
+        return False
+    return True
+
+
 def check_clean(error: RefusedError | None) -> None:
     if error is not None:
         assert error.code in CLEAN, error
@@ -515,7 +524,9 @@ def test_bytes_at_random_are_answered(
     generator = random.Random(f"{service}/{method.name}")
     with pair.untouched():
         for size in (1, 2, 3, 5, 8, 13, 50, 200, 3000) * 3:
-            check_clean(send_bytes(pair, service, method, generator.randbytes(size)))
+            data = generator.randbytes(size)
+            if not is_message(method, data):
+                check_clean(send_bytes(pair, service, method, data))
 
 
 @pytest.mark.parametrize(("service", "method"), METHODS)

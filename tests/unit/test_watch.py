@@ -16,7 +16,7 @@ from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.plans import StepRequest
-from quire.cachemgr.watch import INTERVAL_S, Place, View, watch_blocks
+from quire.cachemgr.watch import INTERVAL_S, Changes, Place, View, watch_blocks
 
 ALL = View(tenant=None, with_content=False)
 POOL = "p"
@@ -114,6 +114,19 @@ def test_an_idle_watch_waits(catalog: Catalog, pool: AttachedPool) -> None:
             assert time.process_time() - begun < 5 * INTERVAL_S
             following.cancel()
             await asyncio.wait([following])
+
+    run(test)
+
+
+def test_what_was_looked_at_is_not_looked_at_again(pool: AttachedPool) -> None:
+    async def test() -> None:
+        changed, changes = asyncio.Event(), Changes(pool.ledger, View(None, with_content=False), 0)
+        assert changes.next() is None
+        changed.set()
+        await changes.pause(changed)
+        assert changes.next() is None
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(changes.pause(changed), 3 * INTERVAL_S)
 
     run(test)
 
