@@ -27,6 +27,7 @@ from quire.cachemgr.servicer import CacheServicer
 from quire.cachemgr.shares import Shares, watch_shares
 from quire.cachemgr.statuses import DOMAIN
 from quire.serving.logs import configure_logging
+from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
 from quire.serving.runtime import tune_garbage_collector
@@ -37,6 +38,16 @@ log = logging.getLogger("quire.cachemgr")
 SERVICE_NAME = "quire.cache.v1.CacheService"
 DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
 SHARES_INTERVAL_S = 1.0
+
+
+class CachemgrCommand(ServerCommand):
+    files = (
+        ("/run/quire/cachemgr.sock", "Where it listens unless told otherwise."),
+        (
+            "--token-file, --tenants, --tls-*",
+            "Read again when they change. While one can't be read, it stays as it was.",
+        ),
+    )
 
 
 async def serve(
@@ -85,7 +96,7 @@ def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> I
     return metric_families(catalog, servicer.statistics(), server.statistics())
 
 
-@click.command(name="cachemgr", context_settings=command_settings("QUIRE_CACHEMGR"))
+@click.command(name="cachemgr", cls=CachemgrCommand, context_settings=command_settings("QUIRE_CACHEMGR"))
 @server_options(default_listen=DEFAULT_LISTEN)
 @option(
     "--eviction-policy",
@@ -124,4 +135,4 @@ def main(server: ServerOptions, eviction_policy: str, max_leases: int, tenants: 
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="quire cachemgr")

@@ -16,6 +16,7 @@ import click
 from quire.serving.addresses import Address
 from quire.serving.dialing import DialOptions
 from quire.serving.logs import configure_logging
+from quire.serving.manual import ServerCommand
 from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
 from quire.serving.server import run
 from quire.worker.config import DTYPE_NAMES, ByteSize, WorkerConfig, default_threads
@@ -26,7 +27,14 @@ DEFAULT_LISTEN = "unix:/run/quire/worker.sock"
 DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 
 
-@click.command(name="worker", context_settings=command_settings("QUIRE_WORKER"))
+class WorkerCommand(ServerCommand):
+    files = (
+        ("/run/quire/worker.sock", "Where it listens unless told otherwise."),
+        ("--token-file, --tls-*", "Read again when they change. While one can't be read, it stays as it was."),
+    )
+
+
+@click.command(name="worker", cls=WorkerCommand, context_settings=command_settings("QUIRE_WORKER"))
 @option("--model", required=True, metavar="PATH_OR_HUB_ID", help="The model: a folder, or a hub id.")
 @option(
     "--cachemgr",
@@ -43,22 +51,49 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
     help="Where clients reach this worker, if not at the first --listen address (0.0.0.0, say).",
 )
 @option("--pool", default="default", metavar="NAME", help="The pool's name at the cachemgr.")
-@option("--num-blocks", type=click.IntRange(min=2), help="Blocks in the pool, the null block included.")
+@option(
+    "--num-blocks", type=click.IntRange(min=2), metavar="BLOCKS", help="Blocks in the pool, the null block included."
+)
 @option("--kv-cache-memory", type=ByteSize(), metavar="BYTES", help="Memory for the pool, like 512M or 1.5G.")
 @option(
     "--memory-share",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.5,
+    metavar="FRACTION",
     help="Part of the free memory for the pool, if neither blocks nor bytes are given.",
 )
 @option("--block-size", type=click.IntRange(1, 1024), default=16, metavar="TOKENS", help="Tokens per block.")
 @option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights, activations and KV; auto: as saved.")
-@option("--device", default="auto", help="Where to compute: cpu, cuda, cuda:1; auto: a GPU if there is one.")
+@option(
+    "--device",
+    default="auto",
+    metavar="DEVICE",
+    help="Where to compute: cpu, cuda, cuda:1; auto: a GPU if there is one.",
+)
 @option("--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's.")
-@option("--max-num-seqs", type=click.IntRange(min=1), default=256, help="Sequences that may hold blocks at a time.")
-@option("--max-step-tokens", type=click.IntRange(min=1), default=8192, help="Tokens one step may compute.")
-@option("--threads", type=click.IntRange(min=1), default=default_threads, help="CPU threads for the model.")
-@option("--revision", help="The model's revision on the hub.")
+@option(
+    "--max-num-seqs",
+    type=click.IntRange(min=1),
+    default=256,
+    metavar="SEQUENCES",
+    help="Sequences that may hold blocks at a time.",
+)
+@option(
+    "--max-step-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    metavar="TOKENS",
+    help="Tokens one step may compute.",
+)
+@option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=default_threads,
+    show_default="as many as cores",
+    metavar="THREADS",
+    help="CPU threads for the model.",
+)
+@option("--revision", metavar="REVISION", help="The model's revision on the hub.")
 @option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")
 @server_options(default_listen=DEFAULT_LISTEN)
 def main(
@@ -90,4 +125,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="quire worker")

@@ -1,0 +1,65 @@
+"""What `--help` of a server says: its flags by what they are about, then signals, exit statuses, environment, files."""
+
+from collections.abc import Iterable
+
+import click
+
+# Sections by how the names of their flags begin; what begins like none of these is the server's own.
+SECTIONS = (
+    ("Serving", ("--listen", "--metrics-listen", "--health-listen", "--drain-timeout")),
+    ("Who may call", ("--tls-", "--token-", "--allow-plaintext", "--tenants", "--max-leases")),
+    ("The cachemgr", ("--cachemgr",)),
+    ("Logs", ("--log-",)),
+    ("Help", ("-h", "--help")),
+)
+OWN = "Options"
+
+SIGNALS = (
+    ("SIGTERM, SIGINT", "Drain: health is NOT_SERVING, new work is refused, what has begun finishes; then exit."),
+    ("the second one", "Exit at once."),
+)
+EXIT_STATUSES = (
+    ("0", "It was told to stop, and did."),
+    ("1", "It could not start, or had to stop: the last line of the log says why."),
+    ("2", "A flag is wrong."),
+    ("128 + N", "Stopped at once by a second signal N."),
+)
+
+
+class ServerCommand(click.Command):
+    """A command with a manual. `files`: paths that matter, and what they are."""
+
+    files: tuple[tuple[str, str], ...] = ()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records: dict[str, list[tuple[str, str]]] = {OWN: []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                records.setdefault(section_of(parameter.opts), []).append(record)
+        for title in (OWN, *(title for title, _ in SECTIONS)):
+            write_section(formatter, title, records.get(title, ()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        prefix = f"{ctx.auto_envvar_prefix}_"
+        write_section(formatter, "Signals", SIGNALS)
+        write_section(formatter, "Exit status", EXIT_STATUSES)
+        environment = [(f"{prefix}FLAG", "Stands for --flag; the flag wins. A list is separated by spaces.")]
+        write_section(formatter, "Environment", environment)
+        write_section(formatter, "Files", self.files)
+
+
+def section_of(names: Iterable[str]) -> str:
+    """Where a flag is listed."""
+    for title, beginnings in SECTIONS:
+        if any(name.startswith(beginnings) for name in names):
+            return title
+    return OWN
+
+
+def write_section(formatter: click.HelpFormatter, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Nothing, if there are no rows."""
+    rows = list(rows)
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows)
