@@ -439,3 +439,34 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
     from quire.client.demo import DemoOptions, run_demo
 
     run_demo(DemoOptions(model, prompts, samples, max_tokens, num_blocks, seed))
+
+
+@quire.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", required=False)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
+@option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
+@option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    show_default="build/bench of the checkout",
+    help="Where the JSON and the plot go.",
+)
+def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | None) -> None:
+    """Run a benchmark of the checkout; without a NAME, list them.
+
+    Prints a table, and writes JSON with the raw samples and a plot. Some have flags of their own: `quire bench NAME --
+    --help` lists them. What was measured so far, and where, is in docs/benchmarks.md.
+
+    \b
+    Examples:
+      quire bench
+      quire bench utilization
+      quire bench control-plane --restarts 2 --output results
+    """
+    from quire.client.bench import list_benches, run_bench
+
+    if name is None:
+        click.echo(list_benches())
+    else:
+        run_bench(name, flags, quick=quick, output=output)

@@ -26,6 +26,7 @@ from typing import Self
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine_metrics import EngineLook, EnginePage, Measured, RequestTimes
 from quire.client.errors import (
     AccessDenied,
     EngineStopped,
@@ -46,6 +47,7 @@ from quire.client.scheduler import Failed, Sampled, Scheduler, SchedulerLimits, 
 from quire.client.sequence import FinishReason, Sequence
 from quire.client.session import ConnectWorker, Session
 from quire.client.tokenizer import Tokenizer
+from quire.client.tracing import NO_SPAN, NoSpan, RequestSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing
 from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
 from quire.compute.v1 import worker_service_pb2
 
@@ -69,6 +71,7 @@ class EngineConfig:
     recovery_timeout_s       requests fail if a service can't be reached for this long
     max_recoveries           requests fail after this many recoveries without a computed step in between
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
+    metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
 
     pool: str = ""
@@ -78,6 +81,7 @@ class EngineConfig:
     recovery_timeout_s: float = 60.0
     max_recoveries: int = 8
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
+    metrics_listen: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
@@ -120,11 +124,21 @@ class _Counters:
 class _Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
-    __slots__ = ("error", "mailbox", "news", "num_open", "sequences", "texts")
+    __slots__ = ("error", "mailbox", "news", "num_open", "sequences", "span", "texts", "times")
 
-    def __init__(self, sequences: list[Sequence], texts: list[SampleText], *, has_logprobs: bool) -> None:
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        texts: list[SampleText],
+        times: RequestTimes,
+        span: RequestSpan | None,
+        *,
+        has_logprobs: bool,
+    ) -> None:
         self.sequences = sequences
+        self.span = span
         self.texts = texts
+        self.times = times
         self.mailbox = Mailbox(has_logprobs=has_logprobs)
         self.news = asyncio.Event()
         self.num_open = len(sequences)
@@ -161,11 +175,12 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | str | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Over clients of the caller's choice; connect_worker gets the address that the lease names.
 
         tokenizer is one, or where to load it from; None: from where the worker says it is, if that can be read here.
-        Without one prompts are token ids and there is no text.
+        Without one prompts are token ids and there is no text. tracing makes spans; None: there are none.
         """
         self._cache = cache
         self._connect_worker = connect_worker
@@ -177,8 +192,11 @@ class Engine:
         self._end_token_ids: tuple[int, ...] = ()
         self._max_logprobs = 0
         self._requests: dict[int, _Request] = {}
-        self._flight: deque[tuple[Step, StepAnswer]] = deque()
-        self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse]] = []
+        self._tracing = tracing
+        self._flight: deque[tuple[Step, StepAnswer, float, StepSpan | NoSpan]] = deque()  # sent at
+        self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = []  # came at
+        self._measured = Measured()
+        self._page: EnginePage | None = None
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._stopped: EngineStopped | None = None
@@ -195,28 +213,35 @@ class Engine:
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | str | None = None,
         credentials: Credentials = NO_CREDENTIALS,
+        tracing: Tracing | None = None,
     ) -> "Engine":
         """An engine over gRPC; enter it with `async with`. Addresses are "unix:/path" or "host:port".
 
         worker overrides the address that the pool's worker gave cachemgr; credentials are shown to both.
         """
+        cache_kind = CacheClient if tracing is None else TracedCacheClient
+        worker_kind = WorkerClient if tracing is None else TracedWorkerClient
         return cls(
-            CacheClient(cachemgr, credentials=credentials),
-            lambda address: WorkerClient(worker or address, credentials=credentials),
+            cache_kind(cachemgr, credentials=credentials),
+            lambda address: worker_kind(worker or address, credentials=credentials),
             config=config,
             tokenizer=tokenizer,
+            tracing=tracing,
         )
 
     async def __aenter__(self) -> Self:
         """Take a lease and begin.
 
-        Raises NotFound, OutOfRoom, Unavailable; OSError or ValueError for the tokenizer asked for.
+        Raises NotFound, OutOfRoom, Unavailable; OSError or ValueError for the tokenizer asked for; InvalidRequest if
+        metrics can't be served where they should.
         """
         try:
             session = await self._open_session()
             await self._load_tokenizer(session.model.tokenizer)
             self._scheduler = Scheduler(self._limits_of(session), verify=self._config.verify)
             self._use(session)
+            if self._config.metrics_listen is not None:
+                self._page = EnginePage(self._config.metrics_listen, self._look)
         except BaseException:
             await self._close_clients()
             raise
@@ -235,9 +260,17 @@ class Engine:
             self._loop.cancel()
             await asyncio.wait([self._loop])
         self._stop(EngineStopped("the engine is closed"))
+        if self._page is not None:
+            await asyncio.to_thread(self._page.close)
+            self._page = None
         await self._close_clients()
 
     # What callers use.
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where the page of metrics is, "host:port"; None if there is none."""
+        return None if self._page is None else self._page.address
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -298,6 +331,18 @@ class Engine:
             deliver_s=counters.deliver_s,
         )
 
+    def _look(self) -> EngineLook:
+        pool, model = ("", "") if self._session is None else (self._session.pool, self._session.model.model)
+        return EngineLook(
+            pool=pool or self._config.pool,
+            model=model,
+            scheduler=self._scheduler.statistics(),
+            num_requests=len(self._requests),
+            computed_steps=self._counters.computed_steps,
+            recoveries=self._counters.recoveries,
+            measured=self._measured,
+        )
+
     # Requests.
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
@@ -330,8 +375,16 @@ class Engine:
                     yield chunk
         finally:
             self._requests.pop(request_id, None)
+            self._end_measuring(request)
             if self._stopped is None:
                 self._scheduler.cancel(request.sequences)
+
+    def _end_measuring(self, request: _Request) -> None:
+        request.times.close(FinishReason.CANCELLED if request.error is None else FinishReason.FAILED)
+        if request.span is not None:
+            num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in request.sequences)
+            reasons = [sequence.finish_reason for sequence in request.sequences]
+            request.span.end(num_tokens=num_tokens, reasons=reasons, error=request.error)
 
     async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
         async with contextlib.aclosing(self._generate(token_ids, params)) as stream:
@@ -346,7 +399,15 @@ class Engine:
             SampleText(self._tokenizer.detokenizer(token_ids) if self._tokenizer else None, params.stop)
             for _ in sequences
         ]
-        request = _Request(sequences, texts, has_logprobs=params.logprobs is not None)
+        times = RequestTimes(
+            self._measured,
+            began_s=time.perf_counter(),
+            num_prompt_tokens=len(token_ids),
+            num_samples=len(sequences),
+        )
+        tracing = self._tracing
+        span = None if tracing is None else tracing.request(num_prompt_tokens=len(token_ids), params=params)
+        request = _Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
         request_id = sequences[0].request_id
         self._requests[request_id] = request
         self._wake.set()
@@ -401,7 +462,9 @@ class Engine:
             return False
         scheduled = time.perf_counter()
         try:
-            outcome, grant = await session.plan(plan)
+            with self._span("quire.plan", plan.sequences.values()) as span:
+                outcome, grant = await session.plan(plan)
+            span.end(step_number=outcome.step_number, refusals=len(outcome.refusals))
         except OutOfRoom:  # TOO_MANY_STEPS: their outcomes are on the way to cachemgr
             if not self._flight:
                 await self._pause()
@@ -409,9 +472,13 @@ class Engine:
         planned = time.perf_counter()
         step = self._scheduler.on_planned(plan, outcome)
         self._fail_some(step.failed)
-        self._flight.append((step, await session.run(step, grant)))
+        with self._span("quire.step", step.sequences) as span:
+            answer = await session.run(step, grant)
+        sent = time.perf_counter()
+        self._flight.append((step, answer, sent, span))
+        self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
-        self._counters.schedule_s += (scheduled - started) + (time.perf_counter() - planned)
+        self._counters.schedule_s += (scheduled - started) + (sent - planned)
         if plan.asks_to_compute and not step.seq_ids and len(self._flight) == 1:
             await self._settle()
             await self._pause()  # blocks are on the way back, or others hold them
@@ -422,21 +489,36 @@ class Engine:
         if not self._flight:
             raise RuntimeError("there is work, nothing to plan and nothing to wait for")
         started = time.perf_counter()
-        step, answer = self._flight[0]
+        step, answer, sent, span = self._flight[0]
         try:
             response = await answer.result()
-        except StepFailed as error:
+        except QuireError as error:
+            span.fail(error)
+            if not isinstance(error, StepFailed):
+                raise
             self._flight.popleft()
             await self._take_failure(step, error)
             return
         finally:
-            self._counters.wait_s += time.perf_counter() - started
+            ended = time.perf_counter()
+            self._counters.wait_s += ended - started
         self._flight.popleft()
+        self._measured.step.observe(ended - sent)
+        if span is not NO_SPAN:
+            span.end(step_number=step.step_number, tokens=sum(step.counts), **_timings_of(response))
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
-        self._undelivered.append((sampled, response))
+        self._undelivered.append((sampled, response, ended))
         if step.seq_ids:
             self._counters.computed_steps += 1
             self._recoveries_in_row = self._fruitless_in_row = 0
+
+    def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
+        """For what is done for these sequences."""
+        if self._tracing is None:
+            return NO_SPAN
+        request_ids = dict.fromkeys(sequence.request_id for sequence in sequences)
+        requests = [self._requests[each] for each in request_ids if each in self._requests]
+        return self._tracing.step(name, [request.span for request in requests])
 
     async def _take_failure(self, step: Step, error: StepFailed) -> None:
         _log.warning("step %d computed nothing: %s", step.step_number, error.reason)
@@ -457,13 +539,13 @@ class Engine:
     def _deliver(self) -> None:
         started = time.perf_counter()
         undelivered, self._undelivered = self._undelivered, []
-        for sampled, response in undelivered:
+        for sampled, response, at_s in undelivered:
             logprobs = {entry.sequence_id: entry for entry in response.logprobs}
             for event in sampled:
-                self._deliver_one(event, logprobs.get(event.seq_id))
+                self._deliver_one(event, logprobs.get(event.seq_id), at_s)
         self._counters.deliver_s += time.perf_counter() - started
 
-    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None) -> None:
+    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
         sequence, reason = event.sequence, event.finish_reason
         request = self._requests.get(sequence.request_id)
         if request is None:
@@ -473,6 +555,7 @@ class Engine:
         if text.met_stop_string:
             reason = FinishReason.STOP
             self._scheduler.stop(sequence)
+        request.times.token(sequence.index, at_s, reason)
         request.mailbox.put(
             sequence.index,
             text=piece,
@@ -512,7 +595,9 @@ class Engine:
         while self._flight:
             try:
                 await self._settle()
-            except QuireError:
+            except QuireError as error:
+                for *_, span in self._flight:
+                    span.fail(error)
                 self._flight.clear()
         self._deliver()
 
@@ -586,6 +671,13 @@ class Engine:
 def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
     top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
     return TokenLogprobs(token_id, entry.sampled_logprob, top)
+
+
+def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float]:
+    """What the worker says of a step's time, in seconds."""
+    timings = response.timings
+    parts = {"queue": timings.queue, "prepare": timings.prepare, "forward": timings.forward, "sample": timings.sample}
+    return {f"{name}_s": part.seconds + part.nanos / 1e9 for name, part in parts.items()}
 
 
 def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:

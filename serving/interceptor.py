@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from quire.serving import tracing
 from quire.serving.access import Access, Evidence, caller, evidence_of, is_open, set_caller
 from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus, abort
 from quire.serving.logs import REQUEST_ID_KEY, Call, begin_call, describe_exception
@@ -180,14 +181,17 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     def _begin(self, context: Context) -> Call:
         """Counts a call and gives it its id; `_end` has to follow."""
-        call = begin_call(context.invocation_metadata() or ())
+        metadata = context.invocation_metadata() or ()
+        call = begin_call(metadata)
+        tracing.begin_call(metadata)
         context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
         self._num_open += 1
         return call
 
     def _end(self, call: Call, method: str, context: Context) -> None:
-        """Counts it off; its log line."""
+        """Counts it off; its log line, and its span."""
         self._num_open -= 1
+        tracing.end_call(method, call.refused)
         if call.refused is None and not log.isEnabledFor(logging.DEBUG):
             return
         name, milliseconds = _as_one_word(caller().name), 1e3 * (time.perf_counter() - call.begun)

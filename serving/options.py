@@ -20,6 +20,7 @@ from quire.serving.dialing import DialOptions
 from quire.serving.logs import FORMATS, LEVELS
 from quire.serving.security import Security, SecurityOptions
 from quire.serving.tls import TlsFiles
+from quire.serving.tracing import TracingUnavailableError, configure_tracing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,6 +85,7 @@ def server_options(*, default_listen: str) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         @functools.wraps(command)
         def with_server(*args: Any, **values: Any) -> Any:
+            _trace(values.pop("otlp_endpoint"))
             server = ServerOptions(
                 listen=values.pop("listen"),
                 metrics_listen=_port_only(values.pop("metrics_listen"), "--metrics-listen", "metrics are served"),
@@ -187,6 +189,12 @@ def _serving_flags(default_listen: str) -> list[Callable[[Any], Any]]:
             help="Log lines for people, with key=value pairs, or a JSON object each.",
         ),
         option(
+            "--otlp-endpoint",
+            metavar="URL",
+            help="Where to send OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off if "
+            "not given; what is sampled is the callers' decision.",
+        ),
+        option(
             "--drain-timeout",
             type=click.FloatRange(min=0),
             default=30.0,
@@ -238,6 +246,14 @@ def _security(values: dict[str, Any]) -> SecurityOptions:
         raise click.BadParameter("unix sockets ask for no certificate: use --listen", param_hint="'--token-listen'")
     tls = None if cert is None else TlsFiles(cert, key, client_ca)
     return SecurityOptions(tls, token_file, token_listen, health_listen, allow_plaintext=values.pop("allow_plaintext"))
+
+
+def _trace(endpoint: str | None) -> None:
+    name = click.get_current_context().command.name
+    try:
+        configure_tracing(endpoint, service_name=f"quire-{name}")
+    except TracingUnavailableError as error:
+        raise click.UsageError(f"--otlp-endpoint needs OpenTelemetry: {error}") from error
 
 
 def _port_only(address: Address | None, flag: str, what: str) -> TcpAddress | None:

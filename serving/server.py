@@ -30,6 +30,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.serving import tracing
 from quire.serving.addresses import (
     Address,
     AddressError,
@@ -312,6 +313,7 @@ def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> NoReturn:
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_supervise(main))
+        tracing.flush()
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)

@@ -91,17 +91,24 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def RunSteps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_service_pb2.RunStepsRequest], context: Context
     ) -> AsyncIterator[worker_service_pb2.RunStepsResponse]:
-        """Reads ahead: a step is accepted as soon as it is read, and answered when it has ended."""
+        """Reads ahead: a step is accepted as soon as it is read, and answered when it has ended.
+
+        The answer's metadata goes when the first step has been read: whoever waits for it can send the next one on
+        another stream.
+        """
         accepted: Accepted = asyncio.Queue(MAX_STEPS_WAITING)
         reader = asyncio.create_task(self._accept_all(request_iterator, accepted))
         try:
-            while (ended := await accepted.get()) is not None:
+            ended = await accepted.get()
+            await context.send_initial_metadata(())
+            while ended is not None:
                 try:
                     answer = worker_service_pb2.RunStepsResponse(step=encode_ended(await ended))
                 except Refused as refused:
                     answer = worker_service_pb2.RunStepsResponse(error=to_message(refused.status))
                 yield answer
                 self._owe(accepted, -1)
+                ended = await accepted.get()
             await reader
         finally:
             reader.cancel()

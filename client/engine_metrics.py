@@ -1,0 +1,294 @@
+"""What an engine measured of its requests and steps, and the page on which Prometheus reads it.
+
+The page is written here, in Prometheus' text format 0.0.4, and served by the standard library: a client needs nothing
+installed for it. docs/observability.md lists what is on it.
+"""
+
+import asyncio
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
+from typing import Any
+
+from quire.client.errors import InvalidRequest
+from quire.client.scheduler import SchedulerStatistics
+from quire.client.sequence import FinishReason
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
+REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+ROUND_TRIP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_READ_TIMEOUT_S = 5.0
+_CONNECTION_TIMEOUT_S = 30.0
+
+
+class Histogram:
+    """Values in buckets by their upper bounds, a bound being inside."""
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Take a value, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.total += value * count
+
+    @property
+    def count(self) -> int:
+        """Values taken."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """For each bound, and infinity, how many values are not above it."""
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True))
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the engine observes, since it started. Times in seconds.
+
+    first_token    from a request to its first token
+    inter_token    from a token to the next one of the same sample, as steps bring them
+    request        from a request to its last token; of those that ended with all samples
+    plan, step     a plan's and a step's round trip; a step's begins when it is sent, behind the one before it
+    prompt, generated  tokens of such a request
+    finished           samples by why they ended
+    num_prompt_tokens  of requests that have got a first token
+    """
+
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_S))
+    request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    plan: Histogram = field(default_factory=lambda: Histogram(ROUND_TRIP_S))
+    step: Histogram = field(default_factory=lambda: Histogram(ROUND_TRIP_S))
+    prompt: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
+    generated: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    num_prompt_tokens: int = 0
+
+
+class RequestTimes:
+    """When a request began and what it got; tells Measured."""
+
+    __slots__ = ("_began_s", "_last_s", "_measured", "_num_generated", "_num_open", "_num_prompt")
+
+    def __init__(self, measured: Measured, *, began_s: float, num_prompt_tokens: int, num_samples: int) -> None:
+        """Times by the same clock throughout."""
+        self._measured = measured
+        self._began_s = began_s
+        self._last_s = [0.0] * num_samples
+        self._num_prompt = num_prompt_tokens
+        self._num_generated = 0
+        self._num_open = num_samples
+
+    def token(self, index: int, at_s: float, reason: FinishReason | None) -> None:
+        """A sample got a token, the last one if there is a reason."""
+        measured, last_s = self._measured, self._last_s[index]
+        if last_s:
+            measured.inter_token.observe(at_s - last_s)
+        elif not self._num_generated:
+            measured.first_token.observe(at_s - self._began_s)
+            measured.num_prompt_tokens += self._num_prompt
+        self._last_s[index] = at_s
+        self._num_generated += 1
+        if reason is not None:
+            self._finish_one(reason, at_s)
+
+    def close(self, reason: FinishReason) -> None:
+        """The request ends now; samples that have not ended end for this reason."""
+        self._measured.finished[reason] += self._num_open
+        self._num_open = 0
+
+    def _finish_one(self, reason: FinishReason, at_s: float) -> None:
+        self._measured.finished[reason] += 1
+        self._num_open -= 1
+        if not self._num_open:
+            self._measured.request.observe(at_s - self._began_s)
+            self._measured.prompt.observe(self._num_prompt)
+            self._measured.generated.observe(self._num_generated)
+
+
+# The page.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLook:
+    """What a page is made of: where the engine is, its numbers, what it measured."""
+
+    pool: str
+    model: str
+    scheduler: SchedulerStatistics
+    num_requests: int
+    computed_steps: int
+    recoveries: int
+    measured: Measured
+
+
+Sample = tuple[str, Mapping[str, str], float]
+"""What comes behind the family's name, labels, value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric with all of its samples."""
+
+    name: str
+    kind: str
+    text: str
+    samples: tuple[Sample, ...]
+
+    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
+        """As Prometheus reads them; the labels in `common` are on every sample."""
+        yield f"# HELP {self.name} {self.text}"
+        yield f"# TYPE {self.name} {self.kind}"
+        for suffix, labels, value in self.samples:
+            pairs = ",".join(f'{name}="{_escaped(label)}"' for name, label in (*common.items(), *labels.items()))
+            yield f"{self.name}{suffix}{{{pairs}}} {value!r}"
+
+
+def families(look: EngineLook) -> list[Family]:
+    """All metrics of an engine."""
+    scheduler, measured = look.scheduler, look.measured
+    states = {
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting,
+        "following": scheduler.num_following,
+        "draining": scheduler.num_draining,
+    }
+    return [
+        _by_label("quire_engine_sequences", "gauge", "Sequences by state.", "state", states),
+        _single("quire_engine_requests", "gauge", "Requests that have not ended.", look.num_requests),
+        _single("quire_engine_steps_in_flight", "gauge", "Steps sent and not ended.", scheduler.num_steps_in_flight),
+        _by_label(
+            "quire_engine_samples_finished_total",
+            "counter",
+            "Samples that ended, by reason.",
+            "reason",
+            {reason.value: measured.finished[reason] for reason in FinishReason},
+        ),
+        *(_single(f"quire_engine_{name}_total", "counter", text, value) for name, text, value in _totals(look)),
+        *(_histogram(f"quire_engine_{name}", text, values) for name, text, values in _histograms(measured)),
+    ]
+
+
+def exposition(look: EngineLook) -> str:
+    """The page's text."""
+    common = {"pool": look.pool, "model": look.model}
+    return "".join(f"{line}\n" for family in families(look) for line in family.lines(common))
+
+
+def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:
+    scheduler = look.scheduler
+    return (
+        ("prompt_tokens", "Tokens of prompts that were processed.", look.measured.num_prompt_tokens),
+        ("admitted_tokens", "Tokens admitted, those of sequences admitted again too.", scheduler.admitted_tokens),
+        ("cached_tokens", "Tokens admitted that were found in the cache.", scheduler.cached_tokens),
+        ("generation_tokens", "Tokens generated.", scheduler.sampled_tokens),
+        ("preemptions", "Running sequences that gave their blocks back for others.", scheduler.preemptions),
+        ("refusals", "Items of plans that cachemgr refused.", scheduler.refusals),
+        ("steps_planned", "Steps planned.", scheduler.planned_steps),
+        ("steps_computed", "Steps computed.", look.computed_steps),
+        ("steps_failed", "Steps that computed nothing.", scheduler.failed_steps),
+        ("recoveries", "Times the engine began anew after a failure of a service.", look.recoveries),
+    )
+
+
+def _histograms(measured: Measured) -> Iterable[tuple[str, str, Histogram]]:
+    return (
+        ("time_to_first_token_seconds", "From a request to its first token.", measured.first_token),
+        ("inter_token_latency_seconds", "From a sample's token to its next.", measured.inter_token),
+        ("request_latency_seconds", "From a request to its last token.", measured.request),
+        ("plan_seconds", "Round trips of plans to cachemgr.", measured.plan),
+        ("step_seconds", "Round trips of steps to the worker.", measured.step),
+        ("request_prompt_tokens", "Prompt tokens of requests that ended.", measured.prompt),
+        ("request_generation_tokens", "Generated tokens of requests that ended.", measured.generated),
+    )
+
+
+def _single(name: str, kind: str, text: str, value: float) -> Family:
+    return Family(name, kind, text, (("", {}, value),))
+
+
+def _by_label(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> Family:
+    return Family(name, kind, text, tuple(("", {label: each}, value) for each, value in values.items()))
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Family:
+    buckets: tuple[Sample, ...] = tuple(("_bucket", {"le": bound}, count) for bound, count in histogram.buckets())
+    return Family(name, "histogram", text, (*buckets, ("_sum", {}, histogram.total), ("_count", {}, histogram.count)))
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class EnginePage:
+    """Serves the page over HTTP, in plain text, on threads of its own; the numbers are read on the running loop.
+
+    Raises InvalidRequest if it can't listen.
+    """
+
+    def __init__(self, address: str, read: Callable[[], EngineLook]) -> None:
+        """address is "host:port", with port 0 a free one; `address` of the page has the real one."""
+        host, _, port = address.rpartition(":")
+        handler = _handler(read, asyncio.get_running_loop())
+        try:
+            self._server = _Server((host.strip("[]"), int(port)), handler)
+        except (OSError, ValueError, OverflowError) as error:
+            raise InvalidRequest.of_field("metrics_listen", address, f"an address to listen on ({error})") from error
+        self.address = f"{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="engine-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops serving and frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that failed is the other side's trouble."""
+
+
+def _handler(read: Callable[[], EngineLook], loop: asyncio.AbstractEventLoop) -> type[BaseHTTPRequestHandler]:
+    async def look() -> EngineLook:
+        return read()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _CONNECTION_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            try:
+                text = exposition(asyncio.run_coroutine_threadsafe(look(), loop).result(_READ_TIMEOUT_S)).encode()
+            except TimeoutError:
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+                return
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    return Handler

@@ -1,0 +1,97 @@
+"""OpenTelemetry traces of a server: a span for each call that belongs to a sampled trace. Off unless configured.
+
+Which traces are sampled is their clients' decision: a call that says of none gets no span. Nothing of OpenTelemetry is
+imported before `configure_tracing`, which needs the extra `otel`; the SDK's own variables (OTEL_…) hold beside it.
+"""
+
+import importlib
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+_SCOPE = "quire.serving"
+_TRACEPARENT = "traceparent"
+_FLUSH_TIMEOUT_MS = 2_000
+
+Refused = tuple[grpc.StatusCode, str]
+"""Code and reason."""
+
+
+class TracingUnavailableError(Exception):
+    """Traces are asked for, and OpenTelemetry is not installed."""
+
+
+class Tracing:
+    """Makes a server's spans and sends them to a collector, OTLP over gRPC. Raises TracingUnavailableError."""
+
+    def __init__(self, endpoint: str, *, service_name: str) -> None:
+        """endpoint is "http://host:port", or https with the system's authorities."""
+        try:
+            self._trace, propagation, sdk, export, resources, otlp = (
+                importlib.import_module(f"opentelemetry.{name}")
+                for name in (
+                    *("trace", "trace.propagation.tracecontext", "sdk.trace", "sdk.trace.export", "sdk.resources"),
+                    "exporter.otlp.proto.grpc.trace_exporter",
+                )
+            )
+        except ImportError as error:
+            raise TracingUnavailableError(f"{error}: pip install 'quire[otel]'") from error
+        self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": service_name}))
+        self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer(_SCOPE)
+        self._propagator = propagation.TraceContextTextMapPropagator()
+
+    def begin_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
+        """The span of a call that begins, still without a name; None if it belongs to no trace that is sampled."""
+        carrier = {key: value for key, value in metadata if key == _TRACEPARENT and isinstance(value, str)}
+        if not carrier:
+            return None
+        parent = self._propagator.extract(carrier)
+        if not self._trace.get_current_span(parent).get_span_context().trace_flags.sampled:
+            return None
+        return self._tracer.start_span("call", context=parent, kind=self._trace.SpanKind.SERVER)
+
+    def end_call(self, span: Any, method: str, refused: Refused | None) -> None:
+        """The call has ended."""
+        service, _, name = method.lstrip("/").partition("/")
+        code = grpc.StatusCode.OK if refused is None else refused[0]
+        span.update_name(f"{service}/{name}")
+        span.set_attributes({"rpc.system": "grpc", "rpc.service": service, "rpc.method": name})
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        if refused is not None:
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, refused[1]))
+        span.end()
+
+    def flush(self) -> None:
+        """Sends what is left, for 2 s at most."""
+        self._provider.force_flush(_FLUSH_TIMEOUT_MS)
+
+
+_tracing: Tracing | None = None
+_span: ContextVar[Any] = ContextVar("span", default=None)
+
+
+def configure_tracing(endpoint: str | None, *, service_name: str) -> None:
+    """From here on this process's calls are traced; not if there is no endpoint. Raises TracingUnavailableError."""
+    global _tracing
+    _tracing = None if endpoint is None else Tracing(endpoint, service_name=service_name)
+
+
+def begin_call(metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """A call begins in this task; `end_call` has to follow."""
+    if _tracing is not None:
+        _span.set(_tracing.begin_call(metadata))
+
+
+def end_call(method: str, refused: Refused | None) -> None:
+    """The call of this task has ended."""
+    if _tracing is not None and (span := _span.get()) is not None:
+        _tracing.end_call(span, method, refused)
+
+
+def flush() -> None:
+    """Before the process ends: sends what is left."""
+    if _tracing is not None:
+        _tracing.flush()

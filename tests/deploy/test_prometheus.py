@@ -1,0 +1,383 @@
+"""Rules, alerts and dashboards: every name in them is on a page of ours, and a real Prometheus does what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deploy.prometheus_server import (
+    DASHBOARDS,
+    RULES,
+    Server,
+    dashboards,
+    expressions,
+    labels_in,
+    metrics_in,
+    panels,
+    recorded,
+    rules,
+    running,
+    tool,
+)
+from deploy.tools import DEPLOY, ROOT
+from integration.protocol_client import await_that
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.metrics import metric_families as cachemgr_families
+from quire.cachemgr.servicer import CacheServicer
+from quire.client import Engine, EngineConfig, SamplingParams
+from quire.client.engine_metrics import EngineLook, Measured, exposition
+from quire.client.launch import LocalServices, ServiceProcess
+from quire.client.scheduler import Scheduler, SchedulerLimits
+from quire.serving.interceptor import CallStatistics
+from quire.serving.metrics import ProcessCollector
+
+OPERATIONS = ROOT / "docs" / "operations.md"
+OBSERVABILITY = ROOT / "docs" / "observability.md"
+RULES_TEST = Path(__file__).with_name("prometheus_rules_test.yml")
+METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")
+# Of Prometheus itself.
+MADE_BY_PROMETHEUS = {"up"}
+COUNTER_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
+# For looking closer, when something else has shown that it is worth it.
+UNSHOWN = {
+    "quire_worker_attached",
+    "quire_worker_copied_blocks_total",
+    "quire_worker_open_leases",
+    "quire_worker_sequences",
+}
+ALERTS = {rule["alert"]: rule for rule in rules("alerts.yml")}
+BOARDS = dashboards()
+Names = dict[str, set[str]]
+"""Labels by the names of samples."""
+
+
+# What there is.
+
+
+def engine_names() -> Names:
+    """On the page of an engine that has done nothing."""
+    limits = SchedulerLimits(
+        max_step_tokens=1,
+        max_running_sequences=1,
+        block_size=1,
+        num_blocks=1,
+        max_sequence_tokens=1,
+        vocabulary_size=1,
+    )
+    look = EngineLook("p", "m", Scheduler(limits).statistics(), 0, 0, 0, Measured())
+    families = text_string_to_metric_families(exposition(look))
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def cachemgr_names() -> set[str]:
+    """On the page of a cachemgr that has no pool."""
+    catalog = Catalog(term=1)
+
+    async def read() -> set[str]:
+        servicer = CacheServicer(catalog).statistics()
+        return {sample_name(family) for family in cachemgr_families(catalog, servicer, CallStatistics(0, {}))}
+
+    return asyncio.run(read())
+
+
+def sample_name(family: Any) -> str:
+    return str(family.name) + {"counter": "_total", "info": "_info"}.get(family.type, "")
+
+
+def documented() -> Names:
+    """The tables of docs/operations.md, which test_metrics holds against the pages of both services."""
+    section = OPERATIONS.read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    return {
+        name: set(labels.split(",")) - {""} for name, labels in re.findall(r"`(quire_\w+)(?:\{([\w,]*)\})?`", cells)
+    }
+
+
+def process_names() -> set[str]:
+    return {sample_name(family) for family in ProcessCollector(registry=None).collect()}
+
+
+def known() -> Names:
+    """Every name that a rule may use, with its labels; those that Prometheus adds are on all."""
+    services = documented()
+    names: Names = {**services, **engine_names()}
+    names |= {name: set() for name in process_names() | MADE_BY_PROMETHEUS}
+    names |= {name: {"pool", "model", "model_name", "finished_reason", "le"} for name in recorded()}
+    return {name: labels | {"job", "instance"} for name, labels in names.items()}
+
+
+KNOWN = known()
+USED = {
+    **{f"recording rule {name}": expr for name, expr in recorded().items()},
+    **{f"alert {name}": rule["expr"] for name, rule in ALERTS.items()},
+    **{f"{file} {i}": expr for file, board in BOARDS.items() for i, expr in enumerate(expressions(board))},
+}
+
+
+def test_a_fresh_cachemgr_has_what_is_documented_of_it() -> None:
+    assert cachemgr_names() == {name for name in documented() if not name.startswith("quire_worker_")}
+
+
+@pytest.mark.parametrize("where", USED)
+def test_every_name_that_is_used_is_there(where: str) -> None:
+    names = metrics_in(USED[where])
+    assert names
+    assert names - KNOWN.keys() == set()
+
+
+@pytest.mark.parametrize("where", USED)
+def test_every_label_that_is_chosen_by_is_there(where: str) -> None:
+    for name, labels in labels_in(USED[where]).items():
+        assert labels <= KNOWN[name], name
+
+
+def test_every_metric_is_shown_somewhere_but_for_few() -> None:
+    shown = set().union(*(metrics_in(expr) for expr in USED.values()))
+    ours = {name for name in documented() | engine_names() if not name.endswith("_created")}
+    assert ours - shown == UNSHOWN
+
+
+@pytest.mark.parametrize("where", [where for where in USED if not where.startswith("recording rule vllm")])
+def test_counters_are_only_used_by_their_rates(where: str) -> None:
+    expr = re.sub(r"\b(?:rate|increase)\(\s*[\w:]+(?:\{[^}]*\})?\[[^]]+\]\s*\)", " ", USED[where])
+    assert not [name for name in metrics_in(expr) if name.endswith(COUNTER_SUFFIXES) and where != "alert QuireDefect"]
+
+
+@pytest.mark.parametrize("where", USED)
+def test_rates_are_of_counters(where: str) -> None:
+    for name in re.findall(r"\b(?:rate|increase)\(\s*([\w:]+)", USED[where]):
+        assert name.endswith(COUNTER_SUFFIXES)
+
+
+@pytest.mark.parametrize(
+    ("expr", "names"),
+    [
+        ('sum by (pool) (rate(a_total{state="b"}[5m])) / on (x) group_left (y) c:d', {"a_total", "c:d"}),
+        ("a unless b offset 10m > 0.5e3", {"a", "b"}),
+        ('label_replace(a, "b", "$1", "c", "(d)")', {"a"}),
+        ("histogram_quantile(0.5, sum by (le) (rate(a_bucket[$__rate_interval])))", {"a_bucket"}),
+    ],
+)
+def test_names_are_found_in_expressions(expr: str, names: set[str]) -> None:
+    assert metrics_in(expr) == names
+
+
+# Alerts.
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_says_what_to_do(name: str) -> None:
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in ("page", "ticket")
+    assert rule["annotations"]["runbook"] == f"docs/observability.md#{name.lower()}"
+    section = OBSERVABILITY.read_text().split(f"\n### {name}\n")[1].split("\n#")[0]
+    assert len(section.split()) > 15
+
+
+def test_no_runbook_is_left_over() -> None:
+    assert set(re.findall(r"^### (Quire\w+)$", OBSERVABILITY.read_text(), re.MULTILINE)) == ALERTS.keys()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_has_a_test_that_it_fires_and_one_that_it_does_not(name: str) -> None:
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    ours = [each for test in tests for each in test.get("alert_rule_test", []) if each["alertname"] == name]
+    assert [each for each in ours if each.get("exp_alerts")]
+    assert [each for each in ours if not each.get("exp_alerts")]
+
+
+# Names that vLLM gives.
+
+
+def test_vllm_names_and_what_they_stand_for_are_documented() -> None:
+    section = OBSERVABILITY.read_text().split("\n## Dashboards made for vLLM\n")[1].split("\n## ")[0]
+    table = section.split("No counterpart")[0]
+    named = set(re.findall(r"`(vllm:\w+)`", table))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in recorded() if name.startswith("vllm:")}
+    assert named == families
+
+
+def test_histograms_are_recorded_whole() -> None:
+    names = recorded().keys()
+    for stem in {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}:
+        assert {f"{stem}_bucket", f"{stem}_sum", f"{stem}_count"} <= names
+
+
+# Dashboards.
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_dashboard_is_in_order(name: str) -> None:
+    board = BOARDS[name]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = [
+        (x, y)
+        for position in (panel["gridPos"] for panel in board["panels"])
+        for x in range(position["x"], position["x"] + position["w"])
+        for y in range(position["y"], position["y"] + position["h"])
+    ]
+    assert len(set(cells)) == len(cells), "panels lie on each other"
+    assert max(x for x, _ in cells) < 24
+    for panel in panels(board):
+        assert panel["title"]
+        assert panel["description"].endswith(".")
+        assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGH"[: len(panel["targets"])])
+        for each in (panel, *panel["targets"]):
+            assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_dashboard_uses_the_variables_it_has(name: str) -> None:
+    board = BOARDS[name]
+    variables = {each["name"] for each in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", " ".join(target["expr"] for p in panels(board) for target in p["targets"])))
+    assert used - {"__rate_interval"} == variables - {"datasource"}
+    for each in board["templating"]["list"]:
+        if each["type"] == "query":
+            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", each["definition"]).groups()  # type: ignore[union-attr]
+            assert label in KNOWN[metric]
+
+
+def test_dashboards_have_names_of_their_own() -> None:
+    assert len(BOARDS) == len({board["uid"] for board in BOARDS.values()}) == len(list(DASHBOARDS.glob("*"))) == 2
+
+
+# promtool.
+
+
+def promtool(*arguments: str) -> str:
+    done = subprocess.run([tool("promtool"), *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_accepts_the_configuration_and_its_rules() -> None:
+    assert "SUCCESS" in promtool("check", "config", str(RULES / "prometheus.yml"))
+    assert "32 rules found" in promtool("check", "rules", str(RULES / "recording.yml"))
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(RULES / "alerts.yml"))
+
+
+def test_the_rules_do_what_they_are_for() -> None:
+    assert "SUCCESS" in promtool("test", "rules", str(RULES_TEST))
+
+
+def test_promtool_accepts_what_the_dashboards_ask(tmp_path: Path) -> None:
+    every = [expr for board in BOARDS.values() for expr in expressions(board)]
+    asked = [{"record": f"asked_{i}", "expr": expr} for i, expr in enumerate(every)]
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": asked}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", str(tmp_path / "asked.yml"))
+
+
+# A real one.
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """A Prometheus that has scraped both services and an engine while requests ran."""
+
+    server: Server
+    services: LocalServices
+
+
+def metrics_address(service: ServiceProcess) -> str:
+    assert service.log_path is not None
+    (address,) = re.findall(r" metrics address=(\S+)", service.log_path.read_text())
+    return str(address)
+
+
+@pytest.fixture(scope="module")
+def scraped() -> Iterator[Scraped]:
+    tool("prometheus")
+    with (
+        tempfile.TemporaryDirectory(prefix="q-") as name,
+        LocalServices.start(
+            model=DEPLOY / "demo/model",
+            num_blocks=64,
+            extra_cachemgr_args=METRICS_FLAGS,
+            extra_worker_args=METRICS_FLAGS,
+        ) as services,
+        asyncio.Runner() as runner,
+    ):
+        yield from scrape_while_generating(runner, services, Path(name))
+
+
+def scrape_while_generating(runner: asyncio.Runner, services: LocalServices, folder: Path) -> Iterator[Scraped]:
+    engine = Engine.connect(services.cachemgr_address, config=EngineConfig(metrics_listen="127.0.0.1:0"))
+    runner.run(engine.__aenter__())
+    try:
+        assert engine.metrics_address is not None
+        targets = {
+            "quire-cachemgr": metrics_address(services.cachemgr),
+            "quire-worker": metrics_address(services.worker),
+            "quire-engine": engine.metrics_address,
+        }
+        with running(folder, targets) as server:
+            runner.run(generate_until(engine, lambda: is_recorded(server)))
+            yield Scraped(server, services)
+    finally:
+        runner.run(engine.close())
+
+
+def is_recorded(server: Server) -> bool:
+    """Whether every recording rule has a series."""
+    return all(server.query(name) for name in recorded())
+
+
+async def generate_until(engine: Engine, is_enough: Any) -> None:
+    """Requests, one after the other, until they are enough: what is asked in a thread, so that pages are answered."""
+    async with asyncio.timeout(120):
+        while True:
+            await engine.complete(["The default value is"] * 2, SamplingParams(max_tokens=8, temperature=0))
+            if await asyncio.to_thread(is_enough):
+                return
+
+
+def test_everything_is_scraped(scraped: Scraped) -> None:
+    jobs = {series["metric"]["job"]: series["value"][1] for series in scraped.server.query("up")}
+    assert jobs == {"quire-cachemgr": "1", "quire-worker": "1", "quire-engine": "1"}
+    names = {name for name in scraped.server.ask("label/__name__/values") if name.startswith("quire_")}
+    assert {name for name in engine_names() if not name.endswith("_created")} <= names
+
+
+@pytest.mark.parametrize("name", recorded())
+def test_a_recording_rule_has_a_series(scraped: Scraped, name: str) -> None:
+    series = scraped.server.query(name)
+    assert series
+    if name.startswith("vllm:"):
+        assert all(each["metric"]["model_name"] == "model" for each in series)
+
+
+def test_no_alert_is_broken_and_none_fires(scraped: Scraped) -> None:
+    groups = scraped.server.ask("rules")["groups"]
+    every = [rule for group in groups for rule in group["rules"]]
+    assert len(every) == len(recorded()) + len(ALERTS)
+    assert {rule["name"]: rule.get("lastError", "") for rule in every if rule["health"] != "ok"} == {}
+    assert [rule["name"] for rule in every if rule.get("state") == "firing"] == []
+
+
+@pytest.mark.parametrize(("board", "asked"), [(name, expr) for name in BOARDS for expr in expressions(BOARDS[name])])
+def test_a_panel_asks_what_prometheus_can_answer(scraped: Scraped, board: str, asked: str) -> None:
+    for series in scraped.server.query(asked.replace('="main"', '=".*"').replace("[5m]", "[30s]")):
+        assert re.fullmatch(r"-?[\d.e+-]+|NaN|\+Inf", series["value"][1])
+
+
+def test_a_worker_that_dies_is_an_alert_within_its_time(scraped: Scraped) -> None:
+    scraped.services.worker.kill()
+    await_that(
+        "the alerts are pending",
+        lambda: (
+            {"QuireWorkerDown", "QuirePoolDetached"}
+            <= {alert["labels"]["alertname"] for alert in scraped.server.ask("alerts")["alerts"]}
+        ),
+    )

@@ -1,0 +1,298 @@
+"""One trace from a request to the steps it ran in, across the client and both services, as a collector gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from integration.conftest import CreateLease
+from integration.protocol_client import DEADLINE_S, Pair, await_that, draw_tokens
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.client import Completion, Engine, SamplingParams
+from quire.client.launch import LocalServices
+from quire.client.tracing import otlp_tracing
+from quire.compute.v1 import worker_service_pb2
+
+NUM_TOKENS = 6
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+PROMPT = draw_tokens(9, seed=1)
+CACHE, WORKER = "quire.cache.v1.CacheService", "quire.compute.v1.WorkerService"
+ERROR = 2
+
+
+def installed() -> None:
+    """Without OpenTelemetry the test is skipped, or fails if QUIRE_REQUIRE_OTEL is 1."""
+    if importlib.util.find_spec("opentelemetry") is None:
+        if os.environ.get("QUIRE_REQUIRE_OTEL") == "1":
+            pytest.fail("OpenTelemetry is missing, and this run requires it")
+        pytest.skip("*** OpenTelemetry is missing: traces NOT tested ***")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as it was received; ids in hex."""
+
+    service: str
+    name: str
+    trace: str
+    span: str
+    parent: str
+    links: frozenset[str]
+    error: str
+    attributes: dict[str, Any]
+
+
+class Collector:
+    """Receives OTLP over gRPC."""
+
+    def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+        self._response = trace_service_pb2.ExportTraceServiceResponse
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        for resource in request.resource_spans:
+            about = {each.key: each.value.string_value for each in resource.resource.attributes}
+            spans = [decode(about["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
+            with self._lock:
+                self._spans += spans
+        return self._response()
+
+    def spans(self, trace: str = "") -> list[Span]:
+        """Those received, of one trace if it is given."""
+        with self._lock:
+            return [span for span in self._spans if trace in ("", span.trace)]
+
+    def close(self) -> None:
+        self._server.stop(None)
+
+
+def decode(service: str, span: Any) -> Span:
+    values = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return Span(
+        service,
+        span.name,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        frozenset(link.span_id.hex() for link in span.links),
+        span.status.message if span.status.code == ERROR else "",
+        values,
+    )
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    installed()
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def services(collector: Collector, model_dir: Path) -> Iterator[LocalServices]:
+    flags = ("--otlp-endpoint", collector.endpoint)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # how often a process sends, in milliseconds
+        with LocalServices.start(
+            model=model_dir, num_blocks=64, extra_cachemgr_args=flags, extra_worker_args=flags
+        ) as started:
+            yield started
+
+
+def generate(services: LocalServices, tracing: Any, *prompts: list[int]) -> list[Completion]:
+    async def main() -> list[Completion]:
+        async with Engine.connect(services.cachemgr_address, tracing=tracing) as engine:
+            return await engine.complete(prompts, PARAMS)
+
+    return asyncio.run(main())
+
+
+def traced(services: LocalServices, collector: Collector, *prompts: list[int]) -> list[Span]:
+    """The spans of a run with tracing: all of its traces', when those of both services have come."""
+    tracing, provider = otlp_tracing(collector.endpoint)
+    before = {span.span for span in collector.spans()}
+    generate(services, tracing, *prompts)
+    provider.shutdown()
+    ours = [span for span in collector.spans() if span.span not in before and span.service == "quire-client"]
+    calls = {span.span for span in ours if span.name in ("quire.plan", "quire.step")}
+    traces = {span.trace for span in ours}
+
+    def all_there() -> bool:
+        return calls <= {span.parent for span in collector.spans() if span.service != "quire-client"}
+
+    await_that("every call has a span of its service", all_there)
+    return [span for span in collector.spans() if span.trace in traces]
+
+
+def test_a_request_is_one_trace_across_three_processes(services: LocalServices, collector: Collector) -> None:
+    spans = traced(services, collector, PROMPT)
+    assert len({span.trace for span in spans}) == 1
+    assert {span.service for span in spans} == {"quire-client", "quire-cachemgr", "quire-worker"}
+    (request,) = [span for span in spans if span.name == "quire.generate"]
+    assert request.parent == ""
+    assert request.attributes["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert request.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    assert [value.string_value for value in request.attributes["gen_ai.response.finish_reasons"].values] == ["length"]
+    for name, server in (("quire.plan", f"{CACHE}/PlanStep"), ("quire.step", f"{WORKER}/RunSteps")):
+        calls = [span for span in spans if span.name == name]
+        assert len(calls) >= NUM_TOKENS
+        assert {span.parent for span in calls} == {request.span}
+        answered = [span for span in spans if span.name == server]
+        assert sorted(span.parent for span in answered) == sorted(span.span for span in calls)
+        assert all(span.attributes["rpc.grpc.status_code"] == 0 for span in answered)
+    assert len(spans) == 1 + 2 * sum(span.name in ("quire.plan", "quire.step") for span in spans)
+    assert not [span for span in spans if span.error]
+
+
+def test_steps_say_what_they_did(services: LocalServices, collector: Collector) -> None:
+    steps = [span for span in traced(services, collector, PROMPT) if span.name == "quire.step"]
+    numbers = sorted(span.attributes["quire.step_number"] for span in steps)
+    assert numbers == list(range(1, len(steps) + 1))
+    assert sum(span.attributes["quire.tokens"] for span in steps) == len(PROMPT) + NUM_TOKENS - 1
+    assert all(span.attributes["quire.forward_s"] > 0 for span in steps)
+
+
+def test_a_step_for_several_requests_is_linked_to_all(services: LocalServices, collector: Collector) -> None:
+    prompts = [draw_tokens(9, seed=seed) for seed in (2, 3, 4)]
+    spans = traced(services, collector, *prompts)
+    requests = {span.span for span in spans if span.name == "quire.generate"}
+    assert len(requests) == len({span.trace for span in spans if span.span in requests}) == 3
+    shared = [span for span in spans if span.name == "quire.step" and span.attributes["quire.requests"] == 3]
+    assert shared
+    for span in shared:
+        assert {span.parent} | span.links == requests
+
+
+def test_a_request_belongs_to_what_its_caller_is_in(services: LocalServices, collector: Collector) -> None:
+    tracing, provider = otlp_tracing(collector.endpoint)
+    with provider.get_tracer("app").start_as_current_span("work") as work:
+        generate(services, tracing, PROMPT)
+    provider.shutdown()
+    trace = f"{work.get_span_context().trace_id:032x}"
+    (request,) = [span for span in collector.spans(trace) if span.name == "quire.generate"]
+    assert request.parent == f"{work.get_span_context().span_id:016x}"
+
+
+def test_what_is_not_sampled_is_not_told(services: LocalServices, collector: Collector) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+    from quire.client.tracing import Tracing
+
+    before = {span.trace for span in collector.spans()}
+    generate(services, Tracing(TracerProvider(sampler=ALWAYS_OFF)), PROMPT)
+    (trace,) = {span.trace for span in traced(services, collector, PROMPT)}
+    assert {span.trace for span in collector.spans()} - before == {trace}
+
+
+def test_tracing_changes_no_token(services: LocalServices, collector: Collector) -> None:
+    prompts = [draw_tokens(20, seed=seed) for seed in range(5, 9)]
+    tracing, provider = otlp_tracing(collector.endpoint)
+    with_tracing = generate(services, tracing, *prompts)
+    provider.shutdown()
+    assert with_tracing == generate(services, None, *prompts)
+
+
+@pytest.mark.parametrize("flags", ["01", "00"])
+def test_a_refused_call_says_why_and_an_unsampled_one_nothing(
+    services: LocalServices, collector: Collector, flags: str
+) -> None:
+    trace, parent = f"{int(flags) + 1:032x}", "00000000000000ab"
+    metadata = (("traceparent", f"00-{trace}-{parent}-{flags}"),)
+    with grpc.insecure_channel(services.cachemgr_address) as channel:
+        stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+        with pytest.raises(grpc.RpcError):
+            stub.RenewLease(cache_service_pb2.RenewLeaseRequest(lease_id="gone"), timeout=DEADLINE_S, metadata=metadata)
+    traced(services, collector, PROMPT)  # what was told before it has come
+    found = [(span.name, span.parent, span.error) for span in collector.spans(trace)]
+    assert found == ([(f"{CACHE}/RenewLease", parent, "LEASE_NOT_FOUND")] if flags == "01" else [])
+
+
+@pytest.mark.parametrize("context", ["", "nonsense", "00-00000000000000000000000000000000-0000000000000000-01"])
+def test_a_context_that_is_none_does_no_harm(services: LocalServices, collector: Collector, context: str) -> None:
+    with grpc.insecure_channel(services.cachemgr_address) as channel:
+        stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+        request = cache_service_pb2.ListPoolsRequest()
+        assert len(stub.ListPools(request, timeout=DEADLINE_S, metadata=(("traceparent", context),)).pools) == 1
+
+
+def test_what_is_left_is_sent_at_the_end(collector: Collector, model_dir: Path) -> None:
+    flags = ("--otlp-endpoint", collector.endpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+        with LocalServices.start(
+            model=model_dir, num_blocks=64, extra_cachemgr_args=flags, extra_worker_args=flags
+        ) as services:
+            tracing, provider = otlp_tracing(collector.endpoint)
+            generate(services, tracing, PROMPT)
+            provider.shutdown()
+            trace = [span for span in collector.spans() if span.name == "quire.generate"][-1].trace
+            assert {span.service for span in collector.spans(trace)} == {"quire-client"}
+    assert {span.service for span in collector.spans(trace)} == {"quire-client", "quire-cachemgr", "quire-worker"}
+
+
+# What everybody has.
+
+
+def test_a_stream_begins_to_be_answered_when_its_first_step_is_in_line(pair: Pair, create_lease: CreateLease) -> None:
+    lease = create_lease()
+    with pair.held() as hold:
+        running = lease.start(lease.admit((1, draw_tokens(9, seed=1))))
+        hold.await_running()
+        plan = lease.extend(1)
+        requests = [worker_service_pb2.RunStepsRequest(step=lease.step(plan))]
+        following = pair.worker.RunSteps(iter(requests), timeout=DEADLINE_S)
+        following.initial_metadata()
+        assert not running.done()
+        assert following.is_active()
+    lease.finish(running)
+    (answer,) = following
+    assert answer.step.step_number == 2
+    lease.await_settled()
+
+
+def test_nothing_is_imported_unless_it_is_asked_for() -> None:
+    program = (
+        "import sys, quire.client, quire.cachemgr.__main__, quire.worker.servicer\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("command", ["cachemgr", "worker"])
+def test_a_missing_extra_is_said_at_the_start(tmp_path: Path, command: str) -> None:
+    (tmp_path / "opentelemetry").mkdir()
+    (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ImportError('none here')")
+    flags = ["--otlp-endpoint", "http://127.0.0.1:4317", *(["--model", "none"] if command == "worker" else [])]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", f"quire.{command}", *flags],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "quire[otel]" in done.stderr
+    assert "Traceback" not in done.stderr
