@@ -1,8 +1,11 @@
-"""What a plan costs through gRPC: cachemgr as it is deployed, a worker that computes nothing, a client that measures.
+"""What the control plane costs: latencies of plans through gRPC, and what it takes of the engine's throughput.
 
-    python benchmarks/control_plane.py [--restarts 5] [--output benchmarks/results/control_plane.json]
-    python benchmarks/control_plane.py --soak-s 600         the worst single call under mixed load
-    python benchmarks/control_plane.py --smoke              everything once and small, in seconds
+    quire bench control-plane [--restarts 5]
+    quire bench control-plane --soak-s 600                  the worst single call under mixed load
+    quire bench control-plane --quick                       everything once and small, in seconds
+
+First cachemgr as it is deployed, a worker that computes nothing, a client that measures; then the engine over both real
+services, see engine_cost.
 
 Processes: `python -m quire.cachemgr`; the worker, which obeys the attach protocol and reports every step as computed
 with a token sampled for each run; the measuring client; and the load, clients that admit fresh prompts and release
@@ -705,6 +708,21 @@ def measure(chosen: list[Row], restarts: int, *, pinned: bool) -> list[Figure]:
     return [figure_of(samples[row.name]) for row in chosen]
 
 
+def measure_engine(*, smoke: bool) -> dict[str, Any]:
+    """Measured and shown; for the JSON. Imports torch, which no process of the rows above should have."""
+    import engine_cost
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    sizes = engine_cost.QUICK if smoke else engine_cost.Sizes()
+    with console.status("starting") as status:
+        ratio, works = engine_cost.measure(sizes, status.update)
+    shown = Console(width=max(Console().width, 150))
+    for table in engine_cost.tables(ratio, works):
+        shown.print(table)
+    return engine_cost.as_json(sizes, ratio, works)
+
+
 def soak_row(duration_s: float, sizes: Sizes) -> Row:
     """Decode steps every 10 ms while clients admit at a bounded rate."""
     load = Load(sizes.num_clients, in_one_process=True, on_streams=True, admissions_per_s=sizes.admissions_per_s)
@@ -779,8 +797,9 @@ def plot(figures: list[Figure], path: Path) -> None:
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Admissions a second in all, where bounded.")
 @click.option("--pin", is_flag=True, help="Give cachemgr a core of its own, and everything else the others.")
 @click.option("--soak-s", type=click.FloatRange(min=0, min_open=True), help="Instead: mixed load for so long.")
-@click.option("--smoke", is_flag=True, help="Once and small: whether everything runs. The figures mean nothing.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where to write JSON, and a plot as SVG beside it.")
+@click.option("--engine/--no-engine", "with_engine", default=True, help="Whether to measure the engine, too.")
+@click.option("--quick", "--smoke", "smoke", is_flag=True, help="Once and small: whether everything runs.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder, or .json file, for the figures and the plot.")
 def main(
     restarts: int,
     pattern: str,
@@ -788,11 +807,13 @@ def main(
     rate: float | None,
     pin: bool,
     soak_s: float | None,
+    with_engine: bool,
     smoke: bool,
     output: Path | None,
 ) -> None:
-    """Latencies of plans through gRPC."""
+    """What the control plane costs."""
     os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
+    load_average = round(os.getloadavg()[0], 2)
     sizes = SMOKE if smoke else Sizes()
     sizes = replace(sizes, num_clients=clients or sizes.num_clients, admissions_per_s=rate or sizes.admissions_per_s)
     chosen = [soak_row(soak_s, sizes)] if soak_s else [row for row in rows(sizes) if pattern in row.name]
@@ -800,18 +821,23 @@ def main(
         raise click.BadParameter("no row has a name like that", param_hint="'--rows'")
     figures = measure(chosen, 1 if smoke or soak_s else restarts, pinned=pin)
     show(figures)
-    if output is not None:
-        arguments = [output.name if argument == str(output) else argument for argument in sys.argv[1:]]
-        command = " ".join(["python benchmarks/control_plane.py", *arguments])
-        content = {
-            "command": command,
-            "machine": machine("grpcio", "protobuf", "uvloop", "numpy"),
-            "sizes": asdict(sizes),
-            "quantiles_percent": QUANTILES,
-            "figures": [asdict(each) for each in figures],
-        }
-        output.write_text(json.dumps(content, indent=1) + "\n")
-        plot(figures, output.with_suffix(".svg"))
+    engine = measure_engine(smoke=smoke) if with_engine and not soak_s else {}
+    if output is None:
+        return
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--output", str(output))]
+    content = {
+        "command": " ".join(["quire bench control-plane", *arguments]),
+        "machine": machine("grpcio", "protobuf", "uvloop", "numpy", "torch", "transformers"),
+        "load_average_at_start": load_average,
+        "sizes": asdict(sizes),
+        "quantiles_percent": QUANTILES,
+        "figures": [asdict(each) for each in figures],
+        "engine": engine,
+    }
+    path = output if output.suffix == ".json" else output / "control_plane.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    plot(figures, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

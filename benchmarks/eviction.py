@@ -49,21 +49,28 @@ class Measurement:
 def measure() -> list[Measurement]:
     measurements = []
     with Progress(console=Console(stderr=True)) as progress:
-        for name, file in progress.track(expectations().items(), description="traces"):
-            requests = load(name)
-            for capacity in CAPACITIES[file["block"]]:
-                lru, default = (
-                    Replay(capacity, block_size=file["block"], policy=policy).run(requests)
-                    for policy in ("lru", DEFAULT_POLICY)
-                )
-                expected = file["capacity"].get(str(capacity), {})
-                if expected and lru != Outcome(expected["lru_hit_blocks"], expected["lru_evictions"]):
-                    raise click.ClickException(f"LRU on {name} at {capacity} blocks is not as expected.json says")
-                measured = Measurement(
-                    *(name.partition(".")[0], capacity, lru, default),
-                    *(expected.get("opt_hit_blocks"), file["hit_blocks_infinite"]),
-                )
-                measurements.append(measured)
+        for name in progress.track(expectations(), description="traces"):
+            measurements += measure_trace(name)
+    return measurements
+
+
+def measure_trace(name: str) -> list[Measurement]:
+    """Every capacity for this file's block size."""
+    file, requests = expectations()[name], load(name)
+    measurements = []
+    for capacity in CAPACITIES[file["block"]]:
+        lru, default = (
+            Replay(capacity, block_size=file["block"], policy=policy).run(requests)
+            for policy in ("lru", DEFAULT_POLICY)
+        )
+        expected = file["capacity"].get(str(capacity), {})
+        if expected and lru != Outcome(expected["lru_hit_blocks"], expected["lru_evictions"]):
+            raise click.ClickException(f"LRU on {name} at {capacity} blocks is not as expected.json says")
+        measured = Measurement(
+            *(name.partition(".")[0], capacity, lru, default),
+            *(expected.get("opt_hit_blocks"), file["hit_blocks_infinite"]),
+        )
+        measurements.append(measured)
     return measurements
 
 

@@ -79,8 +79,10 @@ class InProcessServices:
             report.lease_id,
             report.step_number,
             messages.decode_outcome(report),
-            computed=list(zip(report.sequence_ids, report.computed_token_counts, strict=True)),
-            sampled=dict(zip(report.sampled_sequence_ids, report.sampled_token_ids, strict=True)),
+            seq_ids=report.sequence_ids,
+            token_counts=report.computed_token_counts,
+            sampled_ids=report.sampled_sequence_ids,
+            sampled_tokens=report.sampled_token_ids,
         )
         self.steps.reports.acknowledge(report.report_number)
 

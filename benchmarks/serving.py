@@ -1,346 +1,360 @@
-"""Tokens per second of the engine through both services, beside transformers on the same model and work, on a CPU.
+"""Requests one at a time, as a batch and as they arrive: with paged attention, and gathering a padded batch each step.
 
-    python benchmarks/serving.py [--rounds 5] [--output benchmarks/results/serving_cpu.json]
+    quire bench serving
 
-Rows: transformers' `generate` on static batches of 16, its continuous batching, Quire through the two real processes,
-and Quire with both services in this process (the difference is what the process boundary costs). The rows take turns
-in every round, so that what else the machine does hits all of them; medians of the rounds. Greedy, float32, random
-weights; prefix caches are emptied before each run; every row's tokens are compared with the first row's.
+A GPT-2-small shape with random weights; 64 requests of 704 to 1,008 prompt tokens, 54,784 in all, and 16 new tokens
+each; the engine, cachemgr's books and the worker's executor in one process. The rows differ in the attention alone: the
+worker's own over the block pool, or benchmarks/padded.py. On a GPU if there is one, in float16; otherwise on the CPU in
+bfloat16. Prompts that share nothing; 64 sequences at a time, 2,048 tokens a step; prefix cache emptied before each run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import click
-import grpc
+import numpy as np
 import torch
-import transformers
-from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcessWorker
-from machine import machine
+from engines import Running, Setup, generate, load, one_process
 from matplotlib import pyplot
-from rich.console import Console
+from matplotlib.figure import Figure
+from models import gpt2_small, tiny_gpt2
+from padded import gathering
+from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
-from rich.table import Table
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from torch.profiler import ProfilerActivity, profile
 
-from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.launch import LocalServices
-from quire.worker.model import load_model
+from quire.worker.kv_pool import KVPool
+from quire.worker.model import PagedModel
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import StepBatch, build_step_batch
 
-BATCH = 16
 BLOCK_SIZE = 16
-NUM_BLOCKS = 512
 MAX_STEP_TOKENS = 2048
-
-Tokens = list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts, and how many tokens to generate for each."""
-
-    name: str
-    prompts: Tokens
-    num_new: list[int]
-
-    @property
-    def num_generated(self) -> int:
-        return sum(self.num_new)
-
-
-async def nothing() -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to do the work; returns the tokens generated, per prompt. `forget` is called before, untimed."""
-
-    name: str
-    generate: Callable[[Workload], Awaitable[Tokens]]
-    forget: Callable[[], Awaitable[object]] = nothing
+ATTENTIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "gathered and padded": gathering,
+    "paged": contextlib.nullcontext,
+}
+PUBLISHED = {
+    ("one at a time", "paged"): 239,
+    ("offline batch", "gathered and padded"): 308,
+    ("offline batch", "paged"): 1853,
+    ("online arrivals", "gathered and padded"): 289,
+    ("online arrivals", "paged"): 1252,
+}
+"""Tokens per second on a desktop GPU; a step took 57 ms gathered and 13 ms paged there."""
+# Parts of a step by torch's names of operations, the first that fits.
+PARTS = {
+    "linear layers": ("addmm", "aten::mm", "linear", "mkldnn"),
+    "attention (SDPA)": ("scaled_dot", "flash", "bmm", "softmax"),
+    "gathers and copies": ("index", "gather", "copy", "clone", "contiguous", "fill", "cat", "expand", "empty"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    workload: str
-    row: str
-    seconds: list[float]
-    num_generated: int
-    equal_sequences: int
-    num_sequences: int
+class Sizes:
+    """Prompts are evenly spread over the range. `alone` requests are served where it is one at a time."""
+
+    num_requests: int = 64
+    prompt_tokens: tuple[int, int] = (704, 1008)
+    new_tokens: int = 16
+    alone: int = 16
+    seconds_between_arrivals: float = 0.75
+    profiled_steps: int = 5
+
+
+QUICK = Sizes(
+    num_requests=4, prompt_tokens=(8, 24), new_tokens=3, alone=2, seconds_between_arrivals=0.01, profiled_steps=2
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward of the model."""
+
+    num_tokens: int
+    num_seqs: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """All requests in one mode by one attention."""
+
+    mode: str
+    attention: str
+    num_requests: int
+    num_new: int
+    seconds: float
+    latencies_s: list[float]
+    """From each request's arrival to its last token."""
+    forwards: list[tuple[int, int, float]] = field(default_factory=list)
+    """Tokens, sequences and seconds of each."""
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_generated / statistics.median(self.seconds)
+        return self.num_new / self.seconds
 
 
-def workloads(vocab_size: int) -> list[Workload]:
-    """Equal lengths: the best case of a static batch. Mixed lengths: what serving sees."""
-    generator = torch.Generator().manual_seed(0)
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A token of each of all sequences at their full prompts: ms of each step, and where an average step goes."""
 
-    def draw(low: int, high: int, count: int) -> list[int]:
-        return torch.randint(low, high, (count,), generator=generator).tolist()
-
-    equal = Workload("equal 16 x (128 + 64)", [draw(3, vocab_size, 128) for _ in range(16)], [64] * 16)
-    lengths = draw(16, 241, 32)
-    mixed = Workload(
-        "mixed 32 x (16..240 + 8..120)", [draw(3, vocab_size, length) for length in lengths], draw(8, 121, 32)
-    )
-    return [equal, mixed]
+    attention: str
+    num_seqs: int
+    step_ms: list[float]
+    parts_ms: dict[str, float]
 
 
-def make_model(directory: Path) -> LlamaForCausalLM:
-    """56 M parameters: hidden 512, 8 layers, 8 query and 4 key heads, vocabulary 32,000."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(directory)
-    return model
+# -- the work ---------------------------------------------------------------------------------------------------------
 
 
-def static_batches(model: LlamaForCausalLM) -> Callable[[Workload], Awaitable[Tokens]]:
-    """Left-padded batches of 16, each as long as its longest."""
-
-    async def generate(work: Workload) -> Tokens:
-        results: Tokens = []
-        for first in range(0, len(work.prompts), BATCH):
-            prompts, num_new = work.prompts[first : first + BATCH], work.num_new[first : first + BATCH]
-            width = max(map(len, prompts))
-            input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-            output = model.generate(
-                input_ids,
-                attention_mask=mask,
-                max_new_tokens=max(num_new),
-                min_new_tokens=max(num_new),
-                do_sample=False,
-            )
-            results += [row[width : width + count].tolist() for row, count in zip(output, num_new, strict=True)]
-        return results
-
-    return generate
+def prompt_lengths(sizes: Sizes) -> list[int]:
+    return np.linspace(*sizes.prompt_tokens, sizes.num_requests).round().astype(int).tolist()
 
 
-def continuous_batching(model: LlamaForCausalLM) -> Callable[[Workload], Awaitable[Tokens]]:
-    """transformers' continuous batching, sized to the work."""
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    settings = ContinuousBatchingConfig(
-        page_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_tokens=MAX_STEP_TOKENS, allow_block_sharing=False
-    )
-
-    async def generate(work: Workload) -> Tokens:
-        outputs: dict[str, list[int]] = {}
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=settings
-        ) as manager:
-            for index, (prompt, count) in enumerate(zip(work.prompts, work.num_new, strict=True)):
-                manager.add_request(prompt, request_id=str(index), max_new_tokens=count)
-            while len(outputs) < len(work.prompts):
-                result = manager.get_result(timeout=60)
-                if result is None:
-                    raise RuntimeError("continuous batching gave no result for 60 s")
-                if result.is_finished():
-                    outputs[result.request_id] = list(result.generated_tokens)
-        return [outputs[str(index)] for index in range(len(work.prompts))]
-
-    return generate
+def draw_prompts(sizes: Sizes, vocab_size: int) -> list[list[int]]:
+    """In random order of length."""
+    generator = np.random.default_rng(0)
+    lengths = generator.permutation(prompt_lengths(sizes))
+    return [generator.integers(1, vocab_size, length).tolist() for length in lengths]
 
 
-def engine_row(engine: Engine) -> Callable[[Workload], Awaitable[Tokens]]:
-    """The engine, whatever services are behind it."""
-
-    async def generate(work: Workload) -> Tokens:
-        params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in work.num_new]
-        completions = await engine.complete(work.prompts, params)
-        return [list(completion.token_ids) for completion in completions]
-
-    return generate
+async def one_at_a_time(running: Running, prompts: Sequence[list[int]], sizes: Sizes) -> list[float]:
+    latencies = []
+    for prompt in prompts[: sizes.alone]:
+        start = time.perf_counter()
+        await generate(running.engine, [prompt], [sizes.new_tokens])
+        latencies.append(time.perf_counter() - start)
+    return latencies
 
 
-def engine_config() -> EngineConfig:
-    """The lease outlives the other rows, which hold up this process's event loop."""
-    return EngineConfig(
-        max_step_tokens=MAX_STEP_TOKENS, max_running_sequences=BATCH, lease_ttl_s=LEASE_TTL_S, verify=False
-    )
+async def arriving(running: Running, prompts: Sequence[list[int]], sizes: Sizes, interval_s: float) -> list[float]:
+    """Each request comes a random time after the one before; 0: all at once."""
+    pauses = np.random.default_rng(1).exponential(1.0, len(prompts)) * interval_s
+
+    async def serve(prompt: list[int]) -> float:
+        start = time.perf_counter()
+        await generate(running.engine, [prompt], [sizes.new_tokens])
+        return time.perf_counter() - start
+
+    tasks = []
+    for prompt, pause in zip(prompts, pauses.tolist(), strict=True):
+        await asyncio.sleep(pause)
+        tasks.append(asyncio.create_task(serve(prompt)))
+    return await asyncio.gather(*tasks)
 
 
-@contextlib.asynccontextmanager
-async def through_services(directory: Path, threads: int) -> AsyncIterator[Row]:
-    """An engine over two real processes."""
-    worker_args = ("--dtype", "float32", "--threads", str(threads), "--block-size", str(BLOCK_SIZE))
-    services = await asyncio.to_thread(
-        LocalServices.start, model=directory, num_blocks=NUM_BLOCKS, extra_worker_args=worker_args
-    )
-    with services:
-        address = services.cachemgr_address
-        async with (
-            grpc.aio.insecure_channel(address) as channel,
-            Engine.connect(address, config=engine_config()) as engine,
-        ):
-            stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-
-            async def forget() -> None:
-                await stub.ResetPrefixCache(cache_service_pb2.ResetPrefixCacheRequest())
-
-            yield Row("Quire, two services", engine_row(engine), forget)
+MODES: dict[str, Callable[..., Any]] = {
+    "one at a time": one_at_a_time,
+    "offline batch": lambda running, prompts, sizes: arriving(running, prompts, sizes, 0.0),
+    "online arrivals": lambda running, prompts, sizes: arriving(
+        running, prompts, sizes, sizes.seconds_between_arrivals
+    ),
+}
 
 
-@contextlib.asynccontextmanager
-async def in_process(directory: Path) -> AsyncIterator[Row]:
-    """An engine with both services in this process."""
-    model = load_model(directory, dtype=torch.float32)
-    services = InProcessServices(
-        model,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=256,
-        max_step_tokens=8192,
-    )
-    worker = InProcessWorker(services)
-    async with Engine(InProcessCache(services), lambda _: worker, config=engine_config()) as engine:
+@contextlib.contextmanager
+def recorded(model: PagedModel) -> Iterator[list[Forward]]:
+    """The forwards that the model makes within the block."""
+    forwards: list[Forward] = []
+    forward = model.forward
 
-        async def forget() -> None:
-            services.pool.ledger.reset_prefix_cache()
+    def timed(batch: StepBatch, pool: KVPool) -> torch.Tensor:
+        start = time.perf_counter()
+        logits = forward(batch, pool)
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        forwards.append(Forward(batch.num_tokens, batch.num_seqs, round(time.perf_counter() - start, 5)))
+        return logits
 
-        yield Row("Quire, in one process", engine_row(engine), forget)
-    services.close()
+    model.forward = timed
+    try:
+        yield forwards
+    finally:
+        del model.forward
 
 
-async def measure(rows: list[Row], works: list[Workload], rounds: int) -> list[Measurement]:
-    """Every row once in every round, after one round that does not count."""
-    seconds: dict[tuple[str, str], list[float]] = {(work.name, row.name): [] for work in works for row in rows}
-    tokens: dict[tuple[str, str], Tokens] = {}
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=(rounds + 1) * len(works) * len(rows))
-        for number in range(rounds + 1):
-            for work in works:
-                for row in rows:
-                    progress.update(task, description=f"round {number}/{rounds} {work.name.split()[0]}: {row.name}")
-                    await row.forget()
+async def serve(setup: Setup, model: PagedModel, sizes: Sizes, progress: Progress) -> list[Served]:
+    """Every mode with every attention, each once, after a short one that does not count."""
+    prompts = draw_prompts(sizes, model.vocab_size)
+    results = []
+    task = progress.add_task("", total=len(MODES) * len(ATTENTIONS))
+    async with one_process(setup, model=model) as running:
+        await generate(running.engine, prompts[:2], [2, 2])
+        for mode, run in MODES.items():
+            for name, attention in ATTENTIONS.items():
+                progress.update(task, description=f"{mode}, {name}")
+                await running.forget()
+                with attention(), recorded(model) as forwards:
                     start = time.perf_counter()
-                    tokens[work.name, row.name] = await row.generate(work)
-                    if number:
-                        seconds[work.name, row.name].append(time.perf_counter() - start)
-                    progress.advance(task)
-    return [
-        Measurement(
-            work.name,
-            row.name,
-            seconds[work.name, row.name],
-            work.num_generated,
-            equal_sequences=sum(map(list.__eq__, tokens[work.name, row.name], tokens[work.name, rows[0].name])),
-            num_sequences=len(work.prompts),
-        )
-        for work in works
-        for row in rows
-    ]
+                    latencies = await run(running, prompts, sizes)
+                    seconds = time.perf_counter() - start
+                rows = [(each.num_tokens, each.num_seqs, each.seconds) for each in forwards]
+                rounded = [round(latency, 3) for latency in latencies]
+                count = len(latencies)
+                results.append(Served(mode, name, count, count * sizes.new_tokens, round(seconds, 3), rounded, rows))
+                progress.advance(task)
+    return results
 
 
-async def run(rounds: int, threads: int) -> list[Measurement]:
-    torch.set_num_threads(threads)
+# -- where a step goes ------------------------------------------------------------------------------------------------
+
+
+def profile_decode(model: PagedModel, sizes: Sizes) -> list[DecodeStep]:
+    """A step that runs one token of each sequence, by each attention."""
+    pool, batch = decode_batch(model, prompt_lengths(sizes))
+    steps = []
+    for name, attention in ATTENTIONS.items():
+        with attention(), recorded(model) as forwards:
+            model.forward(batch, pool)
+            forwards.clear()
+            for _ in range(sizes.profiled_steps):
+                model.forward(batch, pool)
+            times = [round(1e3 * each.seconds, 2) for each in forwards]
+            steps.append(DecodeStep(name, batch.num_seqs, times, parts_of(model, batch, pool)))
+    return steps
+
+
+def decode_batch(model: PagedModel, lengths: Sequence[int]) -> tuple[KVPool, StepBatch]:
+    """A pool that holds so many tokens of each sequence, and the next token of each."""
+    needed = [-(-(length + 1) // BLOCK_SIZE) for length in lengths]
+    pool = KVPool(
+        model.specs, num_blocks=sum(needed) + 1, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
+    )
+    rows = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device=model.device)
+    ids = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)) + 1
+    for block_ids in ids.split(needed):
+        rows.stage_blocks(rows.add(), 0, block_ids.tolist())
+    batch = build_step_batch(
+        rows,
+        block_size=BLOCK_SIZE,
+        rows=range(len(lengths)),
+        starts=lengths,
+        counts=[1] * len(lengths),
+        token_ids=[[1]] * len(lengths),
+    )
+    return pool, batch
+
+
+def parts_of(model: PagedModel, batch: StepBatch, pool: KVPool) -> dict[str, float]:
+    """ms of one step, by torch's profiler, each operation without those that it calls."""
+    on_gpu = model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities) as profiled:
+        model.forward(batch, pool)
+    parts = dict.fromkeys([*PARTS, "everything else"], 0.0)
+    for event in profiled.key_averages():
+        part = next((part for part, names in PARTS.items() if any(name in event.key for name in names)), None)
+        taken_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        parts[part or "everything else"] += taken_us / 1e3
+    return {part: round(taken_ms, 2) for part, taken_ms in parts.items()}
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def measure(quick: bool, progress: Progress) -> Findings:
+    sizes = QUICK if quick else Sizes()
+    device, dtype = ("cuda", "float16") if torch.cuda.is_available() else ("cpu", "bfloat16")
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        model = make_model(directory)
-        async with through_services(directory, threads) as remote, in_process(directory) as local:
-            rows = [
-                Row("transformers, static batch", static_batches(model)),
-                Row("transformers, continuous batching", continuous_batching(model)),
-                remote,
-                local,
-            ]
-            return await measure(rows, workloads(model.config.vocab_size), rounds)
-
-
-def show(measurements: list[Measurement]) -> None:
-    table = Table(title="tokens per second, medians")
-    for heading in ("workload", "row", "tokens/s", "of static batch", "fastest", "slowest", "equal sequences"):
-        table.add_column(heading, justify="left" if heading in ("workload", "row") else "right")
-    baseline: dict[str, float] = {}
-    for measured in measurements:
-        base = baseline.setdefault(measured.workload, measured.tokens_per_s)
-        table.add_row(
-            measured.workload,
-            measured.row,
-            f"{measured.tokens_per_s:.0f}",
-            f"{measured.tokens_per_s / base:.2f}",
-            f"{measured.num_generated / min(measured.seconds):.0f}",
-            f"{measured.num_generated / max(measured.seconds):.0f}",
-            f"{measured.equal_sequences}/{measured.num_sequences}",
+        (tiny_gpt2 if quick else gpt2_small)(Path(name), getattr(torch, dtype))
+        num_blocks = sizes.num_requests * -(-(sizes.prompt_tokens[1] + sizes.new_tokens) // BLOCK_SIZE) + 1
+        setup = Setup(
+            Path(name),
+            num_blocks,
+            BLOCK_SIZE,
+            dtype=dtype,
+            device=device,
+            max_step_tokens=MAX_STEP_TOKENS,
+            max_num_seqs=sizes.num_requests,
+            max_running_sequences=sizes.num_requests,
         )
-    Console(width=max(Console().width, 120)).print(table)
+        model = load(setup)
+        served = asyncio.run(serve(setup, model, sizes, progress))
+        progress.add_task("where a step goes", total=None)
+        steps = profile_decode(model, sizes)
+    figures = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "dtype": dtype,
+        "threads": setup.threads,
+        "sizes": asdict(sizes),
+        "prompt_tokens": sum(prompt_lengths(sizes)),
+        "served": [asdict(each) | {"tokens_per_s": each.tokens_per_s} for each in served],
+        "decode_steps": [asdict(step) for step in steps],
+    }
+    notes = [
+        f"{sum(prompt_lengths(sizes)):,} prompt tokens in all, {dtype} on {figures['device']}; each row was run once.",
+        f"One at a time was measured on {sizes.alone} of the {sizes.num_requests} requests.",
+        "Published: on a desktop GPU.",
+    ]
+    return Findings(tables(served, steps), figures, lambda: plot(served, steps), notes)
 
 
-def plot(measurements: list[Measurement], path: Path) -> None:
-    """Bars of the medians with the range of the rounds, one group per workload."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.2))
-    works = list(dict.fromkeys(measured.workload for measured in measurements))
-    rows = list(dict.fromkeys(measured.row for measured in measurements))
-    for number, row in enumerate(rows):
-        chosen = [measured for measured in measurements if measured.row == row]
-        heights = [measured.tokens_per_s for measured in chosen]
-        low = [height - each.num_generated / max(each.seconds) for height, each in zip(heights, chosen, strict=True)]
-        high = [each.num_generated / min(each.seconds) - height for height, each in zip(heights, chosen, strict=True)]
-        places = [index + (number - (len(rows) - 1) / 2) * 0.2 for index in range(len(works))]
-        bars = axes.bar(places, heights, 0.18, yerr=[low, high], label=row, error_kw={"linewidth": 0.8})
-        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
-    axes.set_xticks(range(len(works)), works)
-    axes.set_ylabel("generated tokens per second")
-    axes.set_title("56 M-parameter Llama, float32, on a CPU: medians and ranges", fontsize=10)
-    axes.margins(y=0.25)
-    axes.legend(fontsize=8, ncols=2, loc="upper right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-@click.command()
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds that count.")
-@click.option("--threads", default=len(os.sched_getaffinity(0)), show_default=True, help="Threads of each model.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Where to write the figures as JSON, and a plot as SVG."
-)
-def main(rounds: int, threads: int, output: Path | None) -> None:
-    """Serving throughput on a CPU, beside transformers."""
-    transformers.logging.set_verbosity_error()
-    measurements = asyncio.run(run(rounds, threads))
-    show(measurements)
-    if output is not None:
-        command = f"python benchmarks/serving.py --rounds {rounds} --threads {threads}"
-        figures = [asdict(measured) | {"tokens_per_s": measured.tokens_per_s} for measured in measurements]
-        output.write_text(
-            json.dumps({"command": command, "machine": machine("torch", "transformers"), "figures": figures}, indent=1)
-            + "\n"
+def tables(served: Sequence[Served], steps: Sequence[DecodeStep]) -> list:
+    first = table(
+        "generated tokens per second, prompts included",
+        *("", *ATTENTIONS, "ratio", "published", "ratio", "s to the last token, median"),
+    )
+    for mode in MODES:
+        padded, paged = (next(each for each in served if (each.mode, each.attention) == (mode, a)) for a in ATTENTIONS)
+        published = [PUBLISHED.get((mode, attention)) for attention in ATTENTIONS]
+        known = [str(each) for each in published if each is not None]
+        latencies = " and ".join(f"{statistics.median(each.latencies_s):.1f}" for each in (padded, paged))
+        first.add_row(
+            *(mode, f"{padded.tokens_per_s:.2f}", f"{paged.tokens_per_s:.2f}"),
+            *(f"{paged.tokens_per_s / padded.tokens_per_s:.2f}", " and ".join(known)),
+            f"{published[1] / published[0]:.1f}" if published[0] and published[1] else "",
+            latencies,
         )
-        plot(measurements, output.with_suffix(".svg"))
+    padded_step, paged_step = steps
+    second = table(
+        f"a step that generates one token of each of {paged_step.num_seqs} sequences: ms", "", *ATTENTIONS, "ratio"
+    )
+    medians = [statistics.median(step.step_ms) for step in steps]
+    second.add_row("step", *(spread(step.step_ms, ".1f") for step in steps), f"{medians[0] / medians[1]:.2f}")
+    for part, padded_ms in padded_step.parts_ms.items():
+        paged_ms = paged_step.parts_ms[part]
+        ratio = f"{padded_ms / paged_ms:.2f}" if paged_ms else ""
+        second.add_row(f"  {part}, profiled", f"{padded_ms:.1f}", f"{paged_ms:.1f}", ratio)
+    second.add_row("published, a step", "57", "13", "4.4")
+    return [first, second]
 
+
+def plot(served: Sequence[Served], steps: Sequence[DecodeStep]) -> Figure:
+    """Tokens per second by mode; a decode step by its parts."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for number, attention in enumerate(ATTENTIONS):
+        heights = [each.tokens_per_s for each in served if each.attention == attention]
+        bars = left.bar([place + (number - 0.5) * 0.38 for place in range(len(MODES))], heights, 0.36, label=attention)
+        left.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    left.set_xticks(range(len(MODES)), list(MODES), fontsize=9)
+    left.set_ylabel("generated tokens per second")
+    left.set_title(f"GPT-2 small, {served[-1].num_requests} requests", fontsize=10)
+    left.margins(y=0.2)
+    left.legend(fontsize=8)
+    bottoms = [0.0] * len(steps)
+    for part in steps[0].parts_ms:
+        heights = [step.parts_ms[part] for step in steps]
+        right.bar(list(ATTENTIONS), heights, 0.5, bottom=bottoms, label=part)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    right.set_ylabel("ms")
+    right.set_title(f"a step of {steps[0].num_seqs} sequences, profiled", fontsize=10)
+    right.legend(fontsize=8)
+    plain(left)
+    plain(right)
+    return figure
+
+
+main = benchmark("serving", measure, packages=("torch", "transformers", "numpy"))
 
 if __name__ == "__main__":
     main()

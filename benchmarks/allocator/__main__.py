@@ -1,10 +1,10 @@
 """What the core of cachemgr costs beside the block managers of vLLM, SGLang and transformers, in process.
 
-    python benchmarks/allocator                         all rows at 1,000, 100,000 and a million blocks, and metadata
-    python benchmarks/allocator --peers                 the same, making the peers' environments first
-    python benchmarks/allocator --scaling               cost against pool size, leases, sequences, cached chains
-    python benchmarks/allocator --mixed 10              ten minutes of mixed load: the worst single call
-    python benchmarks/allocator --smoke                 everything of ours once and small, in seconds
+    quire bench allocator                       all rows at 1,000, 100,000 and a million blocks, and metadata
+    quire bench allocator --peers               the same, making the peers' environments first
+    quire bench allocator --scaling             cost against pool size, leases, sequences, cached chains
+    quire bench allocator --mixed 10            ten minutes of mixed load: the worst single call
+    quire bench allocator --quick               everything of ours once and small, in seconds
 
 Every row is defined where it is measured: what the work is in workload.Rows, what is timed of it in core.Core and in
 each peer's driver. Block size 16. A peer that can't run here is shown by its recorded figures, times this machine's
@@ -24,8 +24,8 @@ import click
 import mixed
 import own_rows
 import peer_runs
-import report
 import scaling
+import tables
 from core import Crowd
 from recorded import RECORDED_US, SIZES
 from rich.console import Console
@@ -44,7 +44,7 @@ MIXED_BLOCKS = 1_000_000
 NOT_PACKAGED = "nano-vllm"
 
 
-def measure_rows(results: report.Results, sizes: tuple[int, ...], repeats: int, progress: Progress) -> None:
+def measure_rows(results: tables.Results, sizes: tuple[int, ...], repeats: int, progress: Progress) -> None:
     """Quire's rows at every pool size."""
     task = progress.add_task("Quire", total=len(sizes))
     for size in sizes:
@@ -55,7 +55,7 @@ def measure_rows(results: report.Results, sizes: tuple[int, ...], repeats: int, 
 
 
 def measure_peers(
-    results: report.Results, sizes: tuple[int, ...], repeats: int, memory: int, progress: Progress, *, install: bool
+    results: tables.Results, sizes: tuple[int, ...], repeats: int, memory: int, progress: Progress, *, install: bool
 ) -> None:
     """The peers' rows at the same sizes, one peer after the other."""
     task = progress.add_task("peers", total=len(peer_runs.PEERS))
@@ -75,7 +75,7 @@ def measure_peers(
         progress.advance(task)
 
 
-def measure_scaling(results: report.Results, repeats: int, progress: Progress) -> None:
+def measure_scaling(results: tables.Results, repeats: int, progress: Progress) -> None:
     task = progress.add_task("scaling", total=scaling.num_points())
     for axis, value, num_blocks, crowd in scaling.points():
         progress.update(task, description=f"{axis}: {value:,}")
@@ -101,7 +101,7 @@ def measure_mixed(minutes: float, num_blocks: int, progress: Progress) -> dict[s
     }
 
 
-def note_load(results: report.Results) -> None:
+def note_load(results: tables.Results) -> None:
     results.load_average.append(os.getloadavg()[0])
 
 
@@ -111,6 +111,12 @@ def read_sizes(text: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and int(word) >= min(DEFAULT_SIZES) for word in words):
         raise click.BadParameter(f"{text!r}: must be numbers of at least {min(DEFAULT_SIZES)}, separated by commas")
     return tuple(map(int, words))
+
+
+def command_line(arguments: list[str]) -> str:
+    """As it is to be given again: without where the figures went."""
+    ends = arguments.index("--output") if "--output" in arguments else len(arguments)
+    return shlex.join(["quire", "bench", "allocator", *arguments[:ends], *arguments[ends + 2 :]])
 
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
@@ -127,7 +133,7 @@ def read_sizes(text: str) -> tuple[int, ...]:
 @click.option("--no-rows", is_flag=True, help="Only what --scaling and --mixed ask for.")
 @click.option("--scaling", "with_scaling", is_flag=True, help="Also cost against what else there is.")
 @click.option("--mixed", "mixed_minutes", default=0.0, metavar="MINUTES", help="Also the worst call of mixed load.")
-@click.option("--smoke", is_flag=True, help="Tiny, without peers: whether everything runs.")
+@click.option("--quick", "--smoke", "smoke", is_flag=True, help="Tiny, without peers: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
 def main(
     sizes: tuple[int, ...],
@@ -141,8 +147,8 @@ def main(
     output: Path | None,
 ) -> None:
     """Measures, shows, and writes what was measured."""
-    command = shlex.join(["python", "benchmarks/allocator", *sys.argv[1:]])
-    results = report.Results(command=command, calibration=calibrate())
+    command = command_line(sys.argv[1:])
+    results = tables.Results(command=command, calibration=calibrate())
     chosen = SMOKE_SIZES if smoke else sizes
     repeats = 2 if smoke else repeats
     with Progress(console=Console(stderr=True)) as progress:
@@ -160,10 +166,10 @@ def main(
             results.mixed = measure_mixed(0.005 if smoke else mixed_minutes, blocks, progress)
     for peer in RECORDED_US.keys() - results.peers.keys():
         results.unavailable.setdefault(peer, "not on the package index" if peer == NOT_PACKAGED else "not run")
-    report.show(results)
+    tables.show(results)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        report.write(results, output)
+        tables.write(results, output)
 
 
 if __name__ == "__main__":

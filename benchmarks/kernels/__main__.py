@@ -22,7 +22,7 @@ if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import elementwise
-import report
+import tables
 import torch
 from attention import fits, measure, present
 from grids import decode_cells, dry_cells, prefill_cells
@@ -49,7 +49,7 @@ ROWS = (
 class Run:
     """One run: what has been measured, and until when there is time."""
 
-    def __init__(self, results: report.Results, device: torch.device, minutes: float, progress: Progress) -> None:
+    def __init__(self, results: tables.Results, device: torch.device, minutes: float, progress: Progress) -> None:
         self.results = results
         self.device = device
         self.clock: Clock = DryClock() if results.dry else GraphClock()
@@ -96,7 +96,7 @@ def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:
     if not dry and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here; --dry shows whether everything runs")
     command = shlex.join(["python", "benchmarks/kernels", *sys.argv[1:]])
-    results = report.Results(command=command, dry=dry)
+    results = tables.Results(command=command, dry=dry)
     grids = GRIDS if grid == "all" else (grid,)
     with Progress(console=Console(stderr=True)) as progress, torch.inference_mode():
         run = Run(results, torch.device("cpu" if dry else "cuda"), minutes, progress)
@@ -106,9 +106,9 @@ def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:
         for each in ("decode", "prefill"):
             if each in grids:
                 run.measure_attention(each)
-    report.show(results)
+    tables.show(results)
     if output is not None:
-        report.write(results, output)
+        tables.write(results, output)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from timing import median
 sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
 
 from machine import machine
+from report import write_json
 
 matplotlib.use("svg")
 
@@ -159,7 +159,7 @@ def elementwise_table(results: Results) -> Table:
 def write(results: Results, folder: Path) -> None:
     """kernels.json with everything, and a figure where decode was measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernels.json").write_text(json.dumps(results.as_json(), indent=1) + "\n")
+    write_json(results.as_json(), folder / "kernels.json")
     if results.decode:
         plot(results, folder / "kernels_decode.svg")
 

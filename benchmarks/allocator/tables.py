@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -30,6 +28,7 @@ from workload import CALIBRATION_REFERENCE_US, ROWS
 sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
 
 from machine import machine
+from report import write_json
 
 
 @dataclass(slots=True)
@@ -218,12 +217,6 @@ def write(results: Results, folder: Path) -> None:
         write_json(results.about() | {"samples_ns": results.scaling}, folder / "allocator_scaling.json")
     if results.mixed:
         write_json(results.about() | results.mixed, folder / "allocator_mixed.json")
-
-
-def write_json(content: dict[str, Any], path: Path) -> None:
-    """Indented, lists of numbers on one line each."""
-    text = json.dumps(content, indent=1)
-    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
 
 
 def plot(results: Results, path: Path, *, size: int) -> None:

@@ -1,0 +1,78 @@
+"""cachemgr's books without its server: sequences of given lengths are admitted, as a plan of a client would."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cachemgr.plans import Admission, StepRequest
+
+AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
+VOCAB = 2**31 - 1
+LEASE, EPOCH = "lease", 1
+
+Lengths = npt.NDArray[np.int64]
+
+
+def azure_lengths() -> tuple[Lengths, Lengths]:
+    """Prompt and output tokens of every request of the Azure conversation trace, in order of arrival."""
+    with gzip.open(AZURE, "rt", newline="") as lines:
+        rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(lines)]
+    prompts, outputs = np.array(rows, dtype=np.int64).T
+    return prompts, outputs
+
+
+def normal_lengths(generator: np.random.Generator, count: int) -> Lengths:
+    """Tokens of requests, prompt and output together: N(500, 200) clipped to [200, 2048]."""
+    return np.clip(np.rint(generator.normal(500, 200, count)), 200, 2048).astype(np.int64)
+
+
+class Books:
+    """A pool of num_blocks blocks and one lease on it."""
+
+    def __init__(self, num_blocks: int, *, block_size: int) -> None:
+        geometry = Geometry(
+            block_size=block_size,
+            num_blocks=num_blocks + 1,
+            block_bytes=1,
+            max_sequences=2**20,
+            max_sequence_tokens=2**20,
+            vocab_size=VOCAB,
+            model="benchmark",
+            model_fingerprint="benchmark",
+        )
+        self.ledger = Ledger("benchmark", EPOCH, geometry)
+        self.ledger.open_lease(LEASE, ttl_s=1.0, now=0.0)
+        self._num_admitted = 0
+
+    def admit(self, num_tokens: int) -> bool:
+        """One more sequence, like none before, computed at once; whether there was room."""
+        tokens = np.arange(num_tokens, dtype="<i4")
+        tokens[0] = VOCAB - 1 - self._num_admitted
+        request = StepRequest(admissions=[Admission(self._num_admitted, tokens.tobytes())])
+        plan = self.ledger.plan(LEASE, EPOCH, request, now=0.0)
+        computed = list(plan.run_seq_ids)
+        self.ledger.settle(
+            *(LEASE, plan.step_number, StepOutcome.COMPUTED),
+            seq_ids=computed,
+            token_counts=[num_tokens] * len(computed),
+            sampled_ids=computed,
+            sampled_tokens=[0] * len(computed),
+        )
+        self._num_admitted += len(computed)
+        return bool(computed)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Of all sequences, none of which shares a block; the token sampled last has no keys and values yet."""
+        return sum(sequence.num_computed for sequence in self.ledger.sequences(LEASE))
+
+    @property
+    def num_active_blocks(self) -> int:
+        return self.ledger.counts().active

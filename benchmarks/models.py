@@ -1,0 +1,71 @@
+"""Models with random weights, written as checkpoints: shapes are what is measured, no weights are needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def llama_56m(directory: Path) -> LlamaForCausalLM:
+    """56 M parameters: hidden 512, 8 layers, 8 query and 4 key heads, vocabulary 32,000."""
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return _saved(config, LlamaForCausalLM, directory, torch.float32)
+
+
+def tiny_llama(directory: Path) -> LlamaForCausalLM:
+    """A model of which a step takes next to nothing: 2 layers, hidden 32."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return _saved(config, LlamaForCausalLM, directory, torch.float32)
+
+
+def gpt2_small(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
+    """124 M parameters: hidden 768, 12 layers, 12 heads, vocabulary 50,257, 1,024 positions."""
+    config = GPT2Config(bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    return _saved(config, GPT2LMHeadModel, directory, dtype)
+
+
+def tiny_gpt2(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
+    """The same with 2 layers and hidden 32."""
+    config = GPT2Config(
+        vocab_size=512, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None, pad_token_id=0
+    )
+    return _saved(config, GPT2LMHeadModel, directory, dtype)
+
+
+def _saved(config: object, kind: type[Model], directory: Path, dtype: torch.dtype) -> Model:
+    torch.manual_seed(0)
+    model = kind(config).eval().requires_grad_(False).to(dtype)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
+    return model

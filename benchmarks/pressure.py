@@ -1,0 +1,289 @@
+"""Growing sequences against newcomers in a pool far too small: preemptions, wasted work, throughput, fairness.
+
+    quire bench pressure
+
+The engine's scheduler and cachemgr's books, through their messages, two steps in flight as the engine has them; time is
+counted in steps and no model runs, so that every run and every machine gives the same. Three ways with the same
+requests: a pool with room for all, as a reference; the engine's own, which admits whoever fits and preempts the last
+arrived, whose tokens are computed again; and admissions that declare the longest length, so that cachemgr admits them
+only where it is reserved, and nobody is preempted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from books import EPOCH, LEASE, Books
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from report import Findings, benchmark, percent, plain, table
+from rich.progress import Progress
+
+from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr import messages
+from quire.cachemgr.ledger import StepOutcome
+from quire.client.messages import decode_outcome, encode_plan
+from quire.client.sampling import SamplingParams
+from quire.client.scheduler import Scheduler, SchedulerLimits, Step
+from quire.client.sequence import FinishReason
+
+BLOCK_SIZE = 16
+NUM_BLOCKS, ROOMY_BLOCKS = 256, 8_192
+NUM_REQUESTS, QUICK_REQUESTS = 192, 12
+PROMPT_TOKENS, NEW_TOKENS = (32, 256), (64, 512)
+STEPS_BETWEEN_ARRIVALS = 4.0
+MAX_STEP_TOKENS, MAX_RUNNING = 512, 64
+STEPS_IN_FLIGHT = 2
+SAMPLED_TOKEN = 7
+MOST_DRAWN = 600
+"""Steps that the picture shows, about."""
+STATES = ("full", "partial", "retired", "cached", "free")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    number: int
+    arrives_at: int
+    num_prompt: int
+    num_new: int
+
+    @property
+    def num_tokens_to_run(self) -> int:
+        """At its longest: the last token generated is never run."""
+        return self.num_prompt + self.num_new - 1
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens_to_run // BLOCK_SIZE)
+
+    @property
+    def prompt(self) -> list[int]:
+        """Like no other's."""
+        return [self.number + 1000, *range(self.num_prompt - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of all requests. Steps from arrival: to the first token, to the last one, by request."""
+
+    way: str
+    num_blocks: int
+    num_steps: int
+    num_generated: int
+    num_computed: int
+    num_wasted: int
+    """Tokens that were computed before, or for nobody."""
+    num_preemptions: int
+    first_token_steps: list[int]
+    last_token_steps: list[int]
+    speeds: list[float]
+    """New tokens per step from arrival to the last token, by request."""
+    blocks: list[list[int]] = field(default_factory=list)
+    """By step, as STATES."""
+
+    @property
+    def fairness(self) -> float:
+        """Jain's index of the speeds: 1 if all are equal, 1 / requests if one has everything."""
+        return sum(self.speeds) ** 2 / (len(self.speeds) * sum(speed**2 for speed in self.speeds))
+
+
+def draw_requests(count: int) -> list[Request]:
+    generator = np.random.default_rng(0)
+    arrivals = np.floor(np.cumsum(generator.exponential(STEPS_BETWEEN_ARRIVALS, count))).astype(int)
+    prompts = generator.integers(*PROMPT_TOKENS, count, endpoint=True)
+    new = generator.integers(*NEW_TOKENS, count, endpoint=True)
+    columns = (range(count), arrivals.tolist(), prompts.tolist(), new.tolist())
+    return [Request(*row) for row in zip(*columns, strict=True)]
+
+
+class Run:
+    """One way of serving the requests."""
+
+    def __init__(self, way: str, num_blocks: int, *, reserves: bool) -> None:
+        self._way = way
+        self._num_blocks = num_blocks
+        self._books = Books(num_blocks, block_size=BLOCK_SIZE)
+        self._reserves = reserves
+        self._scheduler = Scheduler(
+            SchedulerLimits(
+                max_step_tokens=MAX_STEP_TOKENS,
+                max_running_sequences=MAX_RUNNING,
+                block_size=BLOCK_SIZE,
+                num_blocks=num_blocks,
+                max_sequence_tokens=2**16,
+                vocabulary_size=2**16,
+            )
+        )
+        self._flight: deque[tuple[Step, Any]] = deque()
+        self._requests: dict[int, Request] = {}
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._num_plans = 0
+        self._num_steps = 0
+        self._blocks: list[list[int]] = []
+
+    def serve(self, requests: Sequence[Request], on_end: Callable[[], None]) -> Result:
+        """All of them; `on_end` is called for each that has ended."""
+        coming = deque(requests)
+        while len(self._last) < len(requests):
+            while coming and coming[0].arrives_at <= self._num_steps:
+                self._add(coming.popleft())
+            if not self._scheduler.has_work:
+                self._num_steps += 1  # nobody is here yet
+                continue
+            planned = self._plan()
+            if len(self._flight) >= STEPS_IN_FLIGHT or not planned:
+                self._settle(on_end)
+        return self._result(requests)
+
+    def _add(self, request: Request) -> None:
+        params = SamplingParams(max_tokens=request.num_new, ignore_eos=True)
+        (sequence,) = self._scheduler.add(request.prompt, params, end_token_ids=(), seed=0)
+        self._requests[sequence.request_id] = request
+
+    def _plan(self) -> bool:
+        plan = self._scheduler.schedule()
+        if plan.is_empty:
+            return False
+        self._num_plans += 1
+        asked = encode_plan(plan, lease_id=LEASE, epoch=EPOCH, request_id=str(self._num_plans))
+        for admission in asked.admissions if self._reserves else ():
+            request = self._requests[plan.sequences[admission.sequence_id].request_id]
+            admission.reserved_token_count = request.num_tokens_to_run
+        planned = self._books.ledger.plan(LEASE, EPOCH, messages.decode_plan(asked), now=0.0)
+        answer = cache_service_pb2.PlanStepResponse()
+        messages.encode_plan(answer, planned)
+        step = self._scheduler.on_planned(plan, decode_outcome(answer))
+        if step.failed:
+            raise RuntimeError(f"a request failed: {step.failed[0].error}")
+        self._flight.append((step, planned))
+        return True
+
+    def _settle(self, on_end: Callable[[], None]) -> None:
+        """The oldest step has been computed: a token for each run that samples."""
+        step, planned = self._flight.popleft()
+        runs = list(zip(planned.run_seq_ids, planned.run_samples, strict=True))
+        sampled = [seq_id for seq_id, samples in runs if samples]
+        tokens = [SAMPLED_TOKEN] * len(sampled)
+        ends = [start + count for start, count in zip(planned.run_starts, planned.run_token_counts, strict=True)]
+        self._books.ledger.settle(
+            *(LEASE, planned.step_number, StepOutcome.COMPUTED),
+            seq_ids=list(planned.run_seq_ids),
+            token_counts=ends,
+            sampled_ids=sampled,
+            sampled_tokens=tokens,
+        )
+        self._num_steps += bool(runs)
+        for event in self._scheduler.on_step_done(step, sampled, tokens):
+            self._note(event.sequence.request_id, event.finish_reason, on_end)
+        if runs:
+            self._blocks.append(self._count_blocks())
+
+    def _note(self, request_id: int, reason: FinishReason | None, on_end: Callable[[], None]) -> None:
+        request = self._requests[request_id]
+        self._first.setdefault(request.number, self._num_steps - request.arrives_at)
+        if reason is not None:
+            self._last[request.number] = self._num_steps - request.arrives_at
+            on_end()
+
+    def _count_blocks(self) -> list[int]:
+        """As STATES. Partial: a sequence's last block that has room for more tokens."""
+        counts = self._books.ledger.counts()
+        sequences = self._books.ledger.sequences(LEASE)
+        partial = sum(sequence.num_scheduled < sequence.num_blocks * BLOCK_SIZE for sequence in sequences)
+        return [counts.active - partial, partial, counts.retired, counts.cached, counts.free]
+
+    def _result(self, requests: Sequence[Request]) -> Result:
+        counters = self._scheduler.statistics()
+        numbers = [request.number for request in requests]
+        num_generated = sum(request.num_new for request in requests)
+        needed = sum(request.num_tokens_to_run for request in requests)
+        return Result(
+            self._way,
+            self._num_blocks,
+            num_steps=self._num_steps,
+            num_generated=num_generated,
+            num_computed=counters.scheduled_tokens,
+            num_wasted=counters.scheduled_tokens - needed,
+            num_preemptions=counters.preemptions,
+            first_token_steps=[self._first[number] for number in numbers],
+            last_token_steps=[self._last[number] for number in numbers],
+            speeds=[round(request.num_new / self._last[request.number], 4) for request in requests],
+            blocks=self._blocks,
+        )
+
+
+def measure(quick: bool, progress: Progress) -> Findings:
+    requests = draw_requests(QUICK_REQUESTS if quick else NUM_REQUESTS)
+    num_blocks = max(request.num_blocks for request in requests) * 2 if quick else NUM_BLOCKS
+    ways = [
+        ("room for all", ROOMY_BLOCKS, False),
+        ("preempt, recompute", num_blocks, False),
+        ("reserve the longest", num_blocks, True),
+    ]
+    task = progress.add_task("", total=len(ways) * len(requests))
+    results = []
+    for way, blocks, reserves in ways:
+        progress.update(task, description=way)
+        run = Run(way, blocks, reserves=reserves)
+        results.append(run.serve(requests, lambda: progress.advance(task)))
+    figures = {
+        "block_size": BLOCK_SIZE,
+        "max_step_tokens": MAX_STEP_TOKENS,
+        "max_running_sequences": MAX_RUNNING,
+        "requests": [asdict(request) for request in requests],
+        "states": STATES,
+        "results": [asdict(result) | {"fairness": result.fairness} for result in results],
+    }
+    notes = ["Offload to host memory is missing: there is no host tier yet."]
+    return Findings([result_table(requests, results)], figures, lambda: plot(results[1:]), notes)
+
+
+def result_table(requests: Sequence[Request], results: Sequence[Result]) -> Any:
+    """Ways as columns."""
+    num_tokens = sum(request.num_prompt + request.num_new for request in requests)
+    title = f"{len(requests)} requests, {num_tokens:,} tokens, one every {STEPS_BETWEEN_ARRIVALS:g} steps"
+    made = table(title, "", *(f"{result.way}, {result.num_blocks:,} blocks" for result in results))
+
+    def add(name: str, cell: Callable[[Result], str]) -> None:
+        made.add_row(name, *map(cell, results))
+
+    add("preemptions", lambda result: f"{result.num_preemptions:,}")
+    add("tokens computed", lambda result: f"{result.num_computed:,}")
+    add("of these wasted", lambda result: f"{result.num_wasted:,} ({percent(result.num_wasted / result.num_computed)})")
+    add("steps until all have ended", lambda result: f"{result.num_steps:,}")
+    add("new tokens per step", lambda result: f"{result.num_generated / result.num_steps:.1f}")
+    add("steps to the first token, median", lambda result: f"{statistics.median(result.first_token_steps):,.0f}")
+    add("steps to the first token, longest", lambda result: f"{max(result.first_token_steps):,}")
+    add("steps to the last token, median", lambda result: f"{statistics.median(result.last_token_steps):,.0f}")
+    add("fairness of speeds (Jain)", lambda result: f"{result.fairness:.3f}")
+    return made
+
+
+def plot(results: Sequence[Result]) -> Figure:
+    """Blocks by state over the steps, a panel per way."""
+    figure, panels = pyplot.subplots(len(results), 1, figsize=(10, 5.2), sharex=True)
+    colours = ("tab:blue", "tab:cyan", "tab:orange", "0.8", "white")
+    for axes, result in zip(panels, results, strict=True):
+        steps = range(0, len(result.blocks), max(1, len(result.blocks) // MOST_DRAWN))
+        columns = zip(*(result.blocks[step] for step in steps), strict=True)
+        drawn = axes.stackplot(steps, *columns, labels=STATES, colors=colours)
+        drawn[-1].set_edgecolor("0.6")
+        axes.set_ylabel("blocks")
+        axes.set_ylim(0, result.num_blocks)
+        axes.set_title(f"{result.way}: {result.num_preemptions} preemptions, {result.num_steps:,} steps", fontsize=10)
+        plain(axes)
+    panels[-1].set_xlabel("step")
+    panels[0].legend(fontsize=8, loc="lower left", ncols=len(STATES))
+    return figure
+
+
+main = benchmark("pressure", measure, packages=("numpy",))
+
+if __name__ == "__main__":
+    main()

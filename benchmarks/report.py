@@ -1,0 +1,132 @@
+"""What every benchmark of `quire bench` shares: its flags, the machine it ran on, its tables, its JSON and its plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import matplotlib
+from machine import machine
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "quire"  # the same figures give the same file
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a benchmark found.
+
+    tables     for people
+    figures    for JSON: every figure of the tables, and the raw samples behind it
+    draw       makes the plot
+    notes      what a reader has to know to judge the figures, a sentence each
+    """
+
+    tables: Sequence[Table]
+    figures: dict[str, Any]
+    draw: Callable[[], Figure]
+    notes: Sequence[str] = ()
+
+
+Measure = Callable[[bool, Progress], Findings]
+"""Gets whether it is to be quick, and where to show how far it is."""
+
+
+def benchmark(name: str, measure: Measure, *, packages: Sequence[str] = ()) -> click.Command:
+    """The command of a benchmark: --quick and --output. `packages` are those whose versions its figures depend on."""
+
+    @click.command(name=name)
+    @click.option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
+    @click.option(
+        "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the plot."
+    )
+    def main(quick: bool, output: Path | None) -> None:
+        os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
+        about = {
+            "command": f"quire bench {name}" + (" --quick" if quick else ""),
+            "machine": machine(*packages),
+            "load_average_at_start": round(os.getloadavg()[0], 2),
+        }
+        start = time.perf_counter()
+        with progress_bar() as progress:
+            findings = measure(quick, progress)
+        about["seconds"] = round(time.perf_counter() - start, 1)
+        show(findings, about)
+        if output is not None:
+            write(findings, about, output, name)
+
+    main.help = (sys.modules[measure.__module__].__doc__ or "").partition("\n")[0]
+    return main
+
+
+def progress_bar() -> Progress:
+    """On standard error; with how long it has taken and may still take."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def show(findings: Findings, about: dict[str, Any]) -> None:
+    """Prints the tables, the notes, and where and on what they were measured."""
+    console = Console(highlight=False)
+    console = console if console.width >= WIDTH else Console(width=WIDTH, highlight=False)
+    for table in findings.tables:
+        console.print(table)
+    for note in findings.notes:
+        console.print(note)
+    where = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
+    console.print(f"{about['command']}: {where}; load {about['load_average_at_start']}, {about['seconds']} s")
+
+
+def write(findings: Findings, about: dict[str, Any], folder: Path, name: str) -> None:
+    """NAME.json and NAME.svg in the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.replace('-', '_')}.json"
+    write_json(about | {"notes": list(findings.notes)} | findings.figures, path)
+    figure = findings.draw()
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    Console(highlight=False, soft_wrap=True).print(f"written: {path} and {path.with_suffix('.svg').name}")
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Indented, lists of numbers on one line each."""
+    text = json.dumps(content, indent=1)
+    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def table(title: str, *headings: str, words: int = 1) -> Table:
+    """An empty table whose first `words` columns are text and whose others are numbers."""
+    made = Table(title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if index < words else "right", no_wrap=index == 0)
+    return made
+
+
+def percent(ratio: float, digits: int = 1) -> str:
+    return f"{100 * ratio:.{digits}f} %"
+
+
+def spread(samples: Sequence[float], form: str = ".0f") -> str:
+    """The median, and what lies around it: "12 (11 to 14)"; one sample alone."""
+    middle = format(statistics.median(samples), form)
+    return middle if len(samples) == 1 else f"{middle} ({min(samples):{form}} to {max(samples):{form}})"
+
+
+def plain(axes: Any) -> None:
+    """Without the frame's top and right."""
+    axes.spines[["top", "right"]].set_visible(False)

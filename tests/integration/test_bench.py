@@ -1,0 +1,122 @@
+"""Every benchmark runs from one end to the other, tiny, as `quire bench NAME --quick`, and finds what is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.client.bench import NAMES
+
+TIMEOUT_S = 240
+FILES = {"allocator": ("allocator_rows", "allocator")}
+"""JSON and plot where they are not called as the benchmark."""
+
+
+def run_quick(name: str, folder: Path) -> tuple[dict[str, Any], str]:
+    """What a benchmark wrote, and what it printed."""
+    command = [sys.executable, "-m", "quire.client.cli", "bench", name, "--quick", "--output", str(folder)]
+    environment = {key: value for key, value in os.environ.items() if key != "QUIRE_VERIFY"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    figures, plot = FILES.get(name, (name.replace("-", "_"),) * 2)
+    assert "<svg" in (folder / f"{plot}.svg").read_text()
+    written: dict[str, Any] = json.loads((folder / f"{figures}.json").read_text())
+    assert {"processor", "cores", "python"} <= written["machine"].keys()
+    assert written["command"].startswith(f"quire bench {name}")
+    return written, done.stdout
+
+
+def test_sharing_reads_the_known_counts_from_the_live_services(tmp_path: Path) -> None:
+    written, _ = run_quick("sharing", tmp_path)
+    samples, requests = written["shared"]
+    assert (samples["num_blocks"], samples["num_unshared"]) == (13, 130)
+    assert samples["saved_bytes"] == 936 * 2**20
+    assert (requests["num_blocks"], requests["num_unshared"]) == (22, 130)  # 12 shared, and a last one each
+    assert written["divergence"] == {"num_copied": 1, "num_untouched": 9, "num_blocks": 14}
+    assert written["blocks_by_length"] == [20, 3, 10, 6, 17]
+    assert written["blocks_back_at_once"] == 3
+
+
+def test_utilization_is_that_of_contiguous_buffers_and_of_blocks(tmp_path: Path) -> None:
+    written, _ = run_quick("utilization", tmp_path)
+    assert [batch["batch_size"] for batch in written["batches"]] == [10, 25, 50, 100, 200]
+    last = written["batches"][-1]
+    assert all(0.2 < ratio < 0.3 for ratio in last["contiguous"])
+    assert all(ratio > 0.96 for ratio in last["paged"]["16"])
+    assert written["azure"]["paged"]["16"] > 0.99 > written["azure"]["paged"]["128"]
+    normal, *azure = written["fits"]
+    assert all(3.5 < count / written["contiguous_buffers"] < 5 for count in normal["paged"]["16"])
+    assert [fit["limit"] for fit in azure] == [2048, 4096, 16384]
+
+
+def test_kernel_finds_both_attentions_equal(tmp_path: Path) -> None:
+    written, _ = run_quick("kernel", tmp_path)
+    assert max(written["equality"]["worst"].values()) < 4e-15
+    assert len(written["cells"]) == 4
+    for cell in written["cells"]:
+        assert cell["difference"] < (1e-5 if cell["dtype"] == "float32" else 0.05)
+        assert min(cell["paged_us"] + cell["gather_us"]) > 0
+
+
+def test_pressure_compares_the_three_ways(tmp_path: Path) -> None:
+    written, printed = run_quick("pressure", tmp_path)
+    roomy, preempting, reserving = written["results"]
+    assert roomy["num_preemptions"] == reserving["num_preemptions"] == 0
+    assert preempting["num_preemptions"] > 0
+    assert preempting["num_computed"] - preempting["num_wasted"] == roomy["num_computed"] == reserving["num_computed"]
+    assert "Offload to host memory is missing" in printed
+
+
+def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:
+    written, _ = run_quick("prefix", tmp_path)
+    assert written["end_to_end"]["cached_tokens"] == [64, 64]
+    assert len(written["end_to_end"]["cold_s"]) == 1
+    for row in written["traces"]:
+        assert 0 < row["default"] <= row["infinite"] < 1
+        assert row["belady"] is None or row["lru"] <= row["belady"] <= row["infinite"]
+
+
+def test_serving_has_every_mode_with_both_attentions(tmp_path: Path) -> None:
+    written, _ = run_quick("serving", tmp_path)
+    rows = [(row["mode"], row["attention"]) for row in written["served"]]
+    modes = ("one at a time", "offline batch", "online arrivals")
+    assert rows == [(mode, attention) for mode in modes for attention in ("gathered and padded", "paged")]
+    for row in written["served"]:
+        assert row["num_new"] == 3 * row["num_requests"] == 3 * len(row["latencies_s"])
+        # Every prompt token once, and every token generated but each request's last.
+        assert sum(tokens for tokens, _, _ in row["forwards"]) >= row["num_new"] - row["num_requests"] + 16
+    assert [step["num_seqs"] for step in written["decode_steps"]] == [4, 4]
+    assert all(min(step["step_ms"]) > 0 for step in written["decode_steps"])
+
+
+def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
+    written, _ = run_quick("peers", tmp_path)
+    rows = {(figure["workload"], figure["row"]): figure for figure in written["figures"]}
+    names = {name for _, name in rows}
+    assert {"transformers, static batch", "Quire, two services", "Quire, in one process"} <= names
+    assert ("llama.cpp, 16 slots" in names) != written["llama_cpp"].startswith("absent")
+    assert all(figure["equal_sequences"] == figure["num_sequences"] for figure in rows.values())
+
+
+@pytest.mark.parametrize("name", ["allocator", "control-plane"])
+def test_what_the_control_plane_costs(name: str, tmp_path: Path) -> None:
+    written, _ = run_quick(name, tmp_path)
+    if name == "allocator":
+        assert written["quire"]["samples_ns"]["1000"].keys() >= {"fresh", "cached", "extend", "release"}
+        return
+    assert len(written["figures"]) == 16
+    engine = written["engine"]
+    assert engine["two_processes_over_one"]["ratio"] > 0
+    assert [(work["num_running"], work["num_waiting"]) for work in engine["work_per_step"]] == [(8, 0), (8, 32)]
+    assert all(min(work["engine_ms"]) > 0 for work in engine["work_per_step"])
+
+
+def test_no_benchmark_is_left_out() -> None:
+    source = Path(__file__).read_text()
+    assert all(f'"{name}"' in source for name in NAMES)

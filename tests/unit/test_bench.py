@@ -1,0 +1,308 @@
+"""`quire bench`: which benchmarks there are, how one is run, and that what they count is counted right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quire.client import bench
+from quire.kernels import reference
+from quire.worker.attention import AttentionStep, attention_step, paged_attention
+from quire.worker.kv_pool import KVPool
+from quire.worker.probe import Causal, LayerSpec
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import build_step_batch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+books, kernel, padded, prefix, pressure, report, serving, utilization = map(
+    importlib.import_module,
+    ("books", "kernel", "padded", "prefix", "pressure", "report", "serving", "utilization"),
+)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_is_a_script_with_a_line_that_says_what_it_measures() -> None:
+    lines = bench.list_benches().splitlines()
+    assert [line.split()[0] for line in lines] == list(bench.NAMES)
+    for name, line in zip(bench.NAMES, lines, strict=True):
+        script = bench.script_of(BENCHMARKS, name)
+        assert (script / "__main__.py" if script.is_dir() else script).is_file()
+        assert len(line.split()) > 4, f"{name} does not say what it measures"
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(click.BadParameter, match="utilization, sharing"):
+        bench.run_bench("report", (), quick=False, output=None)
+
+
+def test_outside_of_a_checkout_it_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for call in (bench.list_benches, lambda: bench.run_bench("sharing", (), quick=True, output=None)):
+        with pytest.raises(click.ClickException, match="checkout, not in the installed package"):
+            call()
+
+
+def test_without_what_they_need_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    with pytest.raises(click.ClickException, match=r"need matplotlib.*make venv"):
+        bench.run_bench("sharing", (), quick=True, output=None)
+
+
+@pytest.mark.parametrize(("output", "folder"), [(None, BENCHMARKS.parent / "build/bench"), (Path("/x"), Path("/x"))])
+def test_it_becomes_the_script_with_the_flags_it_was_given(
+    output: Path | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    bench.run_bench("control-plane", ("--restarts", "2"), quick=True, output=output)
+    script = str(BENCHMARKS / "control_plane.py")
+    command = [sys.executable, script, "--quick", "--restarts", "2", "--output", str(folder)]
+    assert became == [(sys.executable, command)]
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+def findings(quick: bool, progress: Any) -> Any:
+    """A benchmark that finds what it was asked."""
+    made = report.table("a title", "what", "figure")
+    made.add_row("quick", str(quick))
+    return report.Findings([made], {"quick": quick, "samples": [1, 2, 3]}, draw, ["A note."])
+
+
+def draw() -> Any:
+    from matplotlib import pyplot
+
+    return pyplot.subplots()[0]
+
+
+def test_a_benchmark_shows_its_table_and_writes_figures_plot_and_where_they_are_from(tmp_path: Path) -> None:
+    done = CliRunner().invoke(report.benchmark("a-name", findings, packages=["numpy"]), ["--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "a title" in done.output
+    assert "A note." in done.output
+    assert "quire bench a-name: processor" in done.output
+    text = (tmp_path / "a_name.json").read_text()
+    assert '"samples": [ 1, 2, 3 ]' in text
+    written = json.loads(text)
+    assert written["command"] == "quire bench a-name"
+    assert written["quick"] is False
+    assert written["notes"] == ["A note."]
+    assert written["machine"]["numpy"] == np.__version__
+    assert {"processor", "cores", "python"} <= written["machine"].keys()
+    assert written["load_average_at_start"] >= 0
+    assert "<svg" in (tmp_path / "a_name.svg").read_text()
+
+
+def test_quick_is_handed_on_and_without_output_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(report.benchmark("a-name", findings), ["--quick"])
+    assert done.exit_code == 0
+    assert "True" in done.output
+    assert "quire bench a-name --quick:" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spread_is_the_median_and_its_range() -> None:
+    assert report.spread([3.0, 1.0, 9.0]) == "3 (1 to 9)"
+    assert report.spread([2.25], ".1f") == "2.2"
+    assert report.percent(0.98765) == "98.8 %"
+
+
+# -- utilization ------------------------------------------------------------------------------------------------------
+
+
+def test_utilization_is_tokens_over_the_slots_of_blocks_taken() -> None:
+    lengths = np.array([1, 16, 17, 40])
+    assert utilization.paged_utilization(lengths, 16) == 74 / (16 + 16 + 32 + 48)
+    assert utilization.contiguous_utilization(lengths, 20) == pytest.approx((1 + 16 + 17 + 20) / 80)
+
+
+def test_requests_fit_until_the_blocks_of_the_same_memory_are_taken() -> None:
+    slots = utilization.NUM_BUFFERS * 64
+    fitting = utilization.num_fitting(np.full(slots, 17), 64, 16)
+    assert fitting == slots // 32
+    fit = utilization.measure_fit("all of 17", [np.full(slots, 17)], 64)
+    assert fit.times(16) == 2.0
+    with pytest.raises(RuntimeError, match="all requests fit"):
+        utilization.num_fitting(np.full(3, 17), 64, 16)
+
+
+def test_lengths_are_those_that_are_named() -> None:
+    prompts, outputs = books.azure_lengths()
+    assert len(prompts) == len(outputs) == 19_366
+    assert (int(prompts[0]), int(outputs[0])) == (374, 44)
+    assert (prompts + outputs).mean() == pytest.approx(1365.82, abs=0.01)
+    drawn = books.normal_lengths(np.random.default_rng(0), 20_000)
+    assert drawn.min() == 200
+    assert drawn.max() <= 2048
+    assert drawn.mean() == pytest.approx(504, abs=4)
+
+
+# -- kernel -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+def test_the_online_softmax_is_the_softmax(length: int) -> None:
+    worst = kernel.measure_equality((length,)).worst
+    assert worst.keys() == {16, 32, 64, 128}
+    assert max(worst.values()) < 4e-15
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [([30, 3, 88], [1, 1, 1]), ([0, 0], [21, 5]), ([7, 40], [9, 3]), ([30, 0, 13, 5], [1, 12, 7, 1])],
+    ids=["decode", "prompts", "later parts", "mixed"],
+)
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_a_padded_batch_attends_as_the_reference_does(
+    starts: Sequence[int], counts: Sequence[int], num_kv_heads: int
+) -> None:
+    spec = LayerSpec(0, 4, num_kv_heads, 8, 8, Causal(), 0.4, None, False)
+    pool = KVPool({0: spec}, num_blocks=64, block_size=4, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in pool.tensors():
+        tensor[1:] = torch.randn(tensor[1:].shape, generator=generator)
+    rows = SequenceTable(max_num_seqs=4, max_blocks_per_seq=24, device="cpu")
+    free = iter(torch.randperm(63, generator=generator).add(1).tolist())
+    for start, count in zip(starts, counts, strict=True):
+        rows.stage_blocks(rows.add(), 0, [next(free) for _ in range(-(-(start + count) // 4))])
+    tokens = [[1] * count for count in counts]
+    order = range(len(counts))
+    batch = build_step_batch(rows, block_size=4, rows=order, starts=starts, counts=counts, token_ids=tokens)
+    q = torch.randn(1, 4, sum(counts), 8, generator=generator)
+    k, v = (torch.randn(1, num_kv_heads, sum(counts), 8, generator=generator) for _ in range(2))
+    with attention_step(AttentionStep(batch, pool, specs={0: spec})):
+        out, _ = padded.padded_attention(SimpleNamespace(layer_idx=0), q, k, v, None)
+        ours, _ = paged_attention(SimpleNamespace(layer_idx=0), q, k, v, None)  # type: ignore[arg-type]
+    expected = reference.paged_attention(
+        q[0].transpose(0, 1),
+        *(pool.k(0), pool.v(0)),
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        scaling=0.4,
+    )
+    torch.testing.assert_close(out[0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
+    assert kernel.lengths_of(3, 64, is_mixed=True) == [8, 36, 64]
+    assert kernel.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
+
+
+# -- pressure ---------------------------------------------------------------------------------------------------------
+
+
+def under_pressure(num_blocks: int, *, reserves: bool) -> Any:
+    requests = pressure.draw_requests(10)
+    ended: list[None] = []
+    result = pressure.Run("a way", num_blocks, reserves=reserves).serve(requests, lambda: ended.append(None))
+    assert len(ended) == len(requests)
+    return result
+
+
+def test_with_room_nothing_is_preempted_or_wasted() -> None:
+    result = under_pressure(2_000, reserves=False)
+    assert (result.num_preemptions, result.num_wasted) == (0, 0)
+    assert result.num_computed == sum(each.num_prompt + each.num_new - 1 for each in pressure.draw_requests(10))
+
+
+def test_without_room_the_last_arrived_are_computed_again_unless_the_longest_was_reserved() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    preempting, reserving = (under_pressure(num_blocks, reserves=reserves) for reserves in (False, True))
+    assert preempting.num_preemptions > 0
+    assert preempting.num_wasted > 0
+    assert (reserving.num_preemptions, reserving.num_wasted) == (0, 0)
+    assert preempting.num_computed == reserving.num_computed + preempting.num_wasted
+    assert max(reserving.first_token_steps) > max(preempting.first_token_steps)
+
+
+def test_blocks_add_up_in_every_step_and_two_runs_are_equal() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    result = under_pressure(num_blocks, reserves=False)
+    assert result == under_pressure(num_blocks, reserves=False)
+    assert len(result.blocks) > 100
+    assert all(sum(counts) == num_blocks and min(counts) >= 0 for counts in result.blocks)
+    full, partial, *_ = (statistics.mean(column) for column in zip(*result.blocks, strict=True))
+    assert full > partial > 0
+
+
+def test_a_block_is_partial_while_it_has_room_for_its_sequence() -> None:
+    run = pressure.Run("a way", 10, reserves=False)
+    for num_tokens in (16, 17):
+        assert run._books.admit(num_tokens)
+    assert run._count_blocks() == [2, 1, 0, 0, 7]
+
+
+def test_fairness_is_one_for_equal_speeds_and_a_share_if_one_has_all() -> None:
+    def fairness(speeds: list[float]) -> float:
+        result = pressure.Result("", 1, 1, 1, 1, 0, 0, [], [], speeds)
+        return float(result.fairness)
+
+    assert fairness([2.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert fairness([0.0, 0.0, 0.0, 5.0]) == pytest.approx(0.25)
+
+
+# -- prefix and serving -----------------------------------------------------------------------------------------------
+
+
+def test_hit_ratios_are_of_tokens() -> None:
+    name = prefix.QUICK_TRACE
+    file = prefix.expectations()[name]
+    capacity, known = next(iter(file["capacity"].items()))
+    outcome = prefix.Measurement(
+        *("lmcache", int(capacity), SimpleNamespace(num_hits=100), SimpleNamespace(num_hits=150)),
+        *(known["opt_hit_blocks"], file["hit_blocks_infinite"]),
+    )
+    ratios = prefix.hit_ratios(name, outcome)
+    assert ratios["lru"] == 100 * 16 / file["input_tokens"]
+    assert ratios["default"] == 1.5 * ratios["lru"]
+    assert ratios["belady"] == known["opt_hit_blocks"] * 16 / file["input_tokens"]
+    assert ratios["infinite"] == file["hit_blocks_infinite"] * 16 / file["input_tokens"]
+    unknown = prefix.Measurement("lmcache", 1, outcome.lru, outcome.default, None, 1)
+    assert prefix.hit_ratios(name, unknown)["belady"] is None
+
+
+def test_the_serving_workload_is_the_one_that_is_named() -> None:
+    sizes = serving.Sizes()
+    prompts = serving.draw_prompts(sizes, 50_257)
+    assert len(prompts) == 64
+    assert sum(map(len, prompts)) == 54_784
+    assert max(map(len, prompts)) + sizes.new_tokens <= 1024
+    assert [len(prompt) for prompt in prompts] != sorted(map(len, prompts))
+
+
+def test_gathering_is_over_at_the_end_of_the_block() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with padded.gathering():
+        assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is padded.padded_attention
+    assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is paged_attention
