@@ -94,6 +94,8 @@ class Served:
     num_requests: int
     num_new: int
     seconds: float
+    cpu_s: float
+    """Processor time of the process, all threads: what others do on the machine changes it less."""
     latencies_s: list[float]
     """From each request's arrival to its last token."""
     forwards: list[tuple[int, int, float]] = field(default_factory=list)
@@ -195,13 +197,13 @@ async def serve(setup: Setup, model: PagedModel, sizes: Sizes, progress: Progres
                 progress.update(task, description=f"{mode}, {name}")
                 await running.forget()
                 with attention(), recorded(model) as forwards:
-                    start = time.perf_counter()
+                    start, cpu = time.perf_counter(), time.process_time()
                     latencies = await run(running, prompts, sizes)
-                    seconds = time.perf_counter() - start
+                    seconds, cpu_s = round(time.perf_counter() - start, 3), round(time.process_time() - cpu, 3)
                 rows = [(each.num_tokens, each.num_seqs, each.seconds) for each in forwards]
                 rounded = [round(latency, 3) for latency in latencies]
                 count = len(latencies)
-                results.append(Served(mode, name, count, count * sizes.new_tokens, round(seconds, 3), rounded, rows))
+                results.append(Served(mode, name, count, count * sizes.new_tokens, seconds, cpu_s, rounded, rows))
                 progress.advance(task)
     return results
 
@@ -302,7 +304,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
 def tables(served: Sequence[Served], steps: Sequence[DecodeStep]) -> list:
     first = table(
         "generated tokens per second, prompts included",
-        *("", *ATTENTIONS, "ratio", "published", "ratio", "s to the last token, median"),
+        *("", *ATTENTIONS, "ratio", "published", "ratio", "processor s", "ratio", "s to the last token, median"),
     )
     for mode in MODES:
         padded, paged = (next(each for each in served if (each.mode, each.attention) == (mode, a)) for a in ATTENTIONS)
@@ -313,7 +315,7 @@ def tables(served: Sequence[Served], steps: Sequence[DecodeStep]) -> list:
             *(mode, f"{padded.tokens_per_s:.2f}", f"{paged.tokens_per_s:.2f}"),
             *(f"{paged.tokens_per_s / padded.tokens_per_s:.2f}", " and ".join(known)),
             f"{published[1] / published[0]:.1f}" if published[0] and published[1] else "",
-            latencies,
+            *(f"{padded.cpu_s:.0f} and {paged.cpu_s:.0f}", f"{padded.cpu_s / paged.cpu_s:.2f}", latencies),
         )
     padded_step, paged_step = steps
     second = table(
