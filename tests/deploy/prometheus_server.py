@@ -99,9 +99,9 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path, targets: Mapping[str, str]) -> Iterator[Server]:
-    """A Prometheus with the shipped configuration that scrapes these addresses, by job, twice a second."""
+    """A Prometheus with the shipped configuration that scrapes these addresses, by job, every second."""
     config = yaml.safe_load((RULES / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(RULES / name) for name in config["rule_files"]]
     assert {job["job_name"] for job in config["scrape_configs"]} == targets.keys()
     for job in config["scrape_configs"]:

@@ -344,16 +344,18 @@ async def generate_until(engine: Engine, is_enough: Any) -> None:
 
 
 def test_everything_is_scraped(scraped: Scraped) -> None:
-    jobs = {series["metric"]["job"]: series["value"][1] for series in scraped.server.query("up")}
-    assert jobs == {"quire-cachemgr": "1", "quire-worker": "1", "quire-engine": "1"}
+    def jobs_that_are_up() -> set[str]:
+        return {series["metric"]["job"] for series in scraped.server.query("up == 1")}
+
+    jobs = {"quire-cachemgr", "quire-worker", "quire-engine"}
+    await_that("all are scraped", lambda: jobs_that_are_up() == jobs)
     names = {name for name in scraped.server.ask("label/__name__/values") if name.startswith("quire_")}
     assert {name for name in engine_names() if not name.endswith("_created")} <= names
 
 
 @pytest.mark.parametrize("name", recorded())
 def test_a_recording_rule_has_a_series(scraped: Scraped, name: str) -> None:
-    series = scraped.server.query(name)
-    assert series
+    series = await_that(name, lambda: scraped.server.query(name))
     if name.startswith("vllm:"):
         assert all(each["metric"]["model_name"] == "model" for each in series)
 

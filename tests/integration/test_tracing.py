@@ -110,10 +110,9 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def services(collector: Collector, model_dir: Path) -> Iterator[LocalServices]:
     flags = ("--otlp-endpoint", collector.endpoint)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # how often a process sends, in milliseconds
+        patch.setenv("OTEL_TRACES_SAMPLER", "always_on")  # of traces that begin there: none do
         with LocalServices.start(
             model=model_dir, num_blocks=64, extra_cachemgr_args=flags, extra_worker_args=flags
         ) as started:

@@ -924,7 +924,7 @@ pub(crate) mod tests {
         assert_eq!(told(&mut pool, &|pool, blocks| pool.keep(blocks)), cached);
         assert_eq!(told(&mut pool, &|pool, blocks| pool.let_go_kept(blocks).unwrap()), cached);
         assert_eq!(told(&mut pool, &|pool, blocks| pool.advise(blocks, Advice { level: 7, until: 9 })), cached);
-        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), []);
+        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), [0; 0]);
         assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(9)), cached);
     }
 
@@ -936,7 +936,7 @@ pub(crate) mod tests {
             (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
             (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
             (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, who has no account"),
-            (|pool| drop(pool.keeps.insert(4, 1)), "block 4 is pinned and can't be found"),
+            (|pool| *pool.keeps.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
         ];
         for (damage, told) in damages {
             let mut pool = pool();
