@@ -755,8 +755,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a lookup finds more than an admission",
         "books.rs",
-        "tokens.len().saturating_sub(1) / size",
-        "tokens.len() / size",
+        "let num_usable = tokens.len().saturating_sub(1);",
+        "let num_usable = tokens.len();",
     ),
     Mutant("nobody may look up nothing", "books.rs", "tokens.len().saturating_sub(1)", "(tokens.len() - 1)"),
     Mutant("what a failed step was to fill is shared", "steps.rs", "        self.fills.clear();\n", ""),

@@ -7,13 +7,16 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read
+from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
 from quire.client import Engine, EngineConfig, RequestFailed, Unavailable
-from quire.client.tracing import Tracing
+from quire.client.tracing import TracedWorkerClient, Tracing
+from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 PROMPT = "once\n"
 Body = Callable[[Engine, Services], Awaitable[None]]
@@ -150,3 +153,38 @@ def test_nothing_said_in_a_trace_is_text() -> None:
         for span in spans:
             assert not {"once", "dark", "stormy"} & set(str(dict(span.attributes)).split())
             assert all(name.startswith(("gen_ai.", "quire.")) for name in span.attributes)
+
+
+class SlowWorker(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Takes its time to put a step in line, and ends it when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_in_line = False
+        self.may_end = asyncio.Event()
+
+    async def RunSteps(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        async for _ in requests:
+            await turns(3000)
+            self.is_in_line = True
+            await context.send_initial_metadata(())
+            await self.may_end.wait()
+            yield worker_service_pb2.RunStepsResponse(step=worker_service_pb2.RunStepResponse(step_number=1))
+
+
+def test_a_step_is_sent_once_it_is_in_line_and_before_it_has_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        server, servicer = grpc.aio.server(), SlowWorker()
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+        server.add_insecure_port(f"unix:{tmp_path}/w.sock")
+        await server.start()
+        worker = TracedWorkerClient(f"unix:{tmp_path}/w.sock")
+        answer = await worker.run(worker_service_pb2.RunStepRequest())
+        assert servicer.is_in_line
+        servicer.may_end.set()
+        assert (await answer.result()).step_number == (await answer.result()).step_number == 1
+        await server.stop(None)
+        with pytest.raises(Unavailable):
+            await (await worker.run(worker_service_pb2.RunStepRequest())).result()
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -331,8 +331,9 @@ impl Books {
 
     /// The blocks that an admission would find in the cache, in order.
     fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Vec<BlockId> {
-        let (size, tokens) = (self.geometry.block_size, self.geometry.holdable(tokens));
-        let num_full = tokens.len().saturating_sub(1) / size; // one token is left to compute
+        let size = self.geometry.block_size;
+        let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
+        let num_full = num_usable.min(self.geometry.max_tokens()) / size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, &tokens[..num_full * size], size, &mut hashes);
