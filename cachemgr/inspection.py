@@ -18,7 +18,7 @@ from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.cachemgr import messages
 from quire.cachemgr.bounds import Places
 from quire.cachemgr.catalog import AttachedPool, Catalog
-from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found, refuse, sequence_not_found
+from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found, sequence_not_found
 from quire.cachemgr.leases import PAGE_KEY, Lease
 from quire.cachemgr.roles import SERVICE
 from quire.cachemgr.statuses import DOMAIN, to_error_status
@@ -296,10 +296,8 @@ def prefix_asked_for(
     method: str, request: cache_service_pb2.LookupPrefixRequest | cache_service_pb2.ExplainPrefixRequest
 ) -> tuple[bytes, str]:
     """Tokens and tenant. Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, ROLE_MISSING)."""
-    messages.check_salt("salt", request.salt)
-    if not request.token_ids:
-        raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+    tokens = messages.decode_prefix(request.token_ids, request.salt)
     tenant = request.tenant if request.HasField("tenant") else caller().name
     if tenant != caller().name:
         require_role(method, Role.OPERATOR)
-    return messages.int32_bytes(request.token_ids), tenant
+    return tokens, tenant

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
 from quire.cachemgr.attachments import pool_detached
-from quire.cachemgr.catalog import AttachedPool, Catalog
-from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
-from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, refusing, sees_all
+from quire.cachemgr.catalog import AttachedPool
+from quire.cachemgr.errors import CallRefused, invalid
+from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, Inspection, refusing, sees_all
 from quire.cachemgr.plans import Admission
 from quire.serving.access import caller
 
@@ -23,11 +21,8 @@ DEFAULT_PIN_TTL_S = 3600.0
 MIN_PIN_TTL_S, MAX_PIN_TTL_S = 1.0, 86_400.0
 
 
-class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
-    """A part of the servicer, which has these."""
-
-    _catalog: Catalog
-    _clock: Callable[[], float]
+class Keeping(Inspection):
+    """A part of the servicer, beside the one that looks."""
 
     @refusing
     async def CheckAdmission(  # noqa: N802
@@ -36,8 +31,7 @@ class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
         reserve = request.admission_reserve_block_count
         messages.require_not_negative("admission_reserve_block_count", reserve)
         admission = messages.decode_admission(request.admission, "admission")
-        pools = [self._catalog.pool(request.pool)] if request.pool else self._catalog.pools()
-        checks = [check_admission(pool, admission, reserve) for pool in pools]
+        checks = [check_admission(pool, admission, reserve) for pool in self._pools(request.pool)]
         checks.sort(key=lambda check: (not check.accepted, -check.cached_token_count))
         return cache_service_pb2.CheckAdmissionResponse(checks=checks)
 
@@ -62,14 +56,11 @@ class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
     async def PinPrefix(  # noqa: N802
         self, request: cache_service_pb2.PinPrefixRequest, context: Context
     ) -> cache_service_pb2.PinPrefixResponse:
-        messages.check_salt("salt", request.salt)
-        if not request.token_ids:
-            raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+        tokens = messages.decode_prefix(request.token_ids, request.salt)
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
         ledger, tenant = self._catalog.pool(request.pool).ledger, caller().name
-        tokens = messages.int32_bytes(request.token_ids)
         pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
         use = ledger.tenant_use(tenant)
         response = cache_service_pb2.PinPrefixResponse(
@@ -78,7 +69,7 @@ class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
             pinned_block_count=use.num_pinned,
             pin_budget_block_count=use.share.pin_budget,
         )
-        response.expire_time.FromNanoseconds(int((pin.until + time.time() - self._clock()) * 1e9))
+        response.expire_time.FromNanoseconds(int((pin.until + self._wall_clock_offset_s()) * 1e9))
         return response
 
     @refusing
@@ -99,7 +90,7 @@ class Keeping(cache_service_pb2_grpc.CacheServiceServicer):
         behind = bytes.fromhex(request.page_token) or None
         ledger, tenant = self._catalog.pool(request.pool).ledger, None if sees_all() else caller().name
         pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1, now=self._clock())
-        offset_s = time.time() - self._clock()
+        offset_s = self._wall_clock_offset_s()
         response = cache_service_pb2.ListPinsResponse(
             pins=[messages.encode_pin(pin, wall_clock_offset_s=offset_s) for pin in pins[:limit]]
         )

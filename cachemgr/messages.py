@@ -14,7 +14,7 @@ from quire.cachemgr import statuses
 from quire.cachemgr._core import LEAST_WORTH, MOST_WORTH, Explanation, PinView, SequenceView, StepPlan
 from quire.cachemgr.blocks import BlockCounts, BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
-from quire.cachemgr.errors import CallRefused, Refusal, invalid
+from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, LeaseState
 from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome, TenantUse
@@ -469,6 +469,14 @@ def check_page_token(token: str, form: str) -> None:
     """A page_token is empty or matches `form`, a regular expression. Raises CallRefused (INVALID_ARGUMENT)."""
     if token and not re.fullmatch(form, token):
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
+
+
+def decode_prefix(token_ids: Sequence[int], salt: bytes) -> bytes:
+    """The tokens of a prefix that is asked about. Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT)."""
+    check_salt("salt", salt)
+    if not token_ids:
+        raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
+    return int32_bytes(token_ids)
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:

@@ -30,7 +30,7 @@ from quire.cachemgr.bounds import (
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.grants import sign_grant
-from quire.cachemgr.inspection import Inspection, refusing
+from quire.cachemgr.inspection import refusing
 from quire.cachemgr.keeping import Keeping
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.access import caller
@@ -151,7 +151,7 @@ class ServicerStatistics:
     """On streams, as a whole, since the start."""
 
 
-class CacheServicer(Inspection, Keeping):
+class CacheServicer(Keeping):
     """The core behind gRPC. Runs on one event loop, which makes every core call atomic.
 
     max_leases      of all tenants together, those being fenced included
@@ -228,7 +228,7 @@ class CacheServicer(Inspection, Keeping):
     async def _create_lease(
         self, request: cache_service_pb2.CreateLeaseRequest
     ) -> cache_service_pb2.CreateLeaseResponse:
-        ttl_s = request.ttl.seconds + request.ttl.nanos / 1e9 if request.HasField("ttl") else DEFAULT_TTL_S
+        ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_TTL_S
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s"))
         pool = self._catalog.pool(request.pool)
@@ -351,4 +351,4 @@ class CacheServicer(Inspection, Keeping):
             raise CallRefused(refuse(Reason.SHUTTING_DOWN, "cachemgr is shutting down"))
 
     def _wall_clock_ns(self, at: float) -> int:
-        return int((time.time() + at - self._clock()) * 1e9)
+        return int((at + self._wall_clock_offset_s()) * 1e9)
