@@ -190,7 +190,7 @@ impl Parking {
 
     /// Gives up `count` of the parked blocks: first as many of each tenant as `reclaims` says. There have to be enough.
     pub fn evict(&mut self, count: usize, reclaims: &[(TenantId, usize)], victims: &mut Vec<BlockId>) {
-        let (first, end) = (victims.len(), victims.len() + count);
+        let end = victims.len() + count;
         for &(tenant, num_reclaimed) in reclaims {
             let most = end.min(victims.len() + num_reclaimed);
             while victims.len() < most {
@@ -198,7 +198,6 @@ impl Parking {
                 self.take(block, victims);
             }
         }
-        let before = victims.len();
         self.evict_from_shelves(LEAST_WORTH..=UNADVISED - 1, end, victims);
         let count = (end - victims.len()).min(self.policy.num_parked());
         let unadvised = victims.len();
@@ -209,7 +208,7 @@ impl Parking {
             victims[unadvised..].iter().for_each(|block| tenants.rings.remove(*block));
         }
         self.evict_from_shelves(UNADVISED + 1..=MOST_WORTH, end, victims);
-        debug_assert!(first <= before && victims.len() == end);
+        debug_assert!(victims.len() == end);
     }
 
     fn evict_from_shelves(&mut self, levels: std::ops::RangeInclusive<Level>, end: usize, victims: &mut Vec<BlockId>) {
