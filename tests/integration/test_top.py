@@ -367,7 +367,7 @@ def test_over_both_real_services(pair: Pair, create_lease: CreateLease) -> None:
     lease = create_lease()
     lease.run(lease.admit((1, draw_tokens(9, seed=1))))
     lease.await_settled()
-    terminal = Terminal("--cachemgr", pair.services.cachemgr_address, "--pool", "default")  # it has other tests' pools too
+    terminal = Terminal("--cachemgr", pair.services.cachemgr_address, "--pool", "default")
     try:
         terminal.await_frame(rf"▸pool default +attached(.|\n)*^ {lease.lease_id[:8]} +– +1 +10 +9 ")
         terminal.press("q")
