@@ -25,6 +25,7 @@ from quire.cachemgr.metrics import metric_families
 from quire.cachemgr.roles import ROLES
 from quire.cachemgr.servicer import CacheServicer
 from quire.cachemgr.shares import Shares, watch_shares
+from quire.cachemgr.state import StateDirectory, StateUnusable
 from quire.cachemgr.statuses import DOMAIN
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
@@ -51,13 +52,25 @@ class CachemgrCommand(ServerCommand):
 
 
 async def serve(
-    options: ServerOptions, signals: StopSignals, *, policy: str, max_leases: int, tenants: Path | None, verify: bool
+    options: ServerOptions,
+    signals: StopSignals,
+    *,
+    policy: str,
+    max_leases: int,
+    tenants: Path | None,
+    state: StateDirectory | None,
+    verify: bool,
 ) -> None:
     """Serves CacheService until a signal."""
     shares: Callable[[], Shares] = Shares if tenants is None else watch_shares(tenants).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
     # A later start is a higher term; the wall clock needs no state to be kept between starts.
-    catalog = Catalog(term=time.time_ns(), policy=policy, verify=verify)
+    term = time.time_ns() if state is None else max(time.time_ns(), state.last_term() + 1)
+    if state is None:
+        catalog = Catalog(term, policy=policy, verify=verify)
+    else:
+        catalog = Catalog(term, policy=policy, verify=verify, begin_state=state.begin)
+        state.restore(catalog, now=time.monotonic())
     catalog.set_shares(shares().resolve)
     servicer = CacheServicer(
         catalog, max_leases=max_leases, max_leases_of=lambda tenant: shares().of(tenant).max_leases
@@ -118,11 +131,21 @@ def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> I
     metavar="FILE",
     help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
 )
-def main(server: ServerOptions, eviction_policy: str, max_leases: int, tenants: Path | None) -> None:
+@option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where to write down every change, so that a restart goes on with the same leases, blocks and prefixes. It is "
+    "made if it is not there. Without one a restart makes every worker begin a new epoch.",
+)
+def main(
+    server: ServerOptions, eviction_policy: str, max_leases: int, tenants: Path | None, state_dir: Path | None
+) -> None:
     """Serve the block manager: who owns which KV block.
 
-    Workers attach their pools to it, clients take leases and plan steps. It keeps no state: after a restart it makes
-    every worker begin a new epoch. Set QUIRE_VERIFY=1 to check all invariants after every change (slow).
+    Workers attach their pools to it, clients take leases and plan steps. With --state-dir a restart goes on where the
+    process ended, if the machine was not started anew. Set QUIRE_VERIFY=1 to check all invariants after every change
+    (slow).
 
     \b
     Example:
@@ -130,7 +153,13 @@ def main(server: ServerOptions, eviction_policy: str, max_leases: int, tenants: 
     """
     configure_logging(server.log_level, server.log_format)
     verify = os.environ.get("QUIRE_VERIFY") == "1"
-    settings = partial(serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, verify=verify)
+    try:
+        state = None if state_dir is None else StateDirectory(state_dir)
+    except StateUnusable as error:
+        raise click.ClickException(str(error)) from error
+    settings = partial(
+        serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, state=state, verify=verify
+    )
     sys.exit(run(lambda signals: settings(server, signals)))
 
 

@@ -3,6 +3,7 @@
 Token ids, sequence ids and counts go in as bytes, 4 each, little-endian.
 """
 
+from pathlib import Path
 from typing import final
 
 from quire.cachemgr.blocks import BlockCounts
@@ -14,6 +15,9 @@ POLICIES: list[str]
 
 MAX_STEPS_IN_FLIGHT: int
 """Steps a lease may have planned without their outcome being known."""
+
+REMEMBERED_PLANS: int
+"""Answers kept per lease for a repeated request_id."""
 
 LEAST_WORTH: int
 MOST_WORTH: int
@@ -196,8 +200,31 @@ class Books:
         vocab_size: int,
         model_fingerprint: str,
         policy: str,
-    ) -> Books: ...
-    def open_lease(self, lease_id: str, tenant: str) -> None: ...
+        directory: Path | None = None,
+    ) -> Books:
+        """Empty books. Changes are written to a store in the directory, if one is given, before a call returns.
+
+        A store that fails, now or later, is removed and done without; the log says so. Raises KeyError for an unknown
+        policy.
+        """
+
+    @staticmethod
+    def recover(directory: Path) -> Books:
+        """The books that a store has, to go on with. Raises OSError if it can't be read, or is not whole."""
+
+    def is_stored(self) -> bool:
+        """Whether changes are written down; not any more once that has failed."""
+
+    def last_report(self) -> int:
+        """The number of the last report that was entered, 0 if none."""
+
+    def leases(self) -> list[tuple[str, str, float, bool]]:
+        """Id, tenant and time to live, in seconds, of each; and whether it has ended."""
+
+    def open_lease(self, lease_id: str, tenant: str, ttl: float) -> None: ...
+    def end_lease(self, lease_id: str) -> None:
+        """Its blocks stay until it is closed."""
+
     def close_lease(self, lease_id: str) -> None: ...
     def plan(
         self,
@@ -208,11 +235,19 @@ class Books:
         extend_ids: bytes,
         extend_token_counts: bytes,
         appends: list[bytes] | None,
+        request_id: str = "",
+        digest: bytes = b"",
     ) -> StepPlan:
         """Plans the lease's next step at a time, in seconds. The extends are those of the arguments, each of another
-        sequence.
+        sequence. With a request_id the answer is remembered.
 
         Raises CallRefused (TOO_MANY_STEPS, INVALID_ARGUMENT).
+        """
+
+    def recall(self, lease_id: str, request_id: str, digest: bytes) -> StepPlan | None:
+        """The answer given to this request_id, if it is one of the last eight.
+
+        Raises CallRefused (REQUEST_ID_REUSED) if it was given to a request of another digest.
         """
 
     def settle(
@@ -225,6 +260,7 @@ class Books:
         token_counts: bytes,
         sampled_ids: bytes,
         sampled_tokens: bytes,
+        report_number: int = 0,
     ) -> None: ...
     def steps_of(self, lease_id: str) -> tuple[int, int, int]:
         """The next step's number, the last settled one, and how many are in flight."""

@@ -129,6 +129,7 @@ class Attachments:
             token_counts=report.computed_token_counts,
             sampled_ids=report.sampled_sequence_ids,
             sampled_tokens=report.sampled_token_ids,
+            report_number=report.report_number,
         )
         pool.acknowledged_report = report.report_number
         if not pool.is_acknowledging:

@@ -1,16 +1,17 @@
 """All pools of this cachemgr: which epoch of each is attached, and which lease belongs to which.
 
 A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here,
-attached under no other term since), or a stranger (an epoch with a history that this cachemgr does not have), which has
-to begin a new epoch.
+attached under no other term than those of the books since), or a stranger (an epoch with a history that this cachemgr
+does not have), which has to begin a new epoch.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
+from pathlib import Path
 
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
 from quire.cachemgr.geometry import Geometry
@@ -31,25 +32,64 @@ class Registration:
     attached_term: int
     geometry: Geometry
     worker_address: str
+    next_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of each lease that is open with the worker, the number of the step that it accepts next."""
+    acknowledged_report: int = 0
+    """The worker has forgotten reports up to this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPool:
+    """A pool's epoch as it is kept for the next cachemgr, but for its books."""
+
+    pool: str
+    epoch: int
+    geometry: Geometry
+    worker_address: str
+    signing_key: bytes
+    terms: tuple[int, ...]
+    """Those that have ruled it with these books, in order."""
 
 
 @dataclass(slots=True)
 class AttachedPool:
-    """A pool's books with what belongs to the attachment."""
+    """A pool's books with what belongs to the attachment.
+
+    terms: those that have ruled the epoch with these books; the last is this cachemgr's.
+    """
 
     ledger: Ledger
     signing_key: bytes
     worker_address: str
+    terms: tuple[int, ...]
     is_attached: bool = True
     acknowledged_report: int = 0
     is_acknowledging: bool = False
+
+    def lacks(self, registration: Registration) -> bool:
+        """Whether the worker has done what these books do not know: they are not the ones that it was granted from."""
+        if registration.acknowledged_report > self.acknowledged_report:
+            return True
+        for lease_id, next_step in registration.next_steps.items():
+            if self.ledger.tenant_of(lease_id) is None or self.ledger.holdings(lease_id).next_step < next_step:
+                return True
+        return False
 
 
 class Catalog:
     """Pools by name. `term` is this cachemgr's incarnation."""
 
-    def __init__(self, term: int, *, policy: str = DEFAULT_POLICY, verify: bool = False) -> None:
+    def __init__(
+        self,
+        term: int,
+        *,
+        policy: str = DEFAULT_POLICY,
+        verify: bool = False,
+        begin_state: Callable[[SavedPool], Path | None] = lambda saved: None,
+    ) -> None:
+        """`begin_state` says where to write a new epoch's changes, for `recover`; None: nowhere."""
         self.term = term
+        self._begin_state = begin_state
         self._policy = policy
         self._verify = verify
         self._pools: dict[str, AttachedPool] = {}
@@ -112,27 +152,32 @@ class Catalog:
             message = f"a worker with epoch {known.ledger.epoch} is attached to pool {registration.pool!r}"
             refusal = refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=registration.pool, epoch=known.ledger.epoch)
             raise CallRefused(refusal)
-        is_ours = registration.attached_term in (0, self.term)  # else another cachemgr has ruled it meanwhile
-        if known is not None and known.ledger.epoch == registration.epoch and is_ours:
-            known.is_attached = True
-            known.worker_address = registration.worker_address
-            return known
+        if known is not None and known.ledger.epoch == registration.epoch:
+            is_ours = registration.attached_term in (0, *known.terms)  # else another cachemgr has ruled it meanwhile
+            if is_ours and not known.lacks(registration):
+                known.is_attached = True
+                known.worker_address = registration.worker_address
+                return known
         if registration.attached_term:
             return None
         return self._begin(registration, signing_key, known)
 
     def _begin(self, registration: Registration, signing_key: bytes, known: AttachedPool | None) -> AttachedPool:
         """Books for a new epoch. Open leases of the pool go on without their sequences."""
+        name, epoch = registration.pool, registration.epoch
+        terms = (self.term,)
+        saved = SavedPool(name, epoch, registration.geometry, registration.worker_address, signing_key, terms)
         ledger = Ledger(
-            registration.pool,
-            registration.epoch,
+            name,
+            epoch,
             registration.geometry,
             policy=self._policy,
             verify=self._verify,
-            listeners=self.listeners(registration.pool),
+            listeners=self.listeners(name),
+            directory=self._begin_state(saved),
         )
         self._apply_shares(ledger)
-        pool = AttachedPool(ledger, signing_key, registration.worker_address)
+        pool = AttachedPool(ledger, signing_key, registration.worker_address, terms)
         self._pools[registration.pool] = pool
         for lease in known.ledger.leases() if known is not None else []:
             if known is not None and known.ledger.is_open(lease.lease_id):
@@ -142,6 +187,22 @@ class Catalog:
         for tell in self.listeners(registration.pool):
             tell()
         return pool
+
+    def recover(self, saved: SavedPool, directory: Path, *, now: float) -> None:
+        """Goes on with a pool of a cachemgr that has ended, from its store. Raises OSError if that can't be."""
+        ledger = Ledger.recover(
+            saved.pool,
+            saved.epoch,
+            saved.geometry,
+            directory=directory,
+            now=now,
+            verify=self._verify,
+            listeners=self.listeners(saved.pool),
+        )
+        pool = AttachedPool(ledger, saved.signing_key, saved.worker_address, saved.terms, is_attached=False)
+        pool.acknowledged_report = ledger.last_report
+        self._pools[saved.pool] = pool
+        self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.leases())
 
     def _refuse_if_superseded(self, registration: Registration) -> None:
         if registration.highest_term <= self.term:

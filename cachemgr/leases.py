@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 
-from quire.cachemgr._core import StepPlan
-from quire.cachemgr.errors import CallRefused, Reason, refuse
-
 PAGE_KEY = "[0-9a-f]{24}"
 """The form of what orders leases in lists."""
-REMEMBERED_PLANS = 8
-"""Answers kept per lease for a repeated request_id."""
 SPARE_ENTRIES = 256
 
 
@@ -37,32 +31,9 @@ class Lease:
     expires_at: float
     tenant: str = ""
     state: LeaseState = LeaseState.OPEN
-    answers: OrderedDict[str, tuple[bytes, StepPlan]] = field(default_factory=OrderedDict)
-    """The last plans by request_id: digest of the request, and the answer."""
 
     def renew(self, now: float) -> None:
         self.expires_at = now + self.ttl_s
-
-    def start_anew(self) -> None:
-        """The pool's memory is a new one: nothing of the old is left but the right itself."""
-        self.answers.clear()
-
-    def recall(self, request_id: str, digest: bytes) -> StepPlan | None:
-        """The answer given to this request_id, or None. Raises CallRefused if the request was another one."""
-        if not request_id or request_id not in self.answers:
-            return None
-        known_digest, answer = self.answers[request_id]
-        if known_digest != digest:
-            message = f"request_id {request_id!r} was used for another plan"
-            raise CallRefused(refuse(Reason.REQUEST_ID_REUSED, message, request_id=request_id))
-        return answer
-
-    def remember(self, request_id: str, digest: bytes, answer: StepPlan) -> None:
-        """Keeps the answer for a repetition; forgets the oldest beyond REMEMBERED_PLANS."""
-        if request_id:
-            self.answers[request_id] = (digest, answer)
-            if len(self.answers) > REMEMBERED_PLANS:
-                self.answers.popitem(last=False)
 
 
 def page_key(lease_id: str) -> str:

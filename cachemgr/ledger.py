@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -132,14 +133,19 @@ class Ledger:
         policy: str = DEFAULT_POLICY,
         verify: bool = False,
         listeners: AbstractSet[Callable[[], None]] = frozenset(),
+        directory: Path | None = None,
+        books: Books | None = None,
     ) -> None:
-        """`listeners` are called after every change of the books."""
+        """`listeners` are called after every change of the books; `recover` has the books.
+
+        Changes are written to a store in the directory, if one is given: empty, and existing.
+        """
         self.pool = pool
         self.epoch = epoch
         self.geometry = geometry
         self._verify = verify
         self._listeners = listeners
-        self._books = Books(
+        self._books = books or Books(
             num_blocks=geometry.num_blocks,
             block_size=geometry.block_size,
             max_sequences=geometry.max_sequences,
@@ -147,12 +153,46 @@ class Ledger:
             vocab_size=geometry.vocab_size,
             model_fingerprint=geometry.model_fingerprint,
             policy=policy,
+            directory=directory,
         )
         self._leases: dict[str, Lease] = {}
         self._lease_order = LeaseOrder()
         self._expiry = ExpiryQueue()
         self._num_expired = 0
         self._refusals: Counter[Reason] = Counter()
+
+    @classmethod
+    def recover(
+        cls,
+        pool: str,
+        epoch: int,
+        geometry: Geometry,
+        *,
+        directory: Path,
+        now: float,
+        verify: bool = False,
+        listeners: AbstractSet[Callable[[], None]] = frozenset(),
+    ) -> Ledger:
+        """The books that a store has, to go on with. Open leases are renewed: nobody could do it meanwhile.
+
+        Raises OSError if the store can't be read, is not whole, or breaks an invariant.
+        """
+        books = Books.recover(directory)
+        ledger = cls(pool, epoch, geometry, verify=verify, listeners=listeners, books=books)
+        for lease_id, tenant, ttl_s, is_ending in books.leases():
+            state = LeaseState.FENCING if is_ending else LeaseState.OPEN
+            ledger._enter(Lease(lease_id, pool, ttl_s, now + ttl_s, tenant, state))
+        return ledger
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether changes are written down; not any more once that has failed."""
+        return self._books.is_stored()
+
+    @property
+    def last_report(self) -> int:
+        """The number of the last report that was entered, 0 if none."""
+        return self._books.last_report()
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -164,8 +204,10 @@ class Ledger:
 
     def adopt_lease(self, lease: Lease) -> None:
         """Takes over an open lease of an earlier epoch; its sequences are gone."""
-        lease.start_anew()
-        self._books.open_lease(lease.lease_id, lease.tenant)
+        self._books.open_lease(lease.lease_id, lease.tenant, lease.ttl_s)
+        self._enter(lease)
+
+    def _enter(self, lease: Lease) -> None:
         self._leases[lease.lease_id] = lease
         self._lease_order.add(lease)
         self._expiry.add(lease)
@@ -202,14 +244,18 @@ class Ledger:
         """Stops a lease; its blocks come back with `lease_fenced`. False if it is not open."""
         if not self.is_open(lease_id):
             return False
-        self._leases[lease_id].state = LeaseState.FENCING
+        self._end(self._leases[lease_id])
         return True
+
+    def _end(self, lease: Lease) -> None:
+        lease.state = LeaseState.FENCING
+        self._books.end_lease(lease.lease_id)
 
     def expire_leases(self, now: float) -> list[Lease]:
         """Stops the leases whose time is over and returns them: the worker has to fence them."""
         expired = self._expiry.pop_expired(self._leases, now)
         for lease in expired:
-            lease.state = LeaseState.FENCING
+            self._end(lease)
         self._num_expired += len(expired)
         return expired
 
@@ -237,8 +283,7 @@ class Ledger:
         lease = self.lease(lease_id)
         lease.renew(now)
         self._require_epoch(epoch)
-        known = lease.recall(request_id, digest)
-        if known is not None:
+        if request_id and (known := self._books.recall(lease_id, request_id, digest)) is not None:
             return known
         extend_ids, token_counts = as_bytes(request.extend_ids), as_bytes(request.extend_token_counts)
         if len(extend_ids) != len(token_counts):
@@ -251,10 +296,11 @@ class Ledger:
             extend_ids=extend_ids,
             extend_token_counts=token_counts,
             appends=appends_in_order(request, extend_ids) if request.appends else None,
+            request_id=request_id,
+            digest=digest,
         )
         if plan.has_refusals:
             self._refusals.update(refused.refusal.reason for refused in plan.refusals)
-        lease.remember(request_id, digest, plan)
         self._changed()
         return plan
 
@@ -268,8 +314,9 @@ class Ledger:
         token_counts: IdsLike = (),
         sampled_ids: IdsLike = (),
         sampled_tokens: IdsLike = (),
+        report_number: int = 0,
     ) -> None:
-        """Enters the worker's report of a step.
+        """Enters the worker's report of a step, the one of this number.
 
         `token_counts` are the tokens whose KV is valid of `seq_ids`, the plan's runs in their order; `sampled_tokens`
         those of `sampled_ids`. A step that is settled already, or of a lease that is gone, has no effect. Raises
@@ -283,6 +330,7 @@ class Ledger:
             token_counts=as_bytes(token_counts),
             sampled_ids=as_bytes(sampled_ids),
             sampled_tokens=as_bytes(sampled_tokens),
+            report_number=report_number,
         )
         self._changed()
 

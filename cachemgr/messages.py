@@ -235,6 +235,8 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         attached_term=message.attached_term,
         geometry=decode_geometry(message.geometry),
         worker_address=message.worker_address,
+        next_steps={lease.lease_id: lease.next_step_number for lease in message.open_leases},
+        acknowledged_report=message.acknowledged_report_number,
     )
 
 

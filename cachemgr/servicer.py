@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -173,6 +174,8 @@ class CacheServicer(Keeping):
         self._lease_counts = LeaseCounts(
             lambda lease_id: catalog.tenant_of(lease_id) is not None, limit=max_leases, tenant_limit=max_leases_of
         )
+        for lease in chain.from_iterable(pool.ledger.leases() for pool in catalog.pools()):
+            self._lease_counts.add(lease.lease_id, lease.tenant)
         self._attachment_places = Places(MAX_ATTACHMENTS, "attachments")
         self._watch_places = Places(MAX_WATCHES, "watches")
         self._leases_changed = asyncio.Event()

@@ -108,6 +108,11 @@ class Attachment:
             attached_term=gate.attached_term,
             geometry=self._geometry,
             worker_address=self._worker_address(),
+            open_leases=[
+                attach_pb2.LeaseProgress(lease_id=lease_id, next_step_number=next_step)
+                for lease_id, next_step in gate.next_steps.items()
+            ],
+            acknowledged_report_number=self._steps.reports.acknowledged,
         )
         outbox.put_nowait(attach_pb2.AttachPoolRequest(register_pool=registration))
 

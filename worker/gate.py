@@ -6,7 +6,7 @@ The gate holds the worker's side of the ownership protocol and no tensors. What 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.cache.v1 import grant_pb2
@@ -46,6 +46,11 @@ class Gate:
     def attached_term(self) -> int:
         """The term under which the present epoch was attached, 0 if it never was."""
         return self._attached_term
+
+    @property
+    def next_steps(self) -> Mapping[str, int]:
+        """Of each open lease the number of its next step."""
+        return self._next_step
 
     def begin_epoch(self, epoch: int) -> None:
         """Nothing that was granted before passes any more."""

@@ -70,6 +70,11 @@ class Reports:
         while self._kept and self._kept[0].report_number <= report_number:
             self._kept.popleft()
 
+    @property
+    def acknowledged(self) -> int:
+        """Reports up to this number are forgotten."""
+        return self._next_number - 1 - len(self._kept)
+
     def kept(self) -> list[attach_pb2.StepReport]:
         return list(self._kept)
 

@@ -131,9 +131,9 @@ def test_the_root_of_a_chain_is_what_the_protocol_says() -> None:
 
 def test_a_call_that_would_leave_the_books_wrong_says_so() -> None:
     books = make_books()
-    books.open_lease("lease", "")
+    books.open_lease("lease", "", 30.0)
     with pytest.raises(BrokenInvariant, match="lease is opened twice"):
-        books.open_lease("lease", "")
+        books.open_lease("lease", "", 30.0)
 
 
 def test_what_is_not_there_is_told() -> None:
@@ -150,7 +150,7 @@ def test_what_is_not_there_is_told() -> None:
 
 def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
     books = make_books()
-    books.open_lease("lease", "")
+    books.open_lease("lease", "", 30.0)
     request = StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))])
     books.plan("lease", request, 0.0, extend_ids=b"", extend_token_counts=b"", appends=None)
     before = books.state()
@@ -164,7 +164,7 @@ def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
 
 def test_ids_come_in_fours() -> None:
     books = make_books()
-    books.open_lease("lease", "")
+    books.open_lease("lease", "", 30.0)
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
         books.plan("lease", StepRequest(), 0.0, extend_ids=b"12345", extend_token_counts=b"", appends=None)
     with pytest.raises(ValueError, match="is no outcome"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cachemgr._core import Books, StepPlan
+from quire.cachemgr._core import REMEMBERED_PLANS, Books, StepPlan
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.leases import REMEMBERED_PLANS, SPARE_ENTRIES, ExpiryQueue, Lease, LeaseState
+from quire.cachemgr.leases import SPARE_ENTRIES, ExpiryQueue, Lease, LeaseState
 from quire.cachemgr.plans import StepRequest
 
 
@@ -57,29 +57,34 @@ def test_a_renewed_lease_has_its_whole_time_again() -> None:
 # -- what was answered ----------------------------------------------------------------------------------------------
 
 
-def plans(count: int) -> list[StepPlan]:
+def books_with_answers(request_ids: list[str]) -> tuple[Books, list[StepPlan]]:
+    """A lease, and its plans under these request ids with the digest b"1"."""
     sizes = {"num_blocks": 4, "block_size": 2, "max_sequences": 1, "max_sequence_tokens": 4, "vocab_size": 4}
     books = Books(**sizes, model_fingerprint="f", policy="lru")
-    books.open_lease("a", "")
+    books.open_lease("a", "", 30.0)
     counts = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}
-    return [books.plan("a", StepRequest(), 0.0, **counts) for _ in range(count)]
+    plans = [books.plan("a", StepRequest(), 0.0, **counts, request_id=each, digest=b"1") for each in request_ids]
+    return books, plans
+
+
+def numbers(plans: list[StepPlan | None]) -> list[int | None]:
+    return [None if plan is None else plan.step_number for plan in plans]
 
 
 def test_an_answer_is_recalled_by_its_request_id_for_the_same_request_only() -> None:
-    lease, [plan, other] = lease_of(), plans(2)
-    lease.remember("r", b"1", plan)
-    lease.remember("", b"2", other)
-    assert (lease.recall("r", b"1"), lease.recall("s", b"1"), lease.recall("", b"2")) == (plan, None, None)
+    books, _ = books_with_answers(["r", ""])
+    assert numbers([books.recall("a", each, b"1") for each in ("r", "s", "")]) == [1, None, None]
+    assert books.recall("b", "r", b"1") is None
     with pytest.raises(CallRefused) as refused:
-        lease.recall("r", b"2")
+        books.recall("a", "r", b"2")
     assert refused.value.refusal.reason is Reason.REQUEST_ID_REUSED
+    assert refused.value.refusal.metadata == {"request_id": "r"}
 
 
-def test_the_oldest_answers_are_forgotten_first_and_all_when_the_lease_starts_anew() -> None:
-    lease, answers = lease_of(), plans(REMEMBERED_PLANS + 1)
-    for number, plan in enumerate(answers):
-        lease.remember(str(number), b"1", plan)
-    recalled = [lease.recall(str(number), b"1") for number in range(len(answers))]
-    assert recalled == [None, *answers[1:]]
-    lease.start_anew()
-    assert [lease.recall(str(number), b"1") for number in range(len(answers))] == [None] * len(answers)
+def test_the_oldest_answers_are_forgotten_first_and_all_with_the_lease() -> None:
+    request_ids = [str(number) for number in range(REMEMBERED_PLANS + 1)]
+    books, answers = books_with_answers(request_ids)
+    assert numbers([books.recall("a", each, b"1") for each in request_ids]) == [None, *numbers(answers[1:])]
+    books.close_lease("a")
+    books.open_lease("a", "", 30.0)
+    assert [books.recall("a", each, b"1") for each in request_ids] == [None] * len(request_ids)

@@ -5,10 +5,12 @@
 //!     reserved  guaranteed to its sequences, and not held yet
 //!     promised  what it may still take whatever others do: what is reserved, or what its floor is above what it holds
 
+use serde::{Deserialize, Serialize};
+
 use crate::tenants::TenantId;
 
 /// What a tenant may take of a pool, in blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// It can always hold as many.
     pub floor: usize,
@@ -28,7 +30,7 @@ impl Share {
 }
 
 /// One tenant's part of the pool, in blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Account {
     pub share: Share,
     pub num_held: usize,
@@ -58,7 +60,7 @@ impl Account {
 }
 
 /// All tenants' accounts, by tenant. Every change is O(1).
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Accounts {
     accounts: Vec<Account>,
     num_usable: usize,

@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::prefix::BlockId;
 
 /// 1: given up first, to MOST_WORTH: kept longest.
@@ -20,7 +22,7 @@ pub type Millis = u64;
 pub const FOREVER: Millis = Millis::MAX;
 
 /// What is said of a block, and until when it stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Advice {
     pub level: Level,
     pub until: Millis,
@@ -31,7 +33,7 @@ pub fn millis(seconds: f64) -> Millis {
 }
 
 /// Advice by block. 17 bytes per block, and the advice that ends.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct AdviceBook {
     levels: Vec<Level>,
     until: Vec<Millis>,

@@ -292,7 +292,7 @@ mod tests {
             |bench| drop(bench.0.pool.allocate(1, &ASKER).unwrap()),
             |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
             |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
-            |bench| bench.0.open_lease("c", b""),
+            |bench| bench.0.open_lease("c", b"", 30.0),
             |bench| bench.sequence(1).num_writable += 1,
             |bench| bench.sequence(2).sampled_position = None,
             |bench| bench.sequence(2).num_cached = 1,

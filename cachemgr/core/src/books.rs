@@ -2,7 +2,10 @@
 //!
 //! Single writer, no I/O, no clock: every method is atomic.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
 
 use crate::accounts::Share;
 use crate::errors::{Failure, Reason, Refusal, Result, invalid};
@@ -19,9 +22,11 @@ use crate::tenants::{Asker, TenantId, Tenants, beginning_of};
 
 /// Steps a lease may have planned without their outcome being known.
 pub const MAX_STEPS_IN_FLIGHT: usize = 64;
+/// Answers kept per lease for a repeated request id.
+pub const REMEMBERED_PLANS: usize = 8;
 
 /// Sizes of a pool and the model on it; constant for an epoch.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Geometry {
     /// Tokens per block.
     pub block_size: usize,
@@ -50,7 +55,7 @@ impl Geometry {
 }
 
 /// What happened in a pool since its epoch was attached.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Counters {
     pub planned_steps: u64,
     pub computed_steps: u64,
@@ -83,7 +88,7 @@ impl Counters {
 }
 
 /// What one lease holds, and its steps.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Holdings {
     pub tenant: TenantId,
     pub tenant_name: Vec<u8>,
@@ -100,6 +105,21 @@ pub struct Holdings {
     pub reserved: Vec<Row>,
     /// The root that was asked for last, by salt.
     pub last_root: Option<(Vec<u8>, Hash)>,
+    /// The lease ends this many seconds after it was renewed last.
+    pub ttl: f64,
+    /// It has ended, and waits for the worker's fence.
+    pub is_ending: bool,
+    /// The last plans that had a request id, for a repetition.
+    answers: VecDeque<Answer>,
+}
+
+/// A plan that was answered.
+#[derive(Debug, Serialize, Deserialize)]
+struct Answer {
+    request_id: String,
+    /// Of the request.
+    digest: Vec<u8>,
+    plan: Arc<StepPlan>,
 }
 
 impl Holdings {
@@ -138,10 +158,10 @@ pub fn update_reservation(
 }
 
 /// What tenants may take.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Shares {
     default: Share,
-    by_name: HashMap<Vec<u8>, Share>,
+    by_name: BTreeMap<Vec<u8>, Share>,
 }
 
 impl Shares {
@@ -151,7 +171,7 @@ impl Shares {
 }
 
 /// Books of one pool, from the attachment of an epoch to its end. Leases are known by names that the caller gives.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Books {
     pub(crate) geometry: Geometry,
     pub(crate) pool: BlockPool,
@@ -167,7 +187,7 @@ impl Books {
     /// None if there is no eviction policy of this name.
     pub fn new(geometry: Geometry, policy: &str) -> Option<Books> {
         let policy = make_policy(policy, geometry.num_blocks)?;
-        let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: HashMap::new() };
+        let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
         Some(Books {
             pool: BlockPool::new(geometry.num_blocks, policy),
             geometry,
@@ -180,9 +200,10 @@ impl Books {
         })
     }
 
-    /// A new lease without sequences.
-    pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8]) {
+    /// A new lease without sequences. `ttl` is in seconds.
+    pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8], ttl: f64) {
         let holdings = Holdings {
+            ttl,
             tenant: self.enter_tenant(tenant),
             tenant_name: tenant.to_vec(),
             next_step: 1,
@@ -193,7 +214,7 @@ impl Books {
     }
 
     /// What tenants may take from now on, by name; all others get the default.
-    pub fn set_shares(&mut self, default: Share, by_name: HashMap<Vec<u8>, Share>) {
+    pub fn set_shares(&mut self, default: Share, by_name: BTreeMap<Vec<u8>, Share>) {
         self.shares = Shares { default, by_name };
         for name in self.shares.by_name.keys().cloned().collect::<Vec<_>>() {
             self.enter_tenant(&name);
@@ -213,6 +234,13 @@ impl Books {
 
     pub fn tenants(&self) -> &Tenants {
         &self.tenants
+    }
+
+    /// The lease has ended; its blocks come back when it is closed. No effect if it is gone.
+    pub fn end_lease(&mut self, lease_id: &str) {
+        if let Some(holdings) = self.leases.get_mut(lease_id) {
+            holdings.is_ending = true;
+        }
     }
 
     /// The lease has ended and nothing touches its blocks any more: all of them come back. No effect if it is gone.
@@ -259,6 +287,32 @@ impl Books {
         let plan = planner.run(request)?;
         self.counters.planned_steps += 1;
         Ok(Some(plan))
+    }
+
+    /// The answer that was given to this request id, if it is remembered. Refused (REQUEST_ID_REUSED) if that was
+    /// another request.
+    pub fn recall(&self, lease_id: &str, request_id: &str, digest: &[u8]) -> Result<Option<Arc<StepPlan>>> {
+        let answers = self.leases.get(lease_id).map(|holdings| &holdings.answers);
+        let Some(answer) = answers.and_then(|known| known.iter().find(|answer| answer.request_id == request_id)) else {
+            return Ok(None);
+        };
+        if answer.digest != digest {
+            let message = format!("request_id '{request_id}' was used for another plan");
+            let refusal = Refusal::new(Reason::RequestIdReused, message).with("request_id", request_id);
+            return Err(Failure::Refused(refusal));
+        }
+        Ok(Some(answer.plan.clone()))
+    }
+
+    /// Keeps the lease's answer to a request id for a repetition, and forgets the oldest beyond REMEMBERED_PLANS.
+    pub fn remember(&mut self, lease_id: &str, request_id: &str, digest: &[u8], plan: Arc<StepPlan>) {
+        if let Some(holdings) = self.leases.get_mut(lease_id) {
+            let (request_id, digest) = (request_id.to_string(), digest.to_vec());
+            holdings.answers.push_back(Answer { request_id, digest, plan });
+            if holdings.answers.len() > REMEMBERED_PLANS {
+                holdings.answers.pop_front();
+            }
+        }
     }
 
     /// Whether an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
@@ -441,7 +495,7 @@ pub(crate) mod tests {
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {
             let mut books = Books::new(geometry(num_usable), policy).unwrap();
-            ["a", "b"].iter().for_each(|lease_id| books.open_lease(lease_id, b""));
+            ["a", "b"].iter().for_each(|lease_id| books.open_lease(lease_id, b"", 30.0));
             Bench(books)
         }
 
@@ -475,18 +529,8 @@ pub(crate) mod tests {
             self.plan(StepRequest { releases: seq_ids.to_vec(), ..StepRequest::default() })
         }
 
-        /// Of the lease's first step in flight: all computed, and 9 sampled wherever it samples.
         pub(crate) fn report(&self, lease_id: &str) -> StepReport {
-            let step = self.0.leases[lease_id].in_flight.front().unwrap();
-            let sampled = || step.runs.iter().filter(|run| run.samples).map(|run| run.seq_id);
-            StepReport {
-                step_number: step.step_number,
-                outcome: StepOutcome::Computed,
-                seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
-                token_counts: step.runs.iter().map(|run| run.sampled_position as i32).collect(),
-                sampled_ids: sampled().collect(),
-                sampled_tokens: sampled().map(|_| 9).collect(),
-            }
+            report(&self.0, lease_id)
         }
 
         /// All steps in flight were computed.
@@ -514,6 +558,20 @@ pub(crate) mod tests {
         }
     }
 
+    /// Of the lease's first step in flight: all computed, and 9 sampled wherever it samples.
+    pub(crate) fn report(books: &Books, lease_id: &str) -> StepReport {
+        let step = books.leases[lease_id].in_flight.front().unwrap();
+        let sampled = || step.runs.iter().filter(|run| run.samples).map(|run| run.seq_id);
+        StepReport {
+            step_number: step.step_number,
+            outcome: StepOutcome::Computed,
+            seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
+            token_counts: step.runs.iter().map(|run| run.sampled_position as i32).collect(),
+            sampled_ids: sampled().collect(),
+            sampled_tokens: sampled().map(|_| 9).collect(),
+        }
+    }
+
     pub(crate) fn admission(seq_id: i64, tokens: &[i32]) -> Admission {
         Admission { seq_id, tokens: tokens.to_vec(), ..Admission::default() }
     }
@@ -535,7 +593,7 @@ pub(crate) mod tests {
     #[test]
     #[should_panic(expected = "lease a is opened twice")]
     fn a_lease_is_opened_once() {
-        Bench::new(4).0.open_lease("a", b"");
+        Bench::new(4).0.open_lease("a", b"", 30.0);
     }
 
     #[test]
@@ -662,7 +720,7 @@ pub(crate) mod tests {
         }
     }
 
-    fn some_share(random: &mut Random) -> Share {
+    pub(crate) fn some_share(random: &mut Random) -> Share {
         let floor = random.below(4);
         let quota = floor + random.below(8);
         Share { floor, quota, limit: quota + random.below(8), pin_budget: random.below(4) }
@@ -723,7 +781,7 @@ pub(crate) mod tests {
             let (with_shares, mut now) = (seed % 2 == 1, 0.0);
             for (lease_id, tenant) in [("a", b"x"), ("b", b"x"), ("c", b"y")] {
                 bench.0.close_lease(lease_id).unwrap();
-                bench.0.open_lease(lease_id, tenant);
+                bench.0.open_lease(lease_id, tenant, 30.0);
             }
             let mut findable = BTreeSet::new();
             for _ in 0..240 {
@@ -748,7 +806,7 @@ pub(crate) mod tests {
                     bench.0.settle(lease_id, &report).unwrap();
                 } else if random.below(20) == 0 {
                     bench.0.close_lease(lease_id).unwrap();
-                    bench.0.open_lease(lease_id, if lease_id == "c" { b"y" } else { b"x" });
+                    bench.0.open_lease(lease_id, if lease_id == "c" { b"y" } else { b"x" }, 30.0);
                 }
                 assert_eq!(bench.0.violations(), [""; 0]);
                 assert_eq!(bench.0.num_held_tokens(), num_held_tokens(&bench.0));

@@ -1,9 +1,12 @@
 //! What a call ends with if not with an answer.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 
+use serde::{Deserialize, Serialize};
+
 /// Why something is refused; the names of `quire.cache.v1.ErrorReason` without their prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reason {
     InvalidArgument,
     EmptyPrompt,
@@ -20,6 +23,7 @@ pub enum Reason {
     TokenBudgetSpent,
     QuotaExceeded,
     PinBudgetSpent,
+    RequestIdReused,
 }
 
 impl Reason {
@@ -40,16 +44,17 @@ impl Reason {
             Reason::TokenBudgetSpent => "TOKEN_BUDGET_SPENT",
             Reason::QuotaExceeded => "QUOTA_EXCEEDED",
             Reason::PinBudgetSpent => "PIN_BUDGET_SPENT",
+            Reason::RequestIdReused => "REQUEST_ID_REUSED",
         }
     }
 }
 
 /// One no: the reason, a sentence, and every number of the sentence by name.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Refusal {
     pub reason: Reason,
     pub message: String,
-    pub metadata: Vec<(&'static str, String)>,
+    pub metadata: Vec<(Cow<'static, str>, String)>,
 }
 
 impl Refusal {
@@ -59,7 +64,7 @@ impl Refusal {
 
     /// The same with one more number of its sentence.
     pub fn with(mut self, name: &'static str, value: impl Display) -> Refusal {
-        self.metadata.push((name, value.to_string()));
+        self.metadata.push((name.into(), value.to_string()));
         self
     }
 }

@@ -2,6 +2,9 @@
 
 use std::fmt::Debug;
 
+use serde::{Deserialize, Serialize};
+
+use crate::lineage::Lineage;
 use crate::prefix::{BlockId, Hash, NULL_BLOCK};
 
 /// Keeps the parked blocks: findable, and held by nobody. Each method's cost is O(1) per block it is given.
@@ -31,8 +34,11 @@ pub trait EvictionPolicy: Debug + Send + Sync {
     /// The parked blocks, each once.
     fn parked(&self) -> Vec<BlockId>;
 
+    /// What it keeps, to be written down.
+    fn save(&self) -> SavedPolicy<'_>;
+
     /// The policy that learns, if it is this one.
-    fn lineage(&mut self) -> Option<&mut crate::lineage::Lineage> {
+    fn lineage(&mut self) -> Option<&mut Lineage> {
         None
     }
 }
@@ -43,14 +49,47 @@ pub const POLICIES: [&str; 2] = ["lineage", "lru"];
 /// A policy for blocks 1 to num_blocks - 1, if there is one of the name.
 pub fn make_policy(name: &str, num_blocks: usize) -> Option<Box<dyn EvictionPolicy>> {
     match name {
-        "lineage" => Some(Box::new(crate::lineage::Lineage::new(num_blocks))),
+        "lineage" => Some(Box::new(Lineage::new(num_blocks))),
         "lru" => Some(Box::new(Lru::new(num_blocks))),
         _ => None,
     }
 }
 
+/// A policy as it is written down.
+#[derive(Serialize)]
+pub enum SavedPolicy<'a> {
+    Lineage(&'a Lineage),
+    Lru(&'a Lru),
+}
+
+/// How a policy is written down and read again.
+pub mod saved {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::{EvictionPolicy, Lineage, Lru};
+
+    /// As SavedPolicy.
+    #[derive(Deserialize)]
+    enum Read {
+        Lineage(Box<Lineage>),
+        Lru(Lru),
+    }
+
+    #[allow(clippy::borrowed_box)] // as serde asks for it
+    pub fn serialize<S: Serializer>(policy: &Box<dyn EvictionPolicy>, serializer: S) -> Result<S::Ok, S::Error> {
+        policy.save().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<dyn EvictionPolicy>, D::Error> {
+        Ok(match Read::deserialize(deserializer)? {
+            Read::Lineage(lineage) => lineage,
+            Read::Lru(lru) => Box::new(lru),
+        })
+    }
+}
+
 /// Doubly linked rings of nodes in two flat arrays, a ring for each sentinel: a node that stays.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Rings {
     next: Vec<u32>,
     prev: Vec<u32>,
@@ -107,7 +146,7 @@ impl Rings {
 }
 
 /// The least recently parked first. 8 bytes per block.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Lru {
     ring: Rings, // the null block is its sentinel
     num_parked: usize,
@@ -120,6 +159,10 @@ impl Lru {
 }
 
 impl EvictionPolicy for Lru {
+    fn save(&self) -> SavedPolicy<'_> {
+        SavedPolicy::Lru(self)
+    }
+
     fn admit(&mut self, _: &[BlockId], _: &[BlockId], _: &[Hash]) {}
 
     fn forget(&mut self, _: &[BlockId]) {}

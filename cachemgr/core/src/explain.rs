@@ -123,7 +123,7 @@ mod tests {
     fn bench(num_usable: usize) -> Bench {
         let mut books = Books::new(geometry(num_usable), "lru").unwrap();
         for (lease, tenant) in [("a", "alice"), ("b", "bob"), ("c", "alice")] {
-            books.open_lease(lease, tenant.as_bytes());
+            books.open_lease(lease, tenant.as_bytes(), 30.0);
         }
         Bench(books)
     }

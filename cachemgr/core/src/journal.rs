@@ -9,6 +9,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use serde::{Deserialize, Serialize};
+
 use crate::prefix::BlockId;
 use crate::tenants::TenantId;
 
@@ -28,7 +30,7 @@ pub struct Change {
 }
 
 /// A ring of changes. Memory: 8 bytes for each that is kept, and 8 for each block.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Journal {
     ring: Vec<(BlockId, TenantId)>,
     mask: usize,

@@ -8,9 +8,10 @@
 //!     looking   pages and changes of blocks   explain   why a prefix misses
 //!     journal   what changed last   losses   what was cached once   contents   what is in blocks, for who may ask
 //!     wire        plans as bytes
+//!     record      changes as values: to be written down, and made again     store   the files they are written to
 //!     python      the only one that knows Python
 //!
-//! Pure: no I/O, no clock, no threads.
+//! Pure: no I/O, no clock, no threads; but for the store.
 
 #![forbid(unsafe_code)]
 
@@ -34,10 +35,12 @@ pub mod pool;
 pub mod prefix;
 #[cfg(feature = "python")]
 mod python;
+pub mod record;
 pub mod retention;
 pub mod room;
 pub mod sequences;
 pub mod settle;
 pub mod steps;
+pub mod store;
 pub mod tenants;
 pub mod wire;

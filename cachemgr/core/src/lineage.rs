@@ -18,7 +18,9 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::eviction::{EvictionPolicy, Rings};
+use serde::{Deserialize, Serialize};
+
+use crate::eviction::{EvictionPolicy, Rings, SavedPolicy};
 use crate::prefix::{BlockId, Hash};
 use crate::retention::{BASE_TIME, MOST_USES, NUM_TIMES, RetentionPlanner, Return, class_of_new, class_of_reused};
 
@@ -33,7 +35,7 @@ const BLOCKS_PER_GHOST: usize = 32;
 const MIX: u64 = 2_654_435_761;
 
 /// A run of blocks that were used together.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Segment {
     used_at: i64,
     parked_at: i64,
@@ -49,7 +51,7 @@ struct Segment {
 }
 
 /// What is kept of an evicted segment.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Ghost {
     used_at: i64,
     class: u8,
@@ -60,7 +62,7 @@ struct Ghost {
 }
 
 /// Ghosts by key, and which is the oldest.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Ghosts {
     by_key: HashMap<u64, (u64, Ghost)>,
     order: VecDeque<(u64, u64)>, // number and key; out of date where the key's ghost has another number
@@ -113,7 +115,7 @@ fn key_of(hashes: &[Hash], index: usize) -> u64 {
 ///
 /// Costs do not depend on the pool's size. `admit` is O(segments of the prompt), and O(1) per fresh block and per block
 /// of a segment that is cut. A block without a segment (nobody told of its admission) takes its parent's.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Lineage {
     pub planner: RetentionPlanner,
     num_blocks: usize,
@@ -404,6 +406,10 @@ impl Lineage {
 }
 
 impl EvictionPolicy for Lineage {
+    fn save(&self) -> SavedPolicy<'_> {
+        SavedPolicy::Lineage(self)
+    }
+
     /// Enters a use of each segment on the path, and a segment for what continues them.
     fn admit(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
         let now = self.clock;

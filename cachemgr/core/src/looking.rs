@@ -201,7 +201,9 @@ mod tests {
     /// Lease "a" of tenant "alice" and "b" of "bob".
     fn bench(policy: &str, num_usable: usize) -> Bench {
         let mut books = Books::new(geometry(num_usable), policy).unwrap();
-        [("a", "alice"), ("b", "bob")].iter().for_each(|(lease, tenant)| books.open_lease(lease, tenant.as_bytes()));
+        [("a", "alice"), ("b", "bob")]
+            .iter()
+            .for_each(|(lease, tenant)| books.open_lease(lease, tenant.as_bytes(), 30.0));
         Bench(books)
     }
 

@@ -2,6 +2,8 @@
 
 use std::collections::{HashSet, VecDeque};
 
+use serde::{Deserialize, Serialize};
+
 use crate::prefix::Hash;
 use crate::tenants::{Asker, TenantId};
 
@@ -11,7 +13,7 @@ pub const NUM_ROOTS: usize = 1_024;
 const LOSSES: (usize, usize) = (1_024, 65_536);
 
 /// Why a block's content is gone.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Cause {
     /// To make room for this tenant; the beginning of the lease's name.
     Evicted { tenant: TenantId, lease: [u8; 8] },
@@ -20,7 +22,7 @@ pub enum Cause {
 }
 
 /// Content that could be found by this hash.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Loss {
     pub hash: Hash,
     /// When, in seconds of the caller's clock.
@@ -31,7 +33,7 @@ pub struct Loss {
 /// A table of losses by hash: one that falls on an older one's place replaces it. About 60 bytes each.
 ///
 /// Content that came back stays in it until it is lost again; so it says something only of what can't be found.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Losses {
     places: Vec<Option<Loss>>,
 }
@@ -76,7 +78,7 @@ impl Losses {
 }
 
 /// Where the prefix hashes of a tenant with a salt begin.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Root {
     pub hash: Hash,
     pub tenant: TenantId,
@@ -84,7 +86,7 @@ pub struct Root {
 }
 
 /// The last NUM_ROOTS roots that admissions had, each once.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Roots {
     known: HashSet<Hash>,
     in_order: VecDeque<Root>,

@@ -7,13 +7,15 @@
 //!
 //! Levels and tenants cost nothing where nobody gives advice and no tenant has a quota.
 
+use serde::{Deserialize, Serialize};
+
 use crate::advice::{Advice, AdviceBook, LEAST_WORTH, Level, MOST_WORTH, Millis, NUM_LEVELS, UNADVISED};
 use crate::eviction::{EvictionPolicy, Rings};
 use crate::prefix::{BlockId, Hash};
 use crate::tenants::TenantId;
 
 /// Parked blocks with advice: a ring per level.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Shelves {
     book: AdviceBook,
     rings: Rings,
@@ -48,7 +50,7 @@ impl Shelves {
 }
 
 /// Parked blocks by tenant: a ring per tenant and level.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct TenantRings {
     rings: Rings,
     num_blocks: usize,
@@ -76,8 +78,9 @@ impl TenantRings {
 }
 
 /// All parked blocks. Each method's cost is O(1) per block it is given.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Parking {
+    #[serde(with = "crate::eviction::saved")]
     policy: Box<dyn EvictionPolicy>,
     num_blocks: usize,
     shelves: Option<Box<Shelves>>,

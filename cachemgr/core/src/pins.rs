@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 use crate::advice::{Millis, millis};
 use crate::books::Books;
 use crate::errors::{Reason, Refusal, Result};
@@ -12,7 +14,7 @@ use crate::tenants::TenantId;
 pub type PinId = [u8; 16];
 
 /// A prefix that is kept.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Pin {
     pub id: PinId,
     pub tenant: TenantId,
@@ -23,7 +25,7 @@ pub struct Pin {
 }
 
 /// The pins of a pool. There are no more than pinned blocks, since no two end with the same one.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Pins {
     by_id: BTreeMap<PinId, Pin>,
     ends: BTreeSet<(Millis, PinId)>,

@@ -1,12 +1,14 @@
 //! What a client asks of its next step, and what it gets: plain values.
 
+use serde::{Deserialize, Serialize};
+
 use crate::advice::Level;
 use crate::errors::Refusal;
 use crate::pool::BlockCounts;
 use crate::prefix::BlockId;
 
 /// The kinds of items that are answered one by one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlanItem {
     Trim,
     Fork,
@@ -25,14 +27,14 @@ impl PlanItem {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Trim {
     pub seq_id: i64,
     /// Tokens to keep.
     pub num_tokens: i64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Fork {
     pub parent_id: i64,
     pub child_ids: Vec<i64>,
@@ -40,7 +42,7 @@ pub struct Fork {
     pub num_tokens: i64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Extend {
     pub seq_id: i32,
     /// Tokens to compute.
@@ -49,7 +51,7 @@ pub struct Extend {
     pub append: Vec<i32>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Admission {
     pub seq_id: i64,
     pub tokens: Vec<i32>,
@@ -65,7 +67,7 @@ pub struct Admission {
 }
 
 /// How much a range of a sequence is worth keeping.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Retention {
     /// From the end of the range before it on; 0: all that follow.
     pub num_tokens: usize,
@@ -75,7 +77,7 @@ pub struct Retention {
 }
 
 /// What is known of the future of a sequence that is released.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReturnHint {
     pub seq_id: i64,
     /// It will be asked for again in about so many seconds; None: never.
@@ -83,7 +85,7 @@ pub struct ReturnHint {
 }
 
 /// Everything a client wants of one step.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct StepRequest {
     pub releases: Vec<i64>,
     /// About sequences that are released.
@@ -98,7 +100,7 @@ pub struct StepRequest {
     pub admission_reserve: usize,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RefusedItem {
     pub item: PlanItem,
     pub seq_id: i64,
@@ -108,7 +110,7 @@ pub struct RefusedItem {
 /// What one step may touch and is to compute; grows while it is planned, constant afterwards.
 ///
 /// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct StepPlan {
     pub step_number: u64,
     pub known_step: u64,
@@ -134,6 +136,23 @@ pub struct StepPlan {
 }
 
 impl StepPlan {
+    /// Of what the worker is told: the same request, planned on the same books, has the same.
+    pub fn checksum(&self) -> u64 {
+        let numbers = [
+            &self.write_first_indexes,
+            &self.write_block_ids,
+            &self.copy_sources,
+            &self.copy_targets,
+            &self.run_starts,
+            &self.run_token_counts,
+            &self.admitted_cached_counts,
+        ];
+        let ids = [&self.released_ids, &self.fork_child_ids, &self.write_seq_ids, &self.run_seq_ids];
+        let lists = numbers.into_iter().map(|list| fold(list.iter().copied()));
+        let lists = lists.chain(ids.into_iter().map(|list| fold(list.iter().map(|id| *id as u32))));
+        lists.fold(self.step_number, |all, list| all.rotate_left(7).wrapping_mul(PRIME) ^ list)
+    }
+
     /// Adds a block table write.
     pub fn write(&mut self, seq_id: i32, first_index: usize, blocks: &[BlockId]) {
         self.write_seq_ids.push(seq_id);
@@ -141,4 +160,12 @@ impl StepPlan {
         self.write_block_counts.push(blocks.len() as u32);
         self.write_block_ids.extend_from_slice(blocks);
     }
+}
+
+/// Of FNV, for 64 bits.
+const PRIME: u64 = 0x0000_0100_0000_01b3;
+
+fn fold(numbers: impl ExactSizeIterator<Item = u32>) -> u64 {
+    let num_numbers = numbers.len() as u64;
+    numbers.fold(num_numbers, |all, number| (all ^ u64::from(number)).wrapping_mul(PRIME).rotate_left(23))
 }

@@ -13,6 +13,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::accounts::{Accounts, Share};
 use crate::advice::{Advice, Level, Millis};
 use crate::contents::Contents;
@@ -44,7 +46,7 @@ impl BlockState {
 }
 
 /// Blocks by state; they add up to the pool's blocks without the null block.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockCounts {
     pub free: usize,
     pub cached: usize,
@@ -53,7 +55,7 @@ pub struct BlockCounts {
 }
 
 /// What the pool holds and did, counted as it goes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolCounters {
     pub num_active: usize,
     pub num_references: usize,
@@ -64,7 +66,7 @@ pub struct PoolCounters {
 }
 
 /// Blocks 1 to num_blocks - 1. Callers keep the books of who holds them; this keeps how many do.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct BlockPool {
     index: PrefixIndex,
     parking: Parking,
@@ -79,6 +81,7 @@ pub struct BlockPool {
     journal: Journal,
     losses: Losses,
     roots: Roots,
+    #[serde(skip)] // for those who watch this process
     contents: Contents,
 }
 

@@ -8,6 +8,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::hint::black_box;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 pub type BlockId = u32;
@@ -54,7 +55,7 @@ fn write_tokens(tokens: &[i32], bytes: &mut [u8]) {
 }
 
 /// What a block was since it was handed out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Past {
     /// Never findable.
     None,
@@ -69,15 +70,42 @@ pub enum Past {
 /// A hash table with open addressing, twice the slots of what it can hold: it never grows. An entry is 32 bits of the
 /// mixed hash and the block, 0 where there is none. The mix has a key of its own in every process, so that nobody can
 /// choose tokens whose entries meet.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(from = "SavedIndex")]
 pub struct PrefixIndex {
     hashes: Vec<Hash>,
     past: Vec<Past>,
+    #[serde(skip)]
     entries: Vec<u64>,
+    #[serde(skip)]
     mask: usize,
+    #[serde(skip)]
     mix_key: u64,
     num_indexed: usize,
     num_forgotten: u64,
+}
+
+/// An index as it is written down: the entries depend on the process.
+#[derive(Deserialize)]
+struct SavedIndex {
+    hashes: Vec<Hash>,
+    past: Vec<Past>,
+    num_indexed: usize,
+    num_forgotten: u64,
+}
+
+impl From<SavedIndex> for PrefixIndex {
+    fn from(saved: SavedIndex) -> PrefixIndex {
+        let SavedIndex { hashes, past, num_indexed, num_forgotten } = saved;
+        let mut index = PrefixIndex { num_indexed, num_forgotten, ..PrefixIndex::new(past.len()) };
+        (index.hashes, index.past) = (hashes, past);
+        for block in 0..index.past.len().min(index.hashes.len()) as BlockId {
+            if index.is_findable(block) {
+                index.enter(&index.hashes[block as usize].clone(), block);
+            }
+        }
+        index
+    }
 }
 
 impl PrefixIndex {
@@ -157,16 +185,20 @@ impl PrefixIndex {
         if let Some(standing) = self.lookup(hash) {
             return standing;
         }
+        self.enter(hash, block);
+        self.hashes[block as usize] = *hash;
+        self.past[block as usize] = Past::Findable;
+        self.num_indexed += 1;
+        block
+    }
+
+    fn enter(&mut self, hash: &Hash, block: BlockId) {
         let mixed = self.mix(hash);
         let mut place = mixed as usize & self.mask;
         while self.entries[place] != 0 {
             place = (place + 1) & self.mask;
         }
         self.entries[place] = u64::from(mixed) << 32 | u64::from(block);
-        self.hashes[block as usize] = *hash;
-        self.past[block as usize] = Past::Findable;
-        self.num_indexed += 1;
-        block
     }
 
     /// A findable block is handed out anew: what it held can't be found any more.

@@ -3,17 +3,20 @@
 //! Token ids, sequence ids and counts come as bytes, 4 each, little-endian: what `array.tobytes()` gives.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use pyo3::exceptions::{PyKeyError, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::accounts::Share;
 use crate::advice::{LEAST_WORTH, Level, MOST_WORTH};
-use crate::books::{Books, Geometry, MAX_STEPS_IN_FLIGHT};
+use crate::books::{Geometry, Holdings, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS};
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::eviction::POLICIES;
 use crate::explain::{Explanation, Miss};
@@ -23,21 +26,13 @@ use crate::pins::{Pin, PinId};
 use crate::plans::{Admission, Extend, Fork, RefusedItem, Retention, ReturnHint, StepPlan, StepRequest, Trim};
 use crate::pool::BlockState;
 use crate::prefix::{BlockId, Hash};
+use crate::record::{Record, Recorder, ReportedBooks};
 use crate::retention::Choice;
 use crate::sequences::Row;
 use crate::settle::{StepOutcome, StepReport};
+use crate::store::{LogLimits, Store};
 use crate::tenants::TenantId;
 use crate::wire::{Grantor, encode_answer, encode_blocks, encode_events, encode_grant};
-
-/// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
-fn changing<T>(py: Python<'_>, change: impl FnOnce() -> Result<T>) -> PyResult<T> {
-    let told = |panic: Box<dyn Any + Send>| {
-        let text = panic.downcast_ref::<String>().cloned();
-        text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
-    };
-    let changed = catch_unwind(AssertUnwindSafe(change)).unwrap_or_else(|panic| broken(told(panic)));
-    changed.map_err(|failure| to_python(py, failure))
-}
 
 /// A refusal or a broken book as the exception that Python knows.
 fn to_python(py: Python<'_>, failure: Failure) -> PyErr {
@@ -56,7 +51,7 @@ fn refusal_of<'py>(py: Python<'py>, refusal: &Refusal) -> PyResult<Bound<'py, Py
     let reason = errors.getattr("Reason")?.call1((refusal.reason.name(),))?;
     let metadata = PyDict::new(py);
     for (name, value) in &refusal.metadata {
-        metadata.set_item(name, value)?;
+        metadata.set_item(name.as_ref(), value)?;
     }
     errors.getattr("Refusal")?.call1((reason, &refusal.message, metadata))
 }
@@ -97,7 +92,7 @@ fn position(position: Option<usize>) -> i64 {
 
 /// What one step may touch and is to compute. Lists named alike belong together by index.
 #[pyclass(name = "StepPlan", module = "quire.cachemgr._core", frozen)]
-struct PyStepPlan(StepPlan);
+struct PyStepPlan(Arc<StepPlan>);
 
 macro_rules! lists {
     ($($name:ident: $type:ty),* $(,)?) => {
@@ -318,16 +313,31 @@ impl PyStepRequest {
 }
 
 #[pyclass(name = "Books", module = "quire.cachemgr._core")]
-struct PyBooks(Books);
+struct PyBooks(Recorder);
 
 impl PyBooks {
+    /// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
+    fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut Recorder) -> Result<T>) -> PyResult<T> {
+        let told = |panic: Box<dyn Any + Send>| {
+            let text = panic.downcast_ref::<String>().cloned();
+            text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
+        };
+        let changed =
+            catch_unwind(AssertUnwindSafe(|| change(&mut self.0))).unwrap_or_else(|panic| broken(told(panic)));
+        if let Some(loss) = self.0.take_loss() {
+            let log = py.import("logging")?.call_method1("getLogger", ("quire.cachemgr",))?;
+            log.call_method1("error", ("state given up, a restart will begin new epochs: %s", loss))?;
+        }
+        changed.map_err(|failure| to_python(py, failure))
+    }
+
     fn row(&self, lease_id: &str, seq_id: i64) -> Option<Row> {
         let seq_id = i32::try_from(seq_id).ok()?;
-        self.0.holdings(lease_id)?.sequences.get(&seq_id).copied()
+        self.0.books().holdings(lease_id)?.sequences.get(&seq_id).copied()
     }
 
     fn tenant(&self, tenant: TenantId) -> String {
-        String::from_utf8_lossy(self.0.tenant_name(tenant)).into_owned()
+        String::from_utf8_lossy(self.0.books().tenant_name(tenant)).into_owned()
     }
 
     fn tell(&self, explanation: Explanation) -> PyExplanation {
@@ -357,7 +367,7 @@ impl PyBooks {
     }
 
     fn view(&self, row: Row) -> SequenceView {
-        let sequence = self.0.sequence(row);
+        let sequence = self.0.books().sequence(row);
         SequenceView {
             seq_id: sequence.seq_id,
             num_known: sequence.num_known(),
@@ -389,21 +399,23 @@ impl PyBooks {
         PinView {
             pin_id: pin.id,
             tenant: self.tenant_name(pin.tenant),
-            num_tokens: pin.blocks.len() * self.0.geometry().block_size,
+            num_tokens: pin.blocks.len() * self.0.books().geometry().block_size,
             until: pin.until,
         }
     }
 
     fn tenant_name(&self, tenant: TenantId) -> String {
-        String::from_utf8_lossy(self.0.tenants().name(tenant)).into_owned()
+        String::from_utf8_lossy(self.0.books().tenants().name(tenant)).into_owned()
     }
 }
 
 #[pymethods]
 impl PyBooks {
+    /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist.
     #[new]
-    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy))]
+    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, directory = None))]
     fn new(
+        py: Python<'_>,
         num_blocks: usize,
         block_size: usize,
         max_sequences: usize,
@@ -411,26 +423,67 @@ impl PyBooks {
         vocab_size: usize,
         model_fingerprint: &str,
         policy: &str,
+        directory: Option<PathBuf>,
     ) -> PyResult<PyBooks> {
         let model_fingerprint = model_fingerprint.as_bytes().to_vec();
         let geometry =
             Geometry { block_size, num_blocks, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint };
-        Books::new(geometry, policy).map(PyBooks).ok_or_else(|| PyKeyError::new_err(policy.to_string()))
+        let begin = Record::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
+        let books = ReportedBooks::begin(&begin).ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
+        let mut books = PyBooks(Recorder::new(books, None));
+        if let Some(directory) = directory {
+            books.changing(py, |recorder| recorder.begin_store(&directory, &begin))?;
+        }
+        Ok(books)
     }
 
-    fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str) -> PyResult<()> {
-        changing(py, || {
-            self.0.open_lease(lease_id, tenant.as_bytes());
-            Ok(())
-        })
+    /// The books that a store has, to go on with. Raises OSError if it can't be read, or is not whole.
+    #[staticmethod]
+    fn recover(py: Python<'_>, directory: PathBuf) -> PyResult<PyBooks> {
+        let recovered = py.detach(|| Store::recover(&directory, LogLimits::default()));
+        let (books, store) = recovered.map_err(PyOSError::new_err)?;
+        Ok(PyBooks(Recorder::new(books, Some(store))))
+    }
+
+    /// Whether changes are written down.
+    fn is_stored(&self) -> bool {
+        self.0.is_stored()
+    }
+
+    /// The number of the last report that was entered.
+    fn last_report(&self) -> u64 {
+        self.0.last_report()
+    }
+
+    fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str, ttl: f64) -> PyResult<()> {
+        let record = Record::OpenLease { lease_id: lease_id.into(), tenant: tenant.as_bytes().into(), ttl };
+        self.changing(py, |recorder| recorder.make(&record))
+    }
+
+    fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
+        self.changing(py, |recorder| recorder.make(&Record::EndLease { lease_id: lease_id.into() }))
     }
 
     fn close_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
-        changing(py, || self.0.close_lease(lease_id))
+        self.changing(py, |recorder| recorder.make(&Record::CloseLease { lease_id: lease_id.into() }))
     }
 
-    /// Plans the lease's next step. The extends are those of the arguments.
-    #[pyo3(signature = (lease_id, request, now, *, extend_ids, extend_token_counts, appends))]
+    /// Every lease: its id, its tenant, its time to live in seconds, whether it has ended.
+    fn leases(&self) -> Vec<(String, String, f64, bool)> {
+        let view = |(lease_id, holdings): (&String, &Holdings)| {
+            (lease_id.clone(), self.tenant(holdings.tenant), holdings.ttl, holdings.is_ending)
+        };
+        self.0.books().leases.iter().map(view).collect()
+    }
+
+    /// The answer that was given to this request id, if it is remembered.
+    fn recall(&self, py: Python<'_>, lease_id: &str, request_id: &str, digest: &[u8]) -> PyResult<Option<PyStepPlan>> {
+        let known = self.0.books().recall(lease_id, request_id, digest);
+        known.map(|plan| plan.map(PyStepPlan)).map_err(|failure| to_python(py, failure))
+    }
+
+    /// Plans the lease's next step. The extends are those of the arguments; with a request id the answer is remembered.
+    #[pyo3(signature = (lease_id, request, now, *, extend_ids, extend_token_counts, appends, request_id = "", digest = b"".as_slice()))]
     fn plan(
         &mut self,
         py: Python<'_>,
@@ -440,6 +493,8 @@ impl PyBooks {
         extend_ids: &[u8],
         extend_token_counts: &[u8],
         appends: Option<Vec<PyBackedBytes>>,
+        request_id: &str,
+        digest: &[u8],
     ) -> PyResult<PyStepPlan> {
         let extend = |(seq_id, count): (i32, i32)| Extend { seq_id, num_tokens: count.into(), append: Vec::new() };
         let mut extends: Vec<Extend> =
@@ -448,11 +503,11 @@ impl PyBooks {
             extend.append = ids(&tokens)?;
         }
         let request = request.decode(extends)?;
-        let plan = changing(py, || self.0.plan(lease_id, &request, now))?;
+        let plan = self.changing(py, |recorder| recorder.plan(lease_id, &request, now, request_id, digest))?;
         plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
     }
 
-    #[pyo3(signature = (lease_id, step_number, outcome, *, seq_ids, token_counts, sampled_ids, sampled_tokens))]
+    #[pyo3(signature = (lease_id, step_number, outcome, *, seq_ids, token_counts, sampled_ids, sampled_tokens, report_number = 0))]
     fn settle(
         &mut self,
         py: Python<'_>,
@@ -463,6 +518,7 @@ impl PyBooks {
         token_counts: &[u8],
         sampled_ids: &[u8],
         sampled_tokens: &[u8],
+        report_number: u64,
     ) -> PyResult<()> {
         let outcome = match outcome {
             "computed" => StepOutcome::Computed,
@@ -478,19 +534,19 @@ impl PyBooks {
             sampled_ids: ids(sampled_ids)?,
             sampled_tokens: ids(sampled_tokens)?,
         };
-        changing(py, || self.0.settle(lease_id, &report))
+        self.changing(py, |recorder| recorder.settle(lease_id, &report, report_number))
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
 
     /// The next step's number, the last settled one, and how many are in flight.
     fn steps_of(&self, lease_id: &str) -> PyResult<(u64, u64, usize)> {
-        let holdings = self.0.holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        let holdings = self.0.books().holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
         Ok((holdings.next_step, holdings.settled_step, holdings.in_flight.len()))
     }
 
     fn in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
-        let holdings = self.0.holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        let holdings = self.0.books().holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
         let view = |step: &crate::steps::StepInFlight| StepView {
             step_number: step.step_number,
             is_doomed: step.is_doomed,
@@ -503,13 +559,18 @@ impl PyBooks {
     }
 
     fn num_sequences(&self, lease_id: &str) -> usize {
-        self.0.holdings(lease_id).map_or(0, |holdings| holdings.sequences.len())
+        self.0.books().holdings(lease_id).map_or(0, |holdings| holdings.sequences.len())
     }
 
     /// Ids of a lease's sequences, as they were admitted.
     fn sequence_ids(&self, lease_id: &str) -> Vec<i32> {
-        let rows = self.0.holdings(lease_id).map(|holdings| self.0.rows_in_order(holdings)).unwrap_or_default();
-        rows.into_iter().map(|row| self.0.sequence(row).seq_id).collect()
+        let rows = self
+            .0
+            .books()
+            .holdings(lease_id)
+            .map(|holdings| self.0.books().rows_in_order(holdings))
+            .unwrap_or_default();
+        rows.into_iter().map(|row| self.0.books().sequence(row).seq_id).collect()
     }
 
     /// The first `most` of a lease's sequences with ids from `first` on, by id.
@@ -517,7 +578,7 @@ impl PyBooks {
         let Ok(first) = i32::try_from(first) else {
             return Vec::new();
         };
-        self.0.sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
+        self.0.books().sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
     }
 
     fn sequence(&self, lease_id: &str, seq_id: i64) -> Option<SequenceView> {
@@ -527,22 +588,22 @@ impl PyBooks {
     /// All known tokens of a sequence.
     fn tokens<'py>(&self, py: Python<'py>, lease_id: &str, seq_id: i64) -> Option<Bound<'py, PyBytes>> {
         let row = self.row(lease_id, seq_id)?;
-        Some(PyBytes::new(py, &bytes_of(&self.0.sequence(row).tokens)))
+        Some(PyBytes::new(py, &bytes_of(&self.0.books().sequence(row).tokens)))
     }
 
     fn num_cached_tokens(&self, tokens: &[u8], salt: &[u8], tenant: &str) -> PyResult<usize> {
-        Ok(self.0.num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
+        Ok(self.0.books().num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
     }
 
     /// Free, cached, active and retired blocks.
     fn block_counts(&self) -> (usize, usize, usize, usize) {
-        let counts = self.0.pool().counts();
+        let counts = self.0.books().pool().counts();
         (counts.free, counts.cached, counts.active, counts.retired)
     }
 
     /// State, references, pins and prefix hash of a block.
     fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
-        let pool = self.0.pool();
+        let pool = self.0.books().pool();
         (
             pool.state(block_id).name(),
             pool.ref_count(block_id),
@@ -553,23 +614,22 @@ impl PyBooks {
 
     /// What is said of a block's worth, and how many prefix pins it has.
     fn worth(&self, block_id: BlockId) -> (Level, u32) {
-        (self.0.pool().level(block_id), self.0.pool().keep_count(block_id))
+        (self.0.books().pool().level(block_id), self.0.books().pool().keep_count(block_id))
     }
 
     // -- tenants ------------------------------------------------------------------------------------------------------
 
     /// What tenants may take from now on: a default, and others by name.
     fn set_shares(&mut self, py: Python<'_>, default: PyShare, by_name: HashMap<String, PyShare>) -> PyResult<()> {
-        let by_name = by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
-        changing(py, || {
-            self.0.set_shares(share_of(default), by_name);
-            Ok(())
-        })
+        let by_name: BTreeMap<_, _> =
+            by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
+        let record = Record::SetShares { default: share_of(default), by_name: Cow::Owned(by_name) };
+        self.changing(py, |recorder| recorder.make(&record))
     }
 
     /// Name, share and use of each tenant.
     fn tenants(&self) -> Vec<(String, PyShare, PyUse)> {
-        let accounts = self.0.pool().accounts();
+        let accounts = self.0.books().pool().accounts();
         let view = |tenant: TenantId| {
             let account = accounts.get(tenant);
             let Share { floor, quota, limit, pin_budget } = account.share;
@@ -588,14 +648,15 @@ impl PyBooks {
         admission: PyAdmission,
         reserve: usize,
     ) -> PyResult<(usize, usize, usize, Option<Bound<'py, PyAny>>)> {
-        let check = self.0.check_admission(tenant.as_bytes(), &admission.decode()?, reserve);
+        let admission = admission.decode()?;
+        let check = self.changing(py, |recorder| recorder.check_admission(tenant.as_bytes(), &admission, reserve))?;
         let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?;
         Ok((check.num_cached_tokens, check.needed, check.available, refusal))
     }
 
     /// Ends pins and advice whose time is over.
     fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
-        changing(py, || self.0.advance(now))
+        self.changing(py, |recorder| recorder.make(&Record::Advance { now }))
     }
 
     fn pin_prefix(
@@ -607,23 +668,23 @@ impl PyBooks {
         until: f64,
     ) -> PyResult<PinView> {
         let tokens = ids(tokens)?;
-        let pin = changing(py, || self.0.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
+        let pin = self.changing(py, |recorder| recorder.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
         let pin = pin.map_err(|refusal| to_python(py, Failure::Refused(refusal)))?;
         Ok(self.pin_view(&pin))
     }
 
     /// Takes back a pin of the tenant, or of anybody.
     fn unpin_prefix(&mut self, py: Python<'_>, tenant: Option<&str>, pin_id: PinId) -> PyResult<bool> {
-        changing(py, || self.0.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+        self.changing(py, |recorder| recorder.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
     }
 
     /// At most `most` pins behind one, of one tenant or of all, by id.
     fn pins(&self, tenant: Option<&str>, behind: Option<PinId>, most: usize) -> Vec<PinView> {
-        let id = tenant.map(|name| self.0.tenants().find(name.as_bytes()));
+        let id = tenant.map(|name| self.0.books().tenants().find(name.as_bytes()));
         let is_theirs = |pin: &&Pin| id.is_none_or(|id| id == Some(pin.tenant));
         let pins: Box<dyn Iterator<Item = &Pin>> = match behind {
-            Some(behind) => Box::new(self.0.pins().behind(behind)),
-            None => Box::new(self.0.pins().all()),
+            Some(behind) => Box::new(self.0.books().pins().behind(behind)),
+            None => Box::new(self.0.books().pins().all()),
         };
         pins.filter(is_theirs).take(most).map(|pin| self.pin_view(pin)).collect()
     }
@@ -644,8 +705,8 @@ impl PyBooks {
     ) -> PyResult<(Bound<'py, PyBytes>, Option<BlockId>)> {
         let states = state.map(state_of).transpose()?.map_or(States::Any, States::Only);
         let filter = BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id };
-        let (blocks, next) = self.0.list_blocks(first, most, &filter);
-        let blocks = blocks.into_iter().map(|block| self.0.describe(block)).collect();
+        let (blocks, next) = self.0.books().list_blocks(first, most, &filter);
+        let blocks = blocks.into_iter().map(|block| self.0.books().describe(block)).collect();
         Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
     }
 
@@ -659,7 +720,7 @@ impl PyBooks {
         tenant: Option<&str>,
         with_content: bool,
     ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
-        let (events, next) = self.0.snapshot(first, most, tenant.map(str::as_bytes), with_content);
+        let (events, next) = self.0.books().snapshot(first, most, tenant.map(str::as_bytes), with_content);
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
@@ -674,27 +735,27 @@ impl PyBooks {
         tenant: Option<&str>,
         with_content: bool,
     ) -> Option<(Bound<'py, PyBytes>, u64)> {
-        let (events, next) = self.0.changes(first, most, tenant.map(str::as_bytes), with_content)?;
+        let (events, next) = self.0.books().changes(first, most, tenant.map(str::as_bytes), with_content)?;
         Some((PyBytes::new(py, &encode_events(events)), next))
     }
 
     /// Changes of blocks so far.
     fn num_changes(&self) -> u64 {
-        self.0.pool().journal().num_changes()
+        self.0.books().pool().journal().num_changes()
     }
 
     /// How many of them are known.
     fn num_changes_kept(&self) -> usize {
-        self.0.pool().journal().num_kept()
+        self.0.books().pool().journal().num_kept()
     }
 
     /// Keeps what is in blocks that become findable, until as many `end_reading`.
     fn begin_reading(&mut self) {
-        self.0.pool_mut().contents_mut().begin_reading();
+        self.0.books_mut().pool_mut().contents_mut().begin_reading();
     }
 
     fn end_reading(&mut self) {
-        self.0.pool_mut().contents_mut().end_reading();
+        self.0.books_mut().pool_mut().contents_mut().end_reading();
     }
 
     #[pyo3(signature = (tokens, salt, tenant, *, with_other_tenants))]
@@ -707,26 +768,29 @@ impl PyBooks {
         with_other_tenants: bool,
     ) -> PyResult<PyExplanation> {
         let tokens = ids(tokens)?;
-        let explanation = changing(py, || Ok(self.0.explain(&tokens, salt, tenant.as_bytes(), with_other_tenants)))?;
+        let explain = |recorder: &mut Recorder| {
+            Ok(recorder.books_mut().explain(&tokens, salt, tenant.as_bytes(), with_other_tenants))
+        };
+        let explanation = self.changing(py, explain)?;
         Ok(self.tell(explanation))
     }
 
     fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId, now: f64) -> PyResult<usize> {
-        changing(py, || self.0.reset_prefix_cache(first, end, now))
+        self.changing(py, |recorder| recorder.reset_prefix_cache(first, end, now))
     }
 
     /// Rows taken in the worker.
     fn num_rows(&self) -> usize {
-        self.0.num_rows()
+        self.0.books().num_rows()
     }
 
     fn num_held_tokens(&self) -> usize {
-        self.0.num_held_tokens()
+        self.0.books().num_held_tokens()
     }
 
     /// Every counter by its name.
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let (counters, pool) = (self.0.counters(), self.0.pool().counters());
+        let (counters, pool) = (self.0.books().counters(), self.0.books().pool().counters());
         vec![
             ("planned_steps", counters.planned_steps),
             ("computed_steps", counters.computed_steps),
@@ -741,48 +805,48 @@ impl PyBooks {
             ("resumed_admissions", counters.resumed_admissions),
             ("resumed_tokens", counters.resumed_tokens),
             ("resumed_cached_tokens", counters.resumed_cached_tokens),
-            ("num_reserved_blocks", self.0.pool().accounts().num_reserved() as u64),
-            ("num_pinned_blocks", self.0.pool().num_kept() as u64),
+            ("num_reserved_blocks", self.0.books().pool().accounts().num_reserved() as u64),
+            ("num_pinned_blocks", self.0.books().pool().num_kept() as u64),
             ("num_table_entries", pool.num_references as u64),
             ("num_shared_blocks", pool.num_shared as u64),
             ("num_allocated", pool.num_allocated),
             ("num_evicted", pool.num_evicted),
-            ("num_published", self.0.pool().index().num_published()),
+            ("num_published", self.0.books().pool().index().num_published()),
         ]
     }
 
     // -- checking -----------------------------------------------------------------------------------------------------
 
     fn violations(&self) -> Vec<String> {
-        self.0.violations()
+        self.0.books().violations()
     }
 
     /// What is wrong with the blocks from `first` to before `end`.
     fn audit(&self, first: BlockId, end: BlockId) -> Vec<String> {
-        self.0.audit(&(first..end.min(self.0.geometry().num_blocks as BlockId)))
+        self.0.books().audit(&(first..end.min(self.0.books().geometry().num_blocks as BlockId)))
     }
 
     fn audit_counts(&self) -> Vec<String> {
-        self.0.audit_counts()
+        self.0.books().audit_counts()
     }
 
     fn audit_promises(&self) -> Vec<String> {
-        self.0.audit_promises()
+        self.0.books().audit_promises()
     }
 
     #[pyo3(signature = (but_last_step_of = None))]
     fn state(&self, but_last_step_of: Option<&str>) -> String {
-        self.0.state(but_last_step_of)
+        self.0.books().state(but_last_step_of)
     }
 
     /// The parked blocks in the policy's order.
     fn parked_blocks(&self) -> Vec<BlockId> {
-        self.0.pool().parked_blocks()
+        self.0.books().pool().parked_blocks()
     }
 
     /// Sets what the default policy plans: low and high place and share by class. For tests.
     fn set_retention(&mut self, plan: Vec<(usize, usize, f64)>, is_trusted: bool) -> PyResult<()> {
-        let Some(lineage) = self.0.pool_mut().policy().lineage() else {
+        let Some(lineage) = self.0.books_mut().pool_mut().policy().lineage() else {
             return Err(PyValueError::new_err("the policy does not plan"));
         };
         lineage.planner.plan = Some(plan.into_iter().map(|(low, high, share)| Choice { low, high, share }).collect());
@@ -807,6 +871,7 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("POLICIES", POLICIES.to_vec())?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
+        module.add("REMEMBERED_PLANS", REMEMBERED_PLANS)?;
         module.add("LEAST_WORTH", LEAST_WORTH)?;
         module.add("MOST_WORTH", MOST_WORTH)?;
         module.add("NUM_CLASSES", crate::retention::NUM_CLASSES)?;

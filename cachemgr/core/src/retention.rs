@@ -6,6 +6,8 @@
 //!
 //! Time is counted in blocks that were allocated.
 
+use serde::{Deserialize, Serialize};
+
 pub const NUM_TIMES: usize = 10;
 
 /// The place of T = the pool's blocks among the times 0, 1/16, 1/8 ... 16 pools: what everybody gets under LRU.
@@ -46,7 +48,7 @@ pub fn class_of_reused(num_uses: u8, gap_place: usize) -> usize {
 }
 
 /// The time that a class is kept: `low`, or `high` for `share` of its segments. Places in the list of times.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Choice {
     pub low: usize,
     pub high: usize,
@@ -82,7 +84,7 @@ pub struct Return {
 }
 
 /// Learns from the gaps how long each class is worth keeping. A plan's cost does not depend on the pool's size.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct RetentionPlanner {
     pub is_trusted: bool,
     pub plan: Option<Vec<Choice>>,

@@ -133,7 +133,7 @@ pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
+    use std::collections::BTreeMap;
 
     use super::*;
     use crate::accounts::Share;
@@ -345,8 +345,8 @@ mod tests {
     /// Leases "a" and "b" of tenant "", "c" of tenant "t".
     fn shared(num_usable: usize, of_a: Share, of_t: Share) -> Bench {
         let mut bench = Bench::new(num_usable);
-        bench.0.open_lease("c", b"t");
-        bench.0.set_shares(of_a, HashMap::from([(b"t".to_vec(), of_t)]));
+        bench.0.open_lease("c", b"t", 30.0);
+        bench.0.set_shares(of_a, BTreeMap::from([(b"t".to_vec(), of_t)]));
         bench
     }
 
@@ -387,7 +387,7 @@ mod tests {
         };
         plan_for(&mut bench, "c", ask(1, &[1, 2, 3, 4]));
         plan_for(&mut bench, "c", StepRequest { releases: vec![1], ..StepRequest::default() });
-        bench.0.set_shares(share(0, 8, 8), HashMap::from([(b"t".to_vec(), share(0, 2, 2))]));
+        bench.0.set_shares(share(0, 8, 8), BTreeMap::from([(b"t".to_vec(), share(0, 2, 2))]));
         assert_eq!(reasons(&plan_for(&mut bench, "c", ask(2, &[1, 2, 3, 4]))), []);
         assert_eq!(reasons(&plan_for(&mut bench, "c", ask(3, &[7]))), [Reason::QuotaExceeded]);
         plan_for(&mut bench, "c", StepRequest { releases: vec![2], ..StepRequest::default() });

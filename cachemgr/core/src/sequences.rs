@@ -8,6 +8,8 @@
 //! Each bound is at most the next, but for num_scheduled and num_known: a promised token may be scheduled too. The table
 //! has blocks for all of them, but perhaps for the token sampled last, which gets its slot when it is scheduled.
 
+use serde::{Deserialize, Serialize};
+
 use crate::advice::Advice;
 use crate::contents::Content;
 use crate::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
@@ -16,7 +18,7 @@ use crate::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
 pub type Row = u32;
 
 /// One stream of tokens whose KV lives in the pool; owned by one lease.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Sequence {
     pub seq_id: i32,
     /// Later sequences of the pool have larger ones.
@@ -232,7 +234,7 @@ impl Sequence {
 }
 
 /// All sequences of a pool, by row.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct SequenceTable {
     rows: Vec<Option<Sequence>>,
     free: Vec<Row>,

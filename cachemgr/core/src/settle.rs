@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::books::{Books, Counters, Geometry, Holdings};
 use crate::errors::{Failure, Refusal, Result, invalid};
 use crate::pool::BlockPool;
@@ -9,7 +11,7 @@ use crate::prefix::BlockId;
 use crate::sequences::{Row, SequenceTable};
 use crate::steps::{Run, StepInFlight};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StepOutcome {
     Computed,
     Failed,
@@ -17,7 +19,7 @@ pub enum StepOutcome {
 }
 
 /// A step as the worker reports it. Lists named alike belong together by index.
-#[derive(Debug)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StepReport {
     pub step_number: u64,
     pub outcome: StepOutcome,

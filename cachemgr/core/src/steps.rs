@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use serde::{Deserialize, Serialize};
+
 use crate::prefix::BlockId;
 use crate::sequences::{Row, Sequence};
 
 /// What a step computes of one sequence.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Run {
     pub row: Row,
     pub seq_id: i32,
@@ -20,7 +22,7 @@ pub struct Run {
 }
 
 /// Full blocks of known tokens that a step computes: later plans of the lease may share them.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Fill {
     pub row: Row,
     /// Index in the block table.
@@ -30,7 +32,7 @@ pub struct Fill {
 }
 
 /// A step that was planned and not reported.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct StepInFlight {
     pub step_number: u64,
     pub runs: Vec<Run>,

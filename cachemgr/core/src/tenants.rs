@@ -3,6 +3,8 @@
 
 use std::collections::HashMap;
 
+use serde::{Deserialize, Serialize};
+
 /// A tenant of this pool, by the order in which they came.
 pub type TenantId = u32;
 
@@ -17,7 +19,7 @@ pub struct Asker {
 }
 
 /// Names of tenants and back. None is forgotten.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Tenants {
     names: Vec<Vec<u8>>,
     ids: HashMap<Vec<u8>, TenantId>,

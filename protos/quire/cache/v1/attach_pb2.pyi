@@ -172,6 +172,8 @@ class RegisterPool(_message.Message):
     ATTACHED_TERM_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
     WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
+    OPEN_LEASES_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_REPORT_NUMBER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'."""
     epoch: _builtins.int
@@ -188,9 +190,20 @@ class RegisterPool(_message.Message):
     """Where clients reach the worker ("unix:/run/quire/worker.sock",
     "10.0.0.7:7070").
     """
+    acknowledged_report_number: _builtins.int
+    """The worker has forgotten its reports up to this one. It must not be beyond
+    the last that cachemgr has entered.
+    """
     @_builtins.property
     def geometry(self) -> Global___PoolGeometry:
         """What the pool is made of."""
+
+    @_builtins.property
+    def open_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
+        """The leases whose steps it accepts. If any of them is unknown to cachemgr's
+        books, or further than they are, the books are not those that the epoch
+        was granted from, and it can't go on.
+        """
 
     def __init__(
         self,
@@ -201,14 +214,42 @@ class RegisterPool(_message.Message):
         attached_term: _builtins.int = ...,
         geometry: Global___PoolGeometry | None = ...,
         worker_address: _builtins.str = ...,
+        open_leases: _abc.Iterable[Global___LeaseProgress] | None = ...,
+        acknowledged_report_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterPool: _TypeAlias = RegisterPool  # noqa: Y015
+
+@_typing.final
+class LeaseProgress(_message.Message):
+    """How far a lease's steps have come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_NUMBER_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease."""
+    next_step_number: _builtins.int
+    """The worker has accepted all steps before this one."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        next_step_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "next_step_number", b"next_step_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseProgress: _TypeAlias = LeaseProgress  # noqa: Y015
 
 @_typing.final
 class PoolGeometry(_message.Message):

@@ -357,8 +357,15 @@ type RegisterPool struct {
 	// Where clients reach the worker ("unix:/run/quire/worker.sock",
 	// "10.0.0.7:7070").
 	WorkerAddress string `protobuf:"bytes,6,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The leases whose steps it accepts. If any of them is unknown to cachemgr's
+	// books, or further than they are, the books are not those that the epoch
+	// was granted from, and it can't go on.
+	OpenLeases []*LeaseProgress `protobuf:"bytes,7,rep,name=open_leases,json=openLeases,proto3" json:"open_leases,omitempty"`
+	// The worker has forgotten its reports up to this one. It must not be beyond
+	// the last that cachemgr has entered.
+	AcknowledgedReportNumber int64 `protobuf:"varint,8,opt,name=acknowledged_report_number,json=acknowledgedReportNumber,proto3" json:"acknowledged_report_number,omitempty"`
+	unknownFields            protoimpl.UnknownFields
+	sizeCache                protoimpl.SizeCache
 }
 
 func (x *RegisterPool) Reset() {
@@ -433,6 +440,75 @@ func (x *RegisterPool) GetWorkerAddress() string {
 	return ""
 }
 
+func (x *RegisterPool) GetOpenLeases() []*LeaseProgress {
+	if x != nil {
+		return x.OpenLeases
+	}
+	return nil
+}
+
+func (x *RegisterPool) GetAcknowledgedReportNumber() int64 {
+	if x != nil {
+		return x.AcknowledgedReportNumber
+	}
+	return 0
+}
+
+// How far a lease's steps have come.
+type LeaseProgress struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The lease.
+	LeaseId string `protobuf:"bytes,1,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
+	// The worker has accepted all steps before this one.
+	NextStepNumber int64 `protobuf:"varint,2,opt,name=next_step_number,json=nextStepNumber,proto3" json:"next_step_number,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *LeaseProgress) Reset() {
+	*x = LeaseProgress{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeaseProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeaseProgress) ProtoMessage() {}
+
+func (x *LeaseProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeaseProgress.ProtoReflect.Descriptor instead.
+func (*LeaseProgress) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *LeaseProgress) GetLeaseId() string {
+	if x != nil {
+		return x.LeaseId
+	}
+	return ""
+}
+
+func (x *LeaseProgress) GetNextStepNumber() int64 {
+	if x != nil {
+		return x.NextStepNumber
+	}
+	return 0
+}
+
 // Sizes and identity of a pool and the model on it. Fixed for an epoch.
 type PoolGeometry struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -459,7 +535,7 @@ type PoolGeometry struct {
 
 func (x *PoolGeometry) Reset() {
 	*x = PoolGeometry{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -471,7 +547,7 @@ func (x *PoolGeometry) String() string {
 func (*PoolGeometry) ProtoMessage() {}
 
 func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -484,7 +560,7 @@ func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolGeometry.ProtoReflect.Descriptor instead.
 func (*PoolGeometry) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *PoolGeometry) GetBlockSizeTokens() int32 {
@@ -560,7 +636,7 @@ type Attached struct {
 
 func (x *Attached) Reset() {
 	*x = Attached{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -572,7 +648,7 @@ func (x *Attached) String() string {
 func (*Attached) ProtoMessage() {}
 
 func (x *Attached) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -585,7 +661,7 @@ func (x *Attached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Attached.ProtoReflect.Descriptor instead.
 func (*Attached) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Attached) GetTerm() int64 {
@@ -627,7 +703,7 @@ type NewEpochRequired struct {
 
 func (x *NewEpochRequired) Reset() {
 	*x = NewEpochRequired{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -639,7 +715,7 @@ func (x *NewEpochRequired) String() string {
 func (*NewEpochRequired) ProtoMessage() {}
 
 func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -652,7 +728,7 @@ func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NewEpochRequired.ProtoReflect.Descriptor instead.
 func (*NewEpochRequired) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *NewEpochRequired) GetTerm() int64 {
@@ -673,7 +749,7 @@ type OpenLease struct {
 
 func (x *OpenLease) Reset() {
 	*x = OpenLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +761,7 @@ func (x *OpenLease) String() string {
 func (*OpenLease) ProtoMessage() {}
 
 func (x *OpenLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +774,7 @@ func (x *OpenLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLease.ProtoReflect.Descriptor instead.
 func (*OpenLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *OpenLease) GetLeaseId() string {
@@ -719,7 +795,7 @@ type FenceLease struct {
 
 func (x *FenceLease) Reset() {
 	*x = FenceLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -731,7 +807,7 @@ func (x *FenceLease) String() string {
 func (*FenceLease) ProtoMessage() {}
 
 func (x *FenceLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -744,7 +820,7 @@ func (x *FenceLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FenceLease.ProtoReflect.Descriptor instead.
 func (*FenceLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *FenceLease) GetLeaseId() string {
@@ -765,7 +841,7 @@ type ReportsAcknowledged struct {
 
 func (x *ReportsAcknowledged) Reset() {
 	*x = ReportsAcknowledged{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -777,7 +853,7 @@ func (x *ReportsAcknowledged) String() string {
 func (*ReportsAcknowledged) ProtoMessage() {}
 
 func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -790,7 +866,7 @@ func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportsAcknowledged.ProtoReflect.Descriptor instead.
 func (*ReportsAcknowledged) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ReportsAcknowledged) GetReportNumber() int64 {
@@ -811,7 +887,7 @@ type LeaseOpened struct {
 
 func (x *LeaseOpened) Reset() {
 	*x = LeaseOpened{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -823,7 +899,7 @@ func (x *LeaseOpened) String() string {
 func (*LeaseOpened) ProtoMessage() {}
 
 func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -836,7 +912,7 @@ func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseOpened.ProtoReflect.Descriptor instead.
 func (*LeaseOpened) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *LeaseOpened) GetLeaseId() string {
@@ -857,7 +933,7 @@ type LeaseFenced struct {
 
 func (x *LeaseFenced) Reset() {
 	*x = LeaseFenced{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -869,7 +945,7 @@ func (x *LeaseFenced) String() string {
 func (*LeaseFenced) ProtoMessage() {}
 
 func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -882,7 +958,7 @@ func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseFenced.ProtoReflect.Descriptor instead.
 func (*LeaseFenced) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LeaseFenced) GetLeaseId() string {
@@ -920,7 +996,7 @@ type StepReport struct {
 
 func (x *StepReport) Reset() {
 	*x = StepReport{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -932,7 +1008,7 @@ func (x *StepReport) String() string {
 func (*StepReport) ProtoMessage() {}
 
 func (x *StepReport) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -945,7 +1021,7 @@ func (x *StepReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepReport.ProtoReflect.Descriptor instead.
 func (*StepReport) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StepReport) GetReportNumber() int64 {
@@ -1024,14 +1100,20 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vfence_lease\x18\x04 \x01(\v2\x1a.quire.cache.v1.FenceLeaseH\x00R\n" +
 	"fenceLease\x12X\n" +
 	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledgedB\t\n" +
-	"\amessage\"\xe1\x01\n" +
+	"\amessage\"\xdf\x02\n" +
 	"\fRegisterPool\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12!\n" +
 	"\fhighest_term\x18\x03 \x01(\x03R\vhighestTerm\x12#\n" +
 	"\rattached_term\x18\x04 \x01(\x03R\fattachedTerm\x128\n" +
 	"\bgeometry\x18\x05 \x01(\v2\x1c.quire.cache.v1.PoolGeometryR\bgeometry\x12%\n" +
-	"\x0eworker_address\x18\x06 \x01(\tR\rworkerAddress\"\xc6\x02\n" +
+	"\x0eworker_address\x18\x06 \x01(\tR\rworkerAddress\x12>\n" +
+	"\vopen_leases\x18\a \x03(\v2\x1d.quire.cache.v1.LeaseProgressR\n" +
+	"openLeases\x12<\n" +
+	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\"T\n" +
+	"\rLeaseProgress\x12\x19\n" +
+	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
+	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xc6\x02\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1092,39 +1174,41 @@ func file_quire_cache_v1_attach_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(StepOutcome)(0),            // 0: quire.cache.v1.StepOutcome
 	(*AttachPoolRequest)(nil),   // 1: quire.cache.v1.AttachPoolRequest
 	(*AttachPoolResponse)(nil),  // 2: quire.cache.v1.AttachPoolResponse
 	(*RegisterPool)(nil),        // 3: quire.cache.v1.RegisterPool
-	(*PoolGeometry)(nil),        // 4: quire.cache.v1.PoolGeometry
-	(*Attached)(nil),            // 5: quire.cache.v1.Attached
-	(*NewEpochRequired)(nil),    // 6: quire.cache.v1.NewEpochRequired
-	(*OpenLease)(nil),           // 7: quire.cache.v1.OpenLease
-	(*FenceLease)(nil),          // 8: quire.cache.v1.FenceLease
-	(*ReportsAcknowledged)(nil), // 9: quire.cache.v1.ReportsAcknowledged
-	(*LeaseOpened)(nil),         // 10: quire.cache.v1.LeaseOpened
-	(*LeaseFenced)(nil),         // 11: quire.cache.v1.LeaseFenced
-	(*StepReport)(nil),          // 12: quire.cache.v1.StepReport
+	(*LeaseProgress)(nil),       // 4: quire.cache.v1.LeaseProgress
+	(*PoolGeometry)(nil),        // 5: quire.cache.v1.PoolGeometry
+	(*Attached)(nil),            // 6: quire.cache.v1.Attached
+	(*NewEpochRequired)(nil),    // 7: quire.cache.v1.NewEpochRequired
+	(*OpenLease)(nil),           // 8: quire.cache.v1.OpenLease
+	(*FenceLease)(nil),          // 9: quire.cache.v1.FenceLease
+	(*ReportsAcknowledged)(nil), // 10: quire.cache.v1.ReportsAcknowledged
+	(*LeaseOpened)(nil),         // 11: quire.cache.v1.LeaseOpened
+	(*LeaseFenced)(nil),         // 12: quire.cache.v1.LeaseFenced
+	(*StepReport)(nil),          // 13: quire.cache.v1.StepReport
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	3,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
-	12, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
-	10, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
-	11, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
-	5,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
-	6,  // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
-	7,  // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
-	8,  // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
-	9,  // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
-	4,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	0,  // 10: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	13, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
+	11, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
+	12, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
+	6,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
+	7,  // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
+	8,  // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
+	9,  // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
+	10, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
+	5,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	4,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
+	0,  // 11: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }
@@ -1151,7 +1235,7 @@ func file_quire_cache_v1_attach_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_attach_proto_rawDesc), len(file_quire_cache_v1_attach_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
