@@ -31,7 +31,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -600,14 +600,14 @@ class Child:
 class Services:
     """One restart: cachemgr, the worker, the measuring client, and load processes as they are needed."""
 
-    def __init__(self, folder: Path, stack: ExitStack, *, pinned: bool) -> None:
-        """pinned: cachemgr gets a core of its own, everything else the others."""
+    def __init__(self, folder: Path, stack: ExitStack, *, pinned: bool, flags: Sequence[str] = ()) -> None:
+        """pinned: cachemgr gets a core of its own, everything else the others. `flags` are further ones of it."""
         self._stack = stack
         self._where = Where(f"unix:{folder}/cachemgr.sock", f"{folder}/relay.sock")
         self._cachemgr = ServiceProcess(
             "cachemgr",
             target="quire.cachemgr",
-            arguments=("--listen", self._where.address, "--log-level", "warning"),
+            arguments=("--listen", self._where.address, "--log-level", "warning", *flags),
             address=self._where.address,
             log_path=folder / "cachemgr.log",
         )

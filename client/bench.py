@@ -10,7 +10,18 @@ from typing import NoReturn
 
 import click
 
-NAMES = ("utilization", "sharing", "serving", "prefix", "kernel", "allocator", "control-plane", "pressure", "peers")
+NAMES = (
+    "utilization",
+    "sharing",
+    "serving",
+    "prefix",
+    "kernel",
+    "allocator",
+    "control-plane",
+    "restart",
+    "pressure",
+    "peers",
+)
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _RESULTS = Path("build", "bench")
 # What they need beside the services themselves.

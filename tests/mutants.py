@@ -223,14 +223,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a lease's blocks come back when it ends",
         "ledger.py",
-        "        self._leases[lease_id].state = LeaseState.FENCING\n        return True",
-        "        self.lease_fenced(lease_id)\n        return True",
-    ),
-    Mutant(
-        "a lease's blocks come back when it expires",
-        "ledger.py",
-        "        for lease in expired:\n            lease.state = LeaseState.FENCING",
-        "        for lease in expired:\n            self.lease_fenced(lease.lease_id)",
+        "        lease.state = LeaseState.FENCING\n        self._books.end_lease(lease.lease_id)\n",
+        "        self.lease_fenced(lease.lease_id)\n",
     ),
     Mutant(
         "a fenced lease's blocks do not come back", "ledger.py", "            self._books.close_lease(lease_id)\n", ""
@@ -1679,21 +1673,120 @@ MUTANTS: list[Mutant] = [
         '("num_evicted", pool.num_allocated)',
     ),
     # calls
-    Mutant("request_id ignored", "leases.py", "if not request_id or request_id not in self.answers:", "if True:"),
     Mutant(
-        "a reused request_id gets the old answer",
-        "leases.py",
-        "        if known_digest != digest:\n",
-        "        if False:\n",
+        "request_id ignored",
+        "books.rs",
+        "known.iter().find(|answer| answer.request_id == request_id)",
+        "known.iter().find(|answer| answer.request_id == request_id && false)",
+    ),
+    Mutant("a reused request_id gets the old answer", "books.rs", "if answer.digest != digest {", "if false {"),
+    Mutant("answers are remembered for ever", "books.rs", "                holdings.answers.pop_front();\n", ""),
+    Mutant(
+        "the last answer is forgotten first", "books.rs", "holdings.answers.pop_front()", "holdings.answers.pop_back()"
+    ),
+    Mutant("an empty request_id is remembered", "record.rs", "if !request_id.is_empty() {", "if true {"),
+    # what is written down
+    Mutant("a plan is not written down", "record.rs", "        if self.is_stored() {\n", "        if false {\n"),
+    Mutant(
+        "a report is written down without its number",
+        "record.rs",
+        "report: Cow::Borrowed(report), report_number })\n",
+        "report: Cow::Borrowed(report), report_number: 0 })\n",
+    ),
+    Mutant("a report's number is lost", "record.rs", "self.last_report = self.last_report.max(report_number);", ""),
+    Mutant(
+        "what a refused plan has done is not written down",
+        "record.rs",
+        "                self.write(&Record::Advance { now })?; // that much was done\n",
+        "",
     ),
     Mutant(
-        "answers are remembered for ever",
-        "leases.py",
-        "                self.answers.popitem(last=False)\n",
-        "                pass\n",
+        "a pin is not written down",
+        "record.rs",
+        "        if pin.is_ok() {\n            self.write(",
+        "        if false {\n            self.write(",
     ),
-    Mutant("the last answer is forgotten first", "leases.py", "popitem(last=False)", "popitem(last=True)"),
-    Mutant("an empty request_id is remembered", "leases.py", "        if request_id:\n", "        if True:\n"),
+    Mutant(
+        "a pin taken back is not written down",
+        "record.rs",
+        "        if is_gone {\n            self.write(",
+        "        if false {\n            self.write(",
+    ),
+    Mutant(
+        "a reset is not written down",
+        "record.rs",
+        "        self.write(&Record::Reset { first, end, now })?;\n",
+        "",
+    ),
+    Mutant(
+        "who only asks is not written down",
+        "record.rs",
+        "        self.make(&Record::EnterTenant { name: name.into() })\n",
+        "        self.reported.apply(&Record::EnterTenant { name: name.into() })\n",
+    ),
+    Mutant("a change is made and not written down", "record.rs", "        self.write(record)\n", "        Ok(())\n"),
+    Mutant(
+        "a plan that comes out otherwise is taken",
+        "record.rs",
+        "if plan.as_ref().map(|plan| plan.checksum()) != Some(*checksum) {",
+        "if plan.is_none() && *checksum == 7 {",
+    ),
+    Mutant(
+        "a store that failed is left there",
+        "record.rs",
+        "if let Err(worse) = store.discard() {",
+        "if let Err(worse) = Ok::<(), String>(drop(store)) {",
+    ),
+    Mutant("a failed store is not told", "record.rs", "        self.loss = Some(error);\n", ""),
+    Mutant(
+        "an ended lease is open again",
+        "books.rs",
+        "            holdings.is_ending = true;\n",
+        "            holdings.is_ending = false;\n",
+    ),
+    Mutant(
+        "a damaged record is taken",
+        "store.rs",
+        "    if crc32fast::hash(content).to_le_bytes() != *crc {\n        return None;\n    }\n",
+        "",
+    ),
+    Mutant(
+        "a torn end is left out",
+        "store.rs",
+        'next_record(rest).ok_or("it is torn or damaged")?',
+        "match next_record(rest) {\n            Some(found) => found,\n            None => break,\n        }",
+    ),
+    Mutant(
+        "a damaged snapshot is taken",
+        "store.rs",
+        ".filter(|(books, crc)| crc32fast::hash(books).to_le_bytes() == **crc)",
+        ".filter(|(books, _)| !books.is_empty())",
+    ),
+    Mutant(
+        "a hole between logs is passed over",
+        "store.rs",
+        'Some((_, missing)) => Err(format!("log {missing} is missing")),',
+        "Some((_, missing)) if missing == u64::MAX => Err(String::new()),\n        Some(_) => Ok(logs),",
+    ),
+    Mutant("what a snapshot replaces stays", "store.rs", "    remove_before(directory, last + 1)\n", "    Ok(())\n"),
+    Mutant(
+        "a snapshot leaves out the last log",
+        "store.rs",
+        "let (books, _) = read_books(directory, first, last)?;",
+        "let (books, _) = read_books(directory, first, last.saturating_sub(1).max(first))?;",
+    ),
+    Mutant(
+        "no snapshot is ever made",
+        "store.rs",
+        "if is_long { self.begin_next() } else { Ok(()) }",
+        "if is_long { Ok(()) } else { Ok(()) }",
+    ),
+    Mutant(
+        "an index is read without its entries",
+        "prefix.rs",
+        "            if index.is_findable(block) {\n                index.enter(",
+        "            if index.is_findable(block) && block == 0 {\n                index.enter(",
+    ),
     Mutant(
         "epoch not checked",
         "ledger.py",
@@ -1737,9 +1830,6 @@ MUTANTS: list[Mutant] = [
         "leases.py",
         "if lease is None or lease.state is not LeaseState.OPEN:",
         "if lease is None:",
-    ),
-    Mutant(
-        "a lease that starts anew gives old answers", "leases.py", "        self.answers.clear()\n", "        pass\n"
     ),
     # what is bounded, and by how much
     Mutant(
@@ -1878,8 +1968,56 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "any worker that is back has its epoch's books",
         "catalog.py",
-        "if known is not None and known.ledger.epoch == registration.epoch and is_ours:",
-        "if known is not None and is_ours:",
+        "if known is not None and known.ledger.epoch == registration.epoch:",
+        "if known is not None:",
+    ),
+    Mutant(
+        "an epoch that another cachemgr has ruled is taken for one's own",
+        "catalog.py",
+        "registration.attached_term in (0, *known.terms)",
+        "registration.attached_term is not None",
+    ),
+    Mutant(
+        "who goes on with an epoch has ruled it alone",
+        "catalog.py",
+        "registration.attached_term in (0, *known.terms)",
+        "registration.attached_term in (0, self.term)",
+    ),
+    Mutant(
+        "books that are behind the worker are taken",
+        "catalog.py",
+        "            if is_ours and not known.lacks(registration):\n",
+        "            if is_ours:\n",
+    ),
+    Mutant(
+        "a report that the books lack is passed over",
+        "catalog.py",
+        "if registration.acknowledged_report > self.acknowledged_report:",
+        "if registration.acknowledged_report < 0:",
+    ),
+    Mutant(
+        "a lease that the books lack is passed over",
+        "catalog.py",
+        "if self.ledger.tenant_of(lease_id) is None or self.ledger.holdings(lease_id).next_step < next_step:",
+        "if self.ledger.tenant_of(lease_id) is not None and self.ledger.holdings(lease_id).next_step < next_step:",
+    ),
+    Mutant(
+        "a step that the books lack is passed over",
+        "catalog.py",
+        "self.ledger.holdings(lease_id).next_step < next_step",
+        "next_step < 1",
+    ),
+    Mutant(
+        "recovered reports are entered again",
+        "catalog.py",
+        "        pool.acknowledged_report = ledger.last_report\n",
+        "",
+    ),
+    Mutant(
+        "a recovered lease that has ended is open",
+        "ledger.py",
+        "if is_ending else LeaseState.OPEN",
+        "if not lease_id else LeaseState.OPEN",
     ),
     Mutant(
         "a stranger's history is ignored",
@@ -2272,12 +2410,6 @@ MUTANTS: list[Mutant] = [
         "self.is_kept_on(*block) && self.pool.level(*block) > 0",
     ),
     Mutant("who came back counts as new", "books.rs", "= if is_resumed {", "= if is_resumed && num_tokens == 0 {"),
-    Mutant(
-        "an epoch that another cachemgr has ruled is taken for one's own",
-        "catalog.py",
-        "registration.attached_term in (0, self.term)",
-        "registration.attached_term is not None",
-    ),
 ]
 
 

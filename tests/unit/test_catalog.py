@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from quire.cachemgr.catalog import AttachedPool, Catalog, Registration
+from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import LeaseState
+from quire.cachemgr.ledger import StepOutcome
 from quire.cachemgr.plans import Admission, StepRequest
 
 GEOMETRY = Geometry(
@@ -23,8 +27,10 @@ GEOMETRY = Geometry(
 TERM = 5
 
 
-def registration(pool: str = "a", epoch: int = 1, *, highest_term: int = 0, attached_term: int = 0) -> Registration:
-    return Registration(pool, epoch, highest_term, attached_term, GEOMETRY, f"unix:/{pool}")
+def registration(
+    pool: str = "a", epoch: int = 1, *, highest_term: int = 0, attached_term: int = 0, **told: Any
+) -> Registration:
+    return Registration(pool, epoch, highest_term, attached_term, GEOMETRY, f"unix:/{pool}", **told)
 
 
 def attach(catalog: Catalog, key: bytes = b"key", **fields) -> AttachedPool:
@@ -152,4 +158,82 @@ def test_a_fenced_lease_is_gone(catalog: Catalog) -> None:
     assert catalog.pool_of("lease") is pool
     catalog.lease_fenced(pool, "lease")
     catalog.lease_fenced(pool, "lease")
+    assert refusal_of(lambda: catalog.pool_of("lease")) is Reason.LEASE_NOT_FOUND
+
+
+# -- what a cachemgr before has kept ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> SavedPool:
+    """A pool with three leases, one of which has ended; step 1 of the first is reported, step 2 is in flight."""
+    before = Catalog(TERM, verify=True, begin_state=lambda pool: tmp_path)
+    pool = attach(before, key=b"kept")
+    for lease_id in ("lease", "other", "ended"):
+        before.open_lease(pool, lease_id, ttl_s=10.0, now=0.0, tenant="t")
+    pool.ledger.end_lease("ended")
+    plan = pool.ledger.plan("lease", 1, StepRequest(admissions=[Admission(1, bytes(12))]), now=1.0, request_id="r")
+    pool.ledger.settle(
+        *("lease", 1, StepOutcome.COMPUTED),
+        seq_ids=plan.run_seq_ids,
+        token_counts=[3],
+        sampled_ids=[1],
+        sampled_tokens=[5],
+        report_number=1,
+    )
+    pool.ledger.plan("lease", 1, StepRequest(extend_ids=[1], extend_token_counts=[1]), now=2.0)
+    return SavedPool("a", 1, GEOMETRY, "unix:/a", b"kept", (TERM, TERM + 1))
+
+
+@pytest.fixture
+def recovered(saved: SavedPool, tmp_path: Path) -> Catalog:
+    catalog = Catalog(TERM + 1, verify=True)
+    catalog.recover(saved, tmp_path, now=100.0)
+    return catalog
+
+
+def test_what_was_kept_goes_on(recovered: Catalog) -> None:
+    pool = recovered.pool("a")
+    assert (pool.is_attached, pool.acknowledged_report, pool.signing_key) == (False, 1, b"kept")
+    assert recovered.pool_of("other") is pool
+    leases = {lease.lease_id: (lease.state, lease.tenant, lease.expires_at) for lease in pool.ledger.leases()}
+    assert leases == {
+        "ended": (LeaseState.FENCING, "t", 110.0),
+        "lease": (LeaseState.OPEN, "t", 110.0),
+        "other": (LeaseState.OPEN, "t", 110.0),
+    }
+    assert pool.ledger.holdings("lease")[:3] == (3, 1, 1)
+    again = pool.ledger.plan("lease", 1, StepRequest(admissions=[Admission(1, bytes(12))]), now=101.0, request_id="r")
+    assert again.step_number == 1
+    assert pool.ledger.expire_leases(112.0) == [pool.ledger._leases["other"]]
+
+
+@pytest.mark.parametrize("attached_term", [0, TERM, TERM + 1])
+def test_a_worker_that_those_have_ruled_who_wrote_it_is_back(recovered: Catalog, attached_term: int) -> None:
+    pool = attach(recovered, attached_term=attached_term, next_steps={"lease": 3, "other": 1}, acknowledged_report=1)
+    assert pool is recovered.pool("a")
+    assert pool.is_attached
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"attached_term": TERM - 1},
+        {"attached_term": TERM, "next_steps": {"lease": 4}},
+        {"attached_term": TERM, "next_steps": {"unknown": 1}},
+        {"attached_term": TERM, "acknowledged_report": 2},
+    ],
+)
+def test_a_worker_that_has_done_more_than_was_kept_begins_a_new_epoch(recovered: Catalog, told: dict[str, Any]) -> None:
+    assert recovered.register(registration(**told), signing_key=b"k") is None
+    assert not recovered.pool("a").is_attached
+
+
+def test_what_is_not_whole_is_not_recovered(saved: SavedPool, tmp_path: Path) -> None:
+    log = tmp_path / "log-0"
+    log.write_bytes(log.read_bytes()[:-1])
+    catalog = Catalog(TERM + 1)
+    with pytest.raises(OSError, match="torn or damaged"):
+        catalog.recover(saved, tmp_path, now=0.0)
+    assert catalog.pools() == []
     assert refusal_of(lambda: catalog.pool_of("lease")) is Reason.LEASE_NOT_FOUND

@@ -28,6 +28,7 @@ const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
 const HEADER_BYTES: usize = 16;
 const FRAME_BYTES: usize = 8;
+const FIRST_BUFFER_BYTES: usize = 4096;
 
 /// How long logs are, or may be: bounds what has to be applied after a restart.
 #[derive(Debug, Clone, Copy)]
@@ -79,7 +80,7 @@ impl Store {
             first_log,
             snapshot: None,
             is_discarded: Arc::default(),
-            buffer: Vec::new(),
+            buffer: vec![0; FIRST_BUFFER_BYTES],
         })
     }
 
@@ -101,17 +102,28 @@ impl Store {
 
     /// Writes a change down.
     pub fn append(&mut self, record: &Record) -> Outcome<()> {
-        self.buffer.clear();
-        self.buffer.extend_from_slice(&[0; FRAME_BYTES]);
-        self.buffer = postcard::to_extend(record, std::mem::take(&mut self.buffer)).map_err(told)?;
-        let (frame, content) = self.buffer.split_at_mut(FRAME_BYTES);
-        frame[..4].copy_from_slice(&(content.len() as u32).to_le_bytes());
-        frame[4..].copy_from_slice(&crc32fast::hash(content).to_le_bytes());
-        self.log.write_all(&self.buffer).map_err(told)?;
-        self.num_bytes += self.buffer.len();
+        let num_bytes = self.frame(record)?;
+        self.log.write_all(&self.buffer[..num_bytes]).map_err(told)?;
+        self.num_bytes += num_bytes;
         self.num_records += 1;
         let is_long = self.num_bytes >= self.limits.num_bytes || self.num_records >= self.limits.num_records;
         if is_long { self.begin_next() } else { Ok(()) }
+    }
+
+    /// Puts a record into the buffer; returns its length.
+    fn frame(&mut self, record: &Record) -> Outcome<usize> {
+        loop {
+            let (frame, content) = self.buffer.split_at_mut(FRAME_BYTES);
+            match postcard::to_slice(record, content) {
+                Ok(content) => {
+                    frame[..4].copy_from_slice(&(content.len() as u32).to_le_bytes());
+                    frame[4..].copy_from_slice(&crc32fast::hash(content).to_le_bytes());
+                    return Ok(FRAME_BYTES + content.len());
+                }
+                Err(postcard::Error::SerializeBufferFull) => self.buffer.resize(2 * self.buffer.len(), 0),
+                Err(error) => return Err(told(error)),
+            }
+        }
     }
 
     /// Closes the log and has a snapshot made of it, unless one is being made.
@@ -464,6 +476,7 @@ mod tests {
         open_leases(recorder);
         let mut answers = Vec::new();
         for (number, request_id) in ["one", "two"].into_iter().enumerate() {
+            recorder.plan("a", &StepRequest::default(), 1.0, "", b"d").unwrap();
             let admissions = vec![admission(number as i64, &[1, 2, 3, 4, number as i32])];
             let request = StepRequest { admissions, ..StepRequest::default() };
             answers.push(format!("{:?}", recorder.plan("a", &request, 1.0, request_id, b"d").unwrap().unwrap()));
@@ -486,6 +499,7 @@ mod tests {
                 assert_eq!(&format!("{:?}", recall(request_id, b"d").unwrap().unwrap()), answer);
             }
             assert!(recall("three", b"d").unwrap().is_none());
+            assert!(recall("", b"d").unwrap().is_none());
             assert!(format!("{:?}", recall("one", b"e")).contains("RequestIdReused"));
             assert_eq!(recorder.last_report(), 7);
         }
@@ -502,7 +516,7 @@ mod tests {
             fs::write(&path, &whole[..length]).unwrap();
             num_read += usize::from(read_books(&folder.0, 0, 0).is_ok());
         }
-        assert_eq!(num_read, 6, "between two records only: the books' beginning, three leases, two plans");
+        assert_eq!(num_read, 8, "between two records only: the books' beginning, three leases, four plans");
         for place in 0..whole.len() {
             let mut damaged = whole.clone();
             damaged[place] ^= 1 << (place % 8);
