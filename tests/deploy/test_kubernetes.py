@@ -215,6 +215,7 @@ class Cluster:
     def _here(self, flag: str, secret: str) -> str:
         flag = flag.replace("/etc/quire/tls/", f"{self._folder}/{secret}/")
         flag = flag.replace("/etc/quire/callers/", f"{self._folder}/")
+        flag = flag.replace("/run/quire-cachemgr", f"{self._folder}/state")
         flag = flag.replace("--model=some/model", f"--model={DEMO_MODEL}").replace("=cuda", "=cpu")
         flag = re.sub(r"=(0\.0\.0\.0|quire-cachemgr\.quire\.svc):", "=localhost:", flag)
         return re.sub(r":(\d+)$", lambda match: f":{self._port(match[1])}", flag)

@@ -99,6 +99,7 @@ def test_a_worker_is_confined_like_cachemgr_but_for_what_is_said() -> None:
     cachemgr, worker = read_unit(CACHEMGR), read_unit(WORKER)
     own = {"ExecStart", "Environment", "EnvironmentFile", "Description", "User", "Group", "ReadWritePaths"}
     own |= {"StartLimitIntervalSec", "StartLimitBurst", "WatchdogSec", "TimeoutStartSec", "RestartSec", "After"}
+    own |= {"RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve"}
     differing = {name for name in cachemgr if worker.get(name) != cachemgr[name]} - own
     assert differing == {"MemoryDenyWriteExecute", "PrivateDevices", "SystemCallFilter"}
     assert cachemgr["SystemCallFilter"] == ["@system-service", "~@privileged @resources"]
