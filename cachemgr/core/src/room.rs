@@ -110,7 +110,7 @@ impl Room<'_> {
         own.filter(|(own, _)| !self.is_at_risk(**own)).count()
     }
 
-    /// Of these, from an index on: those that a step in flight is still to fill.
+    /// Of these, those that a step in flight is still to fill.
     pub fn num_unpublished(&self, found: &[BlockId]) -> usize {
         found.iter().filter(|block| self.pool.index().past(**block) == Past::None).count()
     }
