@@ -28,7 +28,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model check-packages check-systemd gpu-test gpu-bench-kernels bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test model fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,9 @@ test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
 
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/model/check.py $(ARGS)
+
+fuzz: venv typecheck-links  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
+	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python tests/fuzz/run.py $(ARGS)
 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)

@@ -12,7 +12,6 @@ from quire.cachemgr import messages
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.leases import LeaseState
-from quire.serving.runtime import freeze_what_lives
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ class Attachments:
             if pool is None:
                 return
             self._streams[pool.ledger.pool] = orders
-            freeze_what_lives()  # the books of a new epoch
             self._attached(pool, orders)
             async for request in requests:
                 self._hear(pool, request)

@@ -35,6 +35,8 @@ MAX_REQUEST_ID_BYTES = 64
 MAX_SALT_BYTES = 64
 MAX_PLAN_ITEMS = 65_536
 """Of each kind in one plan."""
+MAX_BLOCKS = 2**24
+"""Of a pool. Its books take some 100 bytes a block, all of them at once when it is attached."""
 MAX_POOL_NAME_LENGTH = 128
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
@@ -244,7 +246,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
     """Raises CallRefused (INVALID_ARGUMENT)."""
     limits = {
         "block_size_tokens": (message.block_size_tokens, 1, 1024),
-        "block_count": (message.block_count, 2, 2**31 - 1),
+        "block_count": (message.block_count, 2, MAX_BLOCKS),
         "block_bytes": (message.block_bytes, 1, 2**63 - 1),
         "max_sequence_count": (message.max_sequence_count, 1, 2**31 - 1),
         "max_sequence_tokens": (message.max_sequence_tokens, 1, 2**31 - 1),

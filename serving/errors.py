@@ -23,6 +23,9 @@ Response = TypeVar("Response")
 Refused = TypeVar("Refused", bound=Exception)
 Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
 
+MAX_TEXT = 256
+"""Characters of a message, and of a value of its metadata, that are sent. They may quote the caller; and a status whose
+trailers are longer than 8 KiB does not arrive: each character may take 12 bytes in the message and 6 in the details."""
 OVERLOADED_RETRY_DELAY_S = 0.1
 """How long who is told that a server has too much to do should wait."""
 AWAY_RETRY_DELAY_S = 1.0
@@ -55,11 +58,12 @@ class ErrorStatus:
 
 def to_grpc_status(error: ErrorStatus) -> grpc.Status:
     """For `context.abort_with_status`."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=error.domain, metadata=error.metadata)
+    message = _shortened(error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=error.domain, metadata=_shown(error.metadata))
     details = [_packed(info)]
     if error.retry_delay_s is not None:
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_delay_s))))
-    status = status_pb2.Status(code=_number(error.code), message=error.message, details=details)
+    status = status_pb2.Status(code=_number(error.code), message=message, details=details)
     return rpc_status.to_status(status)
 
 
@@ -68,8 +72,8 @@ def to_message(error: ErrorStatus) -> error_pb2.Error:
     return error_pb2.Error(
         code=_number(error.code),
         reason=error.reason,
-        message=error.message,
-        metadata=dict(error.metadata),
+        message=_shortened(error.message),
+        metadata=_shown(error.metadata),
         retry_delay=None if error.retry_delay_s is None else _duration(error.retry_delay_s),
     )
 
@@ -100,6 +104,14 @@ def answering(
         return handle
 
     return decorate
+
+
+def _shown(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {name: _shortened(value) for name, value in metadata.items()}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
 def _packed(detail: Message) -> any_pb2.Any:

@@ -324,6 +324,9 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             raise error
         if isinstance(error, (MalformedRequestError, DecodeError)):
             await abort(context, malformed_request(self._domain))
+        if isinstance(error, grpc.aio.InternalError):
+            log.debug("caller gone while it was being answered method=%s", method)
+            raise asyncio.CancelledError from error
         log.error("handler failed method=%s error=%s", method, describe_exception(error))
         if isinstance(error, self._fatal):
             self._on_fatal(error)

@@ -1,10 +1,11 @@
 """What a serving process asks of the interpreter: that its garbage collector does not hold up calls.
 
 Objects without cycles are freed at once, with or without a collector; it only looks for cycles, and the time for a look
-grows with what it walks through. So what lasts is taken out of its sight, and it looks seldom.
+grows with what it walks through. So what lasts is taken out of its sight at the start, and it looks seldom.
 
-Measured on a server with a pool of a million blocks: a first full collection takes 40 ms, one after it was frozen
-and 1,000 sequences of 4,096 tokens were admitted 9 ms, a young one less than 0.1 ms.
+Later nothing is frozen: calls that are open hold cycles that end with them, and would stay for good. Nor is there a
+need to: a pool's books are in the core, where the collector does not look. Of one with a million blocks and 1,000
+sequences of 4,096 tokens it sees 23 objects.
 """
 
 import gc
@@ -19,13 +20,3 @@ def tune_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-
-
-def freeze_what_lives() -> None:
-    """Takes everything that lives now out of the collector's sight, without collecting. Cost: O(1).
-
-    For when something big and lasting was made while calls are answered, such as the books of a pool newly attached.
-    Frozen objects are freed as ever when nothing refers to them; only a cycle among them stays for good, so what is
-    frozen and dropped later must have none.
-    """
-    gc.freeze()

@@ -26,7 +26,7 @@ from integration.protocol_client import (
     draw_tokens,
 )
 
-from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 
 CreateLease = Callable[..., LeaseHolder]
@@ -386,6 +386,28 @@ def test_a_call_that_is_wrong_changes_nothing(
         ask(getattr(pair.cache, method), request)
     wrong.check(caught.value)
     assert caught.value.domain == "cache.quire.dev"
+
+
+@pytest.mark.parametrize("block_count", [2**24 + 1, MOST])
+def test_a_pool_whose_books_would_not_fit_into_memory_is_refused(
+    block_count: int, attach: Callable[[], StandInWorker]
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        attach().register("vast", block_count=block_count)
+    assert (caught.value.code, caught.value.reason) == (INVALID, "INVALID_ARGUMENT")
+    assert caught.value.metadata["field"] == "geometry.block_count"
+
+
+@pytest.mark.parametrize("char", ["x", "\0", "ä", "\U0001f9ca"])
+def test_a_refusal_that_quotes_what_is_long_still_arrives(char: str, pair: Pair) -> None:
+    """A status longer than HTTP/2's limit for headers would come without its reason, and as another code."""
+    with pytest.raises(RefusedError) as caught:
+        ask(pair.cache.GetPool, cache_service_pb2.GetPoolRequest(pool=char * 70_000))
+    Wrong({}, "POOL_NOT_FOUND", NOT_FOUND).check(caught.value)
+    grant = grant_pb2.StepGrant(pool=char * 70_000, epoch=1).SerializeToString()
+    with pytest.raises(RefusedError) as caught:
+        ask(pair.worker.RunStep, worker_service_pb2.RunStepRequest(grant={"grant": grant}))
+    Wrong({}, "EPOCH_CHANGED", grpc.StatusCode.ABORTED).check(caught.value)
 
 
 # -- the worker ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from quire.serving.interceptor import HandlerGuard
+from quire.serving.errors import abort
+from quire.serving.interceptor import HandlerGuard, overloaded
 
 SERVICE = "quire.test.Held"
 MAX_CALLS = 2
@@ -32,6 +33,16 @@ class Held:
         await self.released.wait()
         return request
 
+    async def refuse_late(self, request: StringValue, context: Any) -> StringValue:
+        """Refuses a caller that is gone, if it goes before it is refused."""
+        self.arrived.release()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.released.set()
+            await abort(context, overloaded("test.quire.dev", 1))
+        return request
+
     async def hold_stream(self, request: StringValue, context: Any) -> AsyncIterator[StringValue]:
         yield await self.hold(request, context)
 
@@ -44,6 +55,7 @@ def with_server(tmp_path: Path, body: Callable[[grpc.aio.Channel, HandlerGuard, 
         coding = {"request_deserializer": StringValue.FromString, "response_serializer": StringValue.SerializeToString}
         methods = {
             "Unary": grpc.unary_unary_rpc_method_handler(held.hold, **coding),
+            "Late": grpc.unary_unary_rpc_method_handler(held.refuse_late, **coding),
             "Stream": grpc.unary_stream_rpc_method_handler(held.hold_stream, **coding),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -62,7 +74,7 @@ def with_server(tmp_path: Path, body: Callable[[grpc.aio.Channel, HandlerGuard, 
 async def call(channel: grpc.aio.Channel, method: str) -> list[str]:
     """What is answered."""
     coding = (StringValue.SerializeToString, StringValue.FromString)
-    if method == "Unary":
+    if method != "Stream":
         return [(await channel.unary_unary(f"/{SERVICE}/{method}", *coding)(StringValue(value="a"))).value]
     return [
         answer.value async for answer in channel.unary_stream(f"/{SERVICE}/{method}", *coding)(StringValue(value="a"))
@@ -106,3 +118,16 @@ def test_a_call_that_its_client_gives_up_is_not_open_any_more(tmp_path: Path) ->
         assert guard.statistics().refused == {}
 
     with_server(tmp_path, body)
+
+
+def test_a_caller_that_has_gone_is_no_failure_of_the_handler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(channel: grpc.aio.Channel, guard: HandlerGuard, held: Held) -> None:
+        calling = asyncio.ensure_future(call(channel, "Late"))
+        await held.arrived.acquire()
+        await channel.close()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        await held.released.wait()
+
+    with_server(tmp_path, body)
+    assert not [record.message for record in caplog.records if record.levelname == "ERROR"]

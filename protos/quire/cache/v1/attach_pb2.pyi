@@ -268,7 +268,7 @@ class PoolGeometry(_message.Message):
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
-    """Blocks, the null block 0 included: 2 to 2^31 - 1."""
+    """Blocks, the null block 0 included: 2 to 2^24."""
     block_bytes: _builtins.int
     """Bytes of KV in one block, all layers together."""
     max_sequence_count: _builtins.int

@@ -514,7 +514,7 @@ type PoolGeometry struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Tokens per block, 1 to 1024.
 	BlockSizeTokens int32 `protobuf:"varint,1,opt,name=block_size_tokens,json=blockSizeTokens,proto3" json:"block_size_tokens,omitempty"`
-	// Blocks, the null block 0 included: 2 to 2^31 - 1.
+	// Blocks, the null block 0 included: 2 to 2^24.
 	BlockCount int32 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// Bytes of KV in one block, all layers together.
 	BlockBytes int64 `protobuf:"varint,3,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
