@@ -14,13 +14,14 @@ GPU_PYTHON ?= $(BIN)/python
 REQUIRE_BUF ?= 0
 # Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
 REQUIRE_FOREIGN ?= 0
-# Set to 1 to make a missing systemd, kustomize or Prometheus an error instead of a skip.
+# Set to 1 to make a missing systemd, kustomize, Prometheus or OpenTelemetry an error instead of a skip.
 REQUIRE_DEPLOY ?= 0
 
 # Two processes with OpenMP threads that spin while they wait take each other's cores.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 \
   QUIRE_REQUIRE_FOREIGN=$(REQUIRE_FOREIGN) QUIRE_REQUIRE_SYSTEMD=$(REQUIRE_DEPLOY) \
-  QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY)
+  QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY) \
+  QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
 
 # The folder of the generators of Go code, nothing without Go; and the release that sorts last (v0.9 before v0.10).
 GO_PLUGINS = $(if $(shell command -v go 2>/dev/null),$(CURDIR)/$(GO_TOOLS))
@@ -28,7 +29,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test model fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +55,9 @@ check-packages: venv  ## build the sdist and the wheel, install each extra in an
 
 check-systemd: venv  ## start both units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)
+
+bench: venv  ## a benchmark: ARGS="utilization --quick"; without ARGS their list
+	@$(BIN)/quire bench $(ARGS)
 
 bench-allocator: venv  ## cachemgr's core against other engines' block managers, which it installs in .venv-peers
 	$(BIN)/python benchmarks/allocator --peers $(ARGS)

@@ -131,11 +131,11 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetSequence(  # noqa: N802
         self, request: cache_service_pb2.GetSequenceRequest, context: Context
     ) -> cache_service_pb2.GetSequenceResponse:
-        ledger = self._visible_pool(request.lease_id).ledger
-        sequence = ledger.sequence(request.lease_id, request.sequence_id)
+        lease_id = self._lease_id_of(request.lease_id)
+        sequence = self._visible_pool(lease_id).ledger.sequence(lease_id, request.sequence_id)
         if sequence is None:
             raise CallRefused(sequence_not_found(request.sequence_id))
-        encoded = messages.encode_sequence(sequence, request.lease_id, with_blocks=True)
+        encoded = messages.encode_sequence(sequence, lease_id, with_blocks=True)
         return cache_service_pb2.GetSequenceResponse(sequence=encoded)
 
     @refusing
@@ -269,6 +269,17 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     def _visible_pool(self, lease_id: str) -> AttachedPool:
         """The same, of any lease for who sees all."""
         return self._catalog.pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
+
+    def _lease_id_of(self, given: str) -> str:
+        """The id of the only lease that lists show the caller by this beginning; else what was given.
+
+        For looking only: who knows the beginning need not hold the lease. Cost: O(leases).
+        """
+        if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
+            return given
+        leases = (lease for pool in self._catalog.pools() for _, lease in pool.ledger.leases_from(""))
+        found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and is_visible(lease)]
+        return found[0] if len(found) == 1 else given
 
     def _wall_clock_offset_s(self) -> float:
         """What the wall clock is ahead of the clock."""

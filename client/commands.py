@@ -21,7 +21,12 @@ DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 
 option = functools.partial(click.option, show_default=True, show_envvar=True)
 # A package of each extra that tells whether it is installed.
-_MARKS = {"client": "rich", "cachemgr": "prometheus_client", "worker": "torch"}
+_MARKS = {
+    "client": "rich",
+    "cachemgr": "grpc_reflection",
+    "worker": "torch",
+    "otel": "opentelemetry.exporter.otlp.proto.grpc",
+}
 # Everything a service's own parser should see, help included.
 _PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 _CREDENTIALS = {
@@ -77,9 +82,16 @@ def explain(error: QuireError) -> click.ClickException:
 
 def _require(*extras: str) -> None:
     """Raises click.ClickException if what they install is not there."""
-    lacking = sorted(extra for extra in extras if importlib.util.find_spec(_MARKS[extra]) is None)
+    lacking = sorted(extra for extra in extras if not _is_installed(_MARKS[extra]))
     if lacking:
         raise click.ClickException(f"this needs more than is installed here: pip install 'quire[{','.join(lacking)}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # what it is in is not there
+        return False
 
 
 def _known_ports(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -277,6 +289,11 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 @option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="Where the worker is. Default: as cachemgr says.")
 @option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several.")
 @option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says.")
+@option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Where to send an OpenTelemetry trace of it, OTLP over gRPC: http://host:port. Needs the extra otel.",
+)
 def generate(
     prompt: str,
     as_json: bool,
@@ -285,6 +302,7 @@ def generate(
     worker: str | None,
     pool: str,
     tokenizer: str | None,
+    otlp_endpoint: str | None,
     **sampling: Any,
 ) -> None:
     """Generate text after PROMPT, as it comes. A PROMPT of - is read from standard input.
@@ -296,13 +314,13 @@ def generate(
       cat question.txt | quire generate - --temperature 0 --max-tokens 200
       quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
     """
-    _require("client")
+    _require("client", *(() if otlp_endpoint is None else ("otel",)))
     from quire.client.generate import Target, run_generate
     from quire.client.sampling import SamplingParams
 
     params = SamplingParams(**sampling)
     target = Target(cachemgr, worker, pool, tokenizer, credentials)
-    run_generate(_read_prompt(prompt), params, target, as_json=as_json)
+    run_generate(_read_prompt(prompt), params, target, as_json=as_json, otlp_endpoint=otlp_endpoint)
 
 
 def _read_prompt(argument: str) -> str:

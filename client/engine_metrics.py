@@ -1,32 +1,34 @@
 """What an engine measured of its requests and steps, and the page on which Prometheus reads it.
 
-The page is written here, in Prometheus' text format 0.0.4, and served by the standard library: a client needs nothing
-installed for it. docs/observability.md lists what is on it.
+docs/observability.md lists what is on it.
 """
 
 import asyncio
-import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
-from typing import Any
+from math import inf
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from quire.client.errors import InvalidRequest
 from quire.client.scheduler import SchedulerStatistics
 from quire.client.sequence import FinishReason
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 ROUND_TRIP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 _READ_TIMEOUT_S = 5.0
-_CONNECTION_TIMEOUT_S = 30.0
+
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+Labels = Mapping[str, str]
 
 
 class Histogram:
@@ -51,7 +53,7 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, int]]:
         """For each bound, and infinity, how many values are not above it."""
-        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        bounds = map(floatToGoString, (*self._bounds, inf))
         return list(zip(bounds, accumulate(self._counts), strict=True))
 
 
@@ -136,29 +138,7 @@ class EngineLook:
     measured: Measured
 
 
-Sample = tuple[str, Mapping[str, str], float]
-"""What comes behind the family's name, labels, value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric with all of its samples."""
-
-    name: str
-    kind: str
-    text: str
-    samples: tuple[Sample, ...]
-
-    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
-        """As Prometheus reads them; the labels in `common` are on every sample."""
-        yield f"# HELP {self.name} {self.text}"
-        yield f"# TYPE {self.name} {self.kind}"
-        for suffix, labels, value in self.samples:
-            pairs = ",".join(f'{name}="{_escaped(label)}"' for name, label in (*common.items(), *labels.items()))
-            yield f"{self.name}{suffix}{{{pairs}}} {value!r}"
-
-
-def families(look: EngineLook) -> list[Family]:
+def families(look: EngineLook) -> list[Metric]:
     """All metrics of an engine."""
     scheduler, measured = look.scheduler, look.measured
     states = {
@@ -167,26 +147,19 @@ def families(look: EngineLook) -> list[Family]:
         "following": scheduler.num_following,
         "draining": scheduler.num_draining,
     }
-    return [
-        _by_label("quire_engine_sequences", "gauge", "Sequences by state.", "state", states),
-        _single("quire_engine_requests", "gauge", "Requests that have not ended.", look.num_requests),
-        _single("quire_engine_steps_in_flight", "gauge", "Steps sent and not ended.", scheduler.num_steps_in_flight),
-        _by_label(
-            "quire_engine_samples_finished_total",
-            "counter",
-            "Samples that ended, by reason.",
-            "reason",
-            {reason.value: measured.finished[reason] for reason in FinishReason},
-        ),
-        *(_single(f"quire_engine_{name}_total", "counter", text, value) for name, text, value in _totals(look)),
-        *(_histogram(f"quire_engine_{name}", text, values) for name, text, values in _histograms(measured)),
-    ]
-
-
-def exposition(look: EngineLook) -> str:
-    """The page's text."""
+    reasons = {reason.value: measured.finished[reason] for reason in FinishReason}
     common = {"pool": look.pool, "model": look.model}
-    return "".join(f"{line}\n" for family in families(look) for line in family.lines(common))
+    made: list[Metric] = [
+        _by_label(GaugeMetricFamily, "sequences", "Sequences by state.", common, "state", states),
+        _single(GaugeMetricFamily, "requests", "Requests that have not ended.", common, look.num_requests),
+        _single(
+            GaugeMetricFamily, "steps_in_flight", "Steps sent and not ended.", common, scheduler.num_steps_in_flight
+        ),
+        _by_label(CounterMetricFamily, "samples_finished", "Samples that ended, by reason.", common, "reason", reasons),
+    ]
+    made += [_single(CounterMetricFamily, name, text, common, value) for name, text, value in _totals(look)]
+    made += [_histogram(name, text, common, values) for name, text, values in _histograms(measured)]
+    return made
 
 
 def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:
@@ -217,78 +190,54 @@ def _histograms(measured: Measured) -> Iterable[tuple[str, str, Histogram]]:
     )
 
 
-def _single(name: str, kind: str, text: str, value: float) -> Family:
-    return Family(name, kind, text, (("", {}, value),))
+def _single(kind: Kind, name: str, text: str, common: Labels, value: float) -> Metric:
+    family = kind(f"quire_engine_{name}", text, labels=tuple(common))
+    family.add_metric(tuple(common.values()), value)
+    return family
 
 
-def _by_label(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> Family:
-    return Family(name, kind, text, tuple(("", {label: each}, value) for each, value in values.items()))
+def _by_label(kind: Kind, name: str, text: str, common: Labels, label: str, values: Mapping[str, float]) -> Metric:
+    family = kind(f"quire_engine_{name}", text, labels=(*common, label))
+    for each, value in values.items():
+        family.add_metric((*common.values(), each), value)
+    return family
 
 
-def _histogram(name: str, text: str, histogram: Histogram) -> Family:
-    buckets: tuple[Sample, ...] = tuple(("_bucket", {"le": bound}, count) for bound, count in histogram.buckets())
-    return Family(name, "histogram", text, (*buckets, ("_sum", {}, histogram.total), ("_count", {}, histogram.count)))
+def _histogram(name: str, text: str, common: Labels, histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(f"quire_engine_{name}", text, labels=tuple(common))
+    family.add_metric(tuple(common.values()), histogram.buckets(), histogram.total)
+    return family
 
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-class EnginePage:
+class EnginePage(Collector):
     """Serves the page over HTTP, in plain text, on threads of its own; the numbers are read on the running loop.
 
-    Raises InvalidRequest if it can't listen.
+    Raises InvalidRequest if it can't listen. A page is a 500 if the loop does not get to it within 5 s.
     """
 
     def __init__(self, address: str, read: Callable[[], EngineLook]) -> None:
         """address is "host:port", with port 0 a free one; `address` of the page has the real one."""
+        self._read = read
+        self._loop = asyncio.get_running_loop()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         host, _, port = address.rpartition(":")
-        handler = _handler(read, asyncio.get_running_loop())
         try:
-            self._server = _Server((host.strip("[]"), int(port)), handler)
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except (OSError, ValueError, OverflowError) as error:
             raise InvalidRequest.of_field("metrics_listen", address, f"an address to listen on ({error})") from error
         self.address = f"{host}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="engine-metrics", daemon=True)
-        self._thread.start()
+
+    def collect(self) -> list[Metric]:
+        """All metrics, as they are between two steps of the loop. Raises TimeoutError."""
+
+        async def look() -> EngineLook:
+            return self._read()
+
+        return families(asyncio.run_coroutine_threadsafe(look(), self._loop).result(_READ_TIMEOUT_S))
 
     def close(self) -> None:
         """Stops serving and frees the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that failed is the other side's trouble."""
-
-
-def _handler(read: Callable[[], EngineLook], loop: asyncio.AbstractEventLoop) -> type[BaseHTTPRequestHandler]:
-    async def look() -> EngineLook:
-        return read()
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _CONNECTION_TIMEOUT_S
-
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0] != "/metrics":
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            try:
-                text = exposition(asyncio.run_coroutine_threadsafe(look(), loop).result(_READ_TIMEOUT_S)).encode()
-            except TimeoutError:
-                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
-                return
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
-
-    return Handler

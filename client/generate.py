@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ from quire.client.render import printable, text_tail
 from quire.client.sampling import SamplingParams
 from quire.client.snapshot import REACH_TIMEOUT_S, UnreachableError, cause_of, check_pool, check_reachable
 from quire.client.tokenizer import Tokenizer
+from quire.client.tracing import Tracing, otlp_tracing
 from quire.client.worker_client import WorkerClient
 
 _MAX_LIVE_LINES = 8
+_LAST_SPANS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,32 @@ class Target:
     credentials: Credentials = NO_CREDENTIALS
 
 
-def run_generate(prompt: str, params: SamplingParams, target: Target, *, as_json: bool) -> None:
-    """Prints the samples. Raises QuireError, UnreachableError if a service is away, InvalidRequest for the prompt."""
-    asyncio.run(_generate(prompt, params, target, as_json=as_json))
+def run_generate(
+    prompt: str, params: SamplingParams, target: Target, *, as_json: bool, otlp_endpoint: str | None = None
+) -> None:
+    """Prints the samples; sends traces of it to a collector if there is one, for 2 s after the end at most.
+
+    Raises QuireError, UnreachableError if a service is away, InvalidRequest for the prompt; ImportError if traces are
+    asked for without the extra `otel`.
+    """
+    if otlp_endpoint is None:
+        asyncio.run(_generate(prompt, params, target, None, as_json=as_json))
+        return
+    tracing, provider = otlp_tracing(otlp_endpoint)
+    try:
+        asyncio.run(_generate(prompt, params, target, tracing, as_json=as_json))
+    finally:
+        # It has no timeout of its own: without a collector it would try for 10 s.
+        sending = threading.Thread(target=provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(_LAST_SPANS_S)
 
 
-async def _generate(prompt: str, params: SamplingParams, target: Target, *, as_json: bool) -> None:
+async def _generate(
+    prompt: str, params: SamplingParams, target: Target, tracing: Tracing | None, *, as_json: bool
+) -> None:
     await _check_services(target)
-    async with _engine(target) as engine:
+    async with _engine(target, tracing) as engine:
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise UnreachableError(
@@ -88,7 +109,7 @@ async def _check_services(target: Target) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _engine(target: Target) -> AsyncIterator[Engine]:
+async def _engine(target: Target, tracing: Tracing | None) -> AsyncIterator[Engine]:
     config = EngineConfig(pool=target.pool)
     engine = Engine.connect(
         target.cachemgr,
@@ -96,6 +117,7 @@ async def _engine(target: Target) -> AsyncIterator[Engine]:
         config=config,
         tokenizer=target.tokenizer,
         credentials=target.credentials,
+        tracing=tracing,
     )
     try:
         await engine.__aenter__()

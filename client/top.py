@@ -58,23 +58,31 @@ def run_top(
         asyncio.run(_run_live(console, cachemgr, pool, interval_s=interval_s, credentials=credentials))
 
 
-async def look_once(cachemgr: str, pool: str, *, interval_s: float, credentials: Credentials = NO_CREDENTIALS) -> Shown:
-    """What one frame shows: two looks, so that there are rates. Raises what run_top raises."""
+async def look_once(
+    cachemgr: str, pool: str, *, interval_s: float, num_looks: int = 2, credentials: Credentials = NO_CREDENTIALS
+) -> Shown:
+    """What one frame shows: several looks, so that there are rates, then the blocks. Raises what run_top raises."""
     source = await _reach(cachemgr, pool, credentials)
     try:
         top = _Top(source, Place(pool=pool))
         await top.ask()
-        book = top.book
-        if book is not None:
-            async with asyncio.timeout(_TIMEOUT_S), contextlib.aclosing(source.follow(top.look.pool, book)) as updates:
-                async for _ in updates:
-                    if book.is_whole:
-                        break
-        await asyncio.sleep(interval_s)
-        await top.ask()
+        for _ in range(num_looks - 1):
+            await asyncio.sleep(interval_s)
+            await top.ask()
+        if top.book is not None:
+            await _read_blocks(source, top.look.pool, top.book)
         return top.shown()
     finally:
         await source.close()
+
+
+async def _read_blocks(source: "_Source", pool: str, book: BlockBook) -> None:
+    """All of them, or those that come in 5 s: the frame says if they are not all."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_TIMEOUT_S), contextlib.aclosing(source.follow(pool, book)) as updates:
+            async for _ in updates:
+                if book.is_whole:
+                    return
 
 
 async def _run_live(console: Console, cachemgr: str, pool: str, *, interval_s: float, credentials: Credentials) -> None:

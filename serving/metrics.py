@@ -15,7 +15,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress, explain_bind_failure
@@ -46,8 +46,18 @@ class LoopCollector(Collector):
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_READ_TIMEOUT_S)
 
 
+def certificate_family(tls: ServerTls | None) -> Metric:
+    """When the certificate in force ends. Without TLS there is no sample."""
+    family = GaugeMetricFamily(
+        "quire_tls_certificate_expiry_timestamp_seconds", "When the server's certificate ends, in seconds since 1970."
+    )
+    if tls is not None:
+        family.add_metric([], tls.current().expires_at_s)
+    return family
+
+
 class MetricsPage:
-    """The HTTP server behind `--metrics-listen`, with the process's own metrics beside those given.
+    """The HTTP server behind `--metrics-listen`: the metrics given, the process's own, its certificate's.
 
     `with MetricsPage(...)` serves it on threads of its own and closes it at the end. Must be made on the running event
     loop. Raises AddressInUseError or AddressError if it can't listen.
@@ -62,8 +72,10 @@ class MetricsPage:
         registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
-        registry.register(LoopCollector(read, loop=asyncio.get_running_loop()))
-        self._server = _listen(address, registry, None if security is None else security.tls)
+        tls = None if security is None else security.tls
+        loop = asyncio.get_running_loop()
+        registry.register(LoopCollector(lambda: (*read(), certificate_family(tls)), loop=loop))
+        self._server = _listen(address, registry, tls)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.address = TcpAddress(address.host, self._server.server_port)

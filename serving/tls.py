@@ -9,7 +9,6 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,16 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was read from TlsFiles; `context` is for servers that are not gRPC's."""
+    """What was read from TlsFiles.
+
+    expires_at_s  when the server's own certificate ends, since 1970
+    context       for servers that are not gRPC's
+    """
 
     cert_pem: bytes
     key_pem: bytes = field(repr=False)
     client_ca_pem: bytes | None
+    expires_at_s: float
     context: ssl.SSLContext = field(repr=False, compare=False)
 
 
@@ -88,20 +92,21 @@ def read_certificate(files: TlsFiles) -> Certificate:
     """Raises FileError if a file can't be read, the key is not the certificate's, or the certificate is not valid."""
     cert_pem, key_pem = read_bytes(files.cert), read_bytes(files.key)
     client_ca_pem = None if files.client_ca is None else read_bytes(files.client_ca)
-    check_certificate(files.cert, files.key, is_server=True)
+    expires_at_s = check_certificate(files.cert, files.key, is_server=True)
     context = _loaded(ssl.PROTOCOL_TLS_SERVER, files.cert, files.key)
     if files.client_ca is not None:
         trust(context, files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     if (cert_pem, key_pem) != (read_bytes(files.cert), read_bytes(files.key)):
         raise FileError(f"{files.cert}: changed while it was read")
-    return Certificate(cert_pem, key_pem, client_ca_pem, context)
+    return Certificate(cert_pem, key_pem, client_ca_pem, expires_at_s, context)
 
 
-def check_certificate(cert: Path, key: Path, *, is_server: bool) -> None:
-    """Tries a handshake with it, in memory. Raises FileError if it is expired, not valid yet, or for another purpose.
+def check_certificate(cert: Path, key: Path, *, is_server: bool) -> float:
+    """Tries a handshake with it, in memory; returns when it expires, in seconds since 1970.
 
-    Who issued it is not asked: that is for the other side to judge.
+    Who issued it is not asked: that is for the other side to judge. Raises FileError if it is expired, not valid yet,
+    or for another purpose.
     """
     first = _CERTIFICATE.search(read_bytes(cert))
     if first is None:
@@ -115,11 +120,13 @@ def check_certificate(cert: Path, key: Path, *, is_server: bool) -> None:
     judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     judge.load_verify_locations(cadata=first[0].decode("ascii", "replace"))
     try:
-        _shake_hands(server, client)
+        server_side, client_side = _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
         raise FileError(f"{cert}: {error.verify_message}") from error
     except ssl.SSLError as error:
         raise FileError(f"{cert}: can't be used: {error.reason or error}") from error
+    shown = (client_side if is_server else server_side).getpeercert() or {}
+    return ssl.cert_time_to_seconds(str(shown["notAfter"]))
 
 
 def trust(context: ssl.SSLContext, authorities: Path) -> None:
@@ -162,21 +169,21 @@ def _no_password() -> bytes:
     return b"-"
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Both sides of it, the server's first."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides: list[Callable[[], None]] = [
-        client.wrap_bio(to_client, to_server).do_handshake,
-        server.wrap_bio(to_server, to_client, server_side=True).do_handshake,
-    ]
+    client_side = client.wrap_bio(to_client, to_server)
+    server_side = server.wrap_bio(to_server, to_client, server_side=True)
     for _ in range(10):  # more flights than a handshake has
         is_done = True
-        for proceed in sides:
+        for side in (client_side, server_side):
             try:
-                proceed()
+                side.do_handshake()
             except ssl.SSLWantReadError:
                 is_done = False
         if is_done:
-            return
+            break
+    return server_side, client_side
 
 
 def is_local(address: Address) -> bool:

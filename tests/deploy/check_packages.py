@@ -61,7 +61,7 @@ NOT_IN_SDIST = ("cachemgr/core/target", "cachemgr/_core.abi3.so", ".venv", "test
 WITHOUT_TORCH = {"torch", "triton", "transformers", "safetensors"}
 FOREIGN_TO = {
     "cachemgr": WITHOUT_TORCH | {"tokenizers", "huggingface-hub", "rich", "psutil"},
-    "client": WITHOUT_TORCH | {"numpy", "uvloop", "prometheus-client", "grpcio-reflection"},
+    "client": WITHOUT_TORCH | {"numpy", "uvloop", "grpcio-reflection"},
 }
 SERVING = """
 import grpc, sys

@@ -29,17 +29,17 @@ from deploy.prometheus_server import (
 )
 from deploy.tools import DEPLOY, ROOT
 from integration.protocol_client import await_that
-from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.metrics import metric_families as cachemgr_families
 from quire.cachemgr.servicer import CacheServicer
 from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.engine_metrics import EngineLook, Measured, exposition
+from quire.client.engine_metrics import EngineLook, Measured
+from quire.client.engine_metrics import families as engine_families
 from quire.client.launch import LocalServices, ServiceProcess
 from quire.client.scheduler import Scheduler, SchedulerLimits
 from quire.serving.interceptor import CallStatistics
-from quire.serving.metrics import ProcessCollector
+from quire.serving.metrics import ProcessCollector, certificate_family
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 OBSERVABILITY = ROOT / "docs" / "observability.md"
@@ -75,8 +75,7 @@ def engine_names() -> Names:
         vocabulary_size=1,
     )
     look = EngineLook("p", "m", Scheduler(limits).statistics(), 0, 0, 0, Measured())
-    families = text_string_to_metric_families(exposition(look))
-    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    return {sample.name: set(sample.labels) for family in engine_families(look) for sample in family.samples}
 
 
 def cachemgr_names() -> set[str]:
@@ -85,7 +84,8 @@ def cachemgr_names() -> set[str]:
 
     async def read() -> set[str]:
         servicer = CacheServicer(catalog).statistics()
-        return {sample_name(family) for family in cachemgr_families(catalog, servicer, CallStatistics(0, {}))}
+        families = (*cachemgr_families(catalog, servicer, CallStatistics(0, {})), certificate_family(None))
+        return {sample_name(family) for family in families}
 
     return asyncio.run(read())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.lone_cachemgr import ROOMY_POOL, SMALL_POOL, Begin, Bookkeeper, LoneCachemgr, Serve, Tenant, call
 from integration.protocol_client import (
     FAULTY_WORKER,
     NUM_BLOCKS,
@@ -106,6 +108,39 @@ def attach(pair: Pair) -> Iterator[Callable[[], StandInWorker]]:
     yield attach
     for worker in opened:
         worker.close()
+
+
+@pytest.fixture
+def serve(cachemgr: LoneCachemgr, request: pytest.FixtureRequest) -> Iterator[Serve]:
+    """Attaches pools of the test's own to the module's cachemgr; the same pool again is a new epoch of it."""
+    attached: list[Bookkeeper] = []
+    own = re.sub(r"[^A-Za-z0-9._-]", "-", request.node.name)
+
+    def serve(pool: str = own, *, num_blocks: int = 9, **geometry: int) -> Bookkeeper:
+        for before in attached:
+            if before.pool == pool:
+                before.detach()
+        fields = {"block_count": num_blocks} | ROOMY_POOL | geometry
+        attached.append(Bookkeeper(cachemgr, pool, epoch=len(attached) + 1, **fields))
+        return attached[-1]
+
+    yield serve
+    for bookkeeper in attached:
+        bookkeeper.detach()
+
+
+@pytest.fixture
+def worker(cachemgr: LoneCachemgr, serve: Serve) -> Iterator[Bookkeeper]:
+    """A small pool of the test's own; at its end nothing may be wrong with it."""
+    worker = serve(**SMALL_POOL)
+    yield worker
+    assert list(call(cachemgr, "olga", "AuditPool", pool=worker.pool).violations) == []
+
+
+@pytest.fixture
+def begin(cachemgr: LoneCachemgr, worker: Bookkeeper) -> Begin:
+    """begin(caller): a lease of alice's, or of the caller given, on the small pool."""
+    return lambda caller="alice": Tenant.begin(cachemgr, worker, caller)
 
 
 def assert_nothing_unexpected(services: LocalServices) -> None:

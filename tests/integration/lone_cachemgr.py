@@ -8,7 +8,7 @@ Tenant         a client with a lease: what it plans is computed when it says so
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +29,9 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
 from quire.client.launch import ServiceProcess
 
 BLOCK_SIZE = GEOMETRY["block_size_tokens"]
+NUM_USABLE = 12
+SMALL_POOL = {"block_count": NUM_USABLE + 1, "max_sequence_count": 16, "max_sequence_tokens": 60}
+ROOMY_POOL = {"max_sequence_count": 512, "max_sequence_tokens": 1 << 20}
 SAMPLED_TOKEN = 7
 COMPUTED = attach_pb2.STEP_OUTCOME_COMPUTED
 SKIPPED = attach_pb2.STEP_OUTCOME_SKIPPED
@@ -174,6 +177,9 @@ class Bookkeeper:
             return  # detached, or cachemgr has ended
 
 
+Serve = Callable[..., Bookkeeper]
+
+
 @dataclass
 class Tenant:
     """A lease of a caller on a bookkeeper's pool."""
@@ -239,6 +245,9 @@ class Tenant:
             return not any(self.lease_id.startswith(lease.lease_id_prefix) for lease in leases)
 
         await_that("the lease is gone", is_gone)
+
+
+Begin = Callable[..., Tenant]
 
 
 # -- asking -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from quire.client.bench import NAMES
 
 TIMEOUT_S = 240
@@ -104,13 +102,31 @@ def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
     assert all(figure["equal_sequences"] == figure["num_sequences"] for figure in rows.values())
 
 
-@pytest.mark.parametrize("name", ["allocator", "control-plane"])
-def test_what_the_control_plane_costs(name: str, tmp_path: Path) -> None:
-    written, _ = run_quick(name, tmp_path)
-    if name == "allocator":
-        assert written["quire"]["samples_ns"]["1000"].keys() >= {"fresh", "cached", "extend", "release"}
-        return
-    assert len(written["figures"]) == 16
+def test_allocator_measures_every_row_of_ours(tmp_path: Path) -> None:
+    written, _ = run_quick("allocator", tmp_path)
+    samples = written["quire"]["samples_ns"]["1000"]
+    rows = {"fresh", "cached", "extend", "extend_and_publish", "release", "fork", "full", "empty_step"}
+    assert samples.keys() >= rows
+    assert all(times and min(times) > 0 for times in samples.values())
+    assert 0 <= written["metadata_bytes_per_block"]["quire"] < 10_000  # of a tiny pool: whole pages
+    mixed = json.loads((tmp_path / "allocator_mixed.json").read_text())
+    assert mixed["kinds"]["all"]["calls"] > 0
+
+
+def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None:
+    written, _ = run_quick("control-plane", tmp_path)
+    figures = {figure["row"]: figure for figure in written["figures"]}
+    assert len(figures) == len(written["figures"]) == 16
+    expected = {"empty plan, unary", "decode step, 256 sequences, stream", "admission, 4,096 cached tokens, stream"}
+    assert figures.keys() > expected
+    for figure in figures.values():
+        (sample,) = figure["samples"]
+        assert sample["num_calls"] > 0
+        assert sample["quantiles_us"] == sorted(sample["quantiles_us"])
+        assert len(sample["quantiles_us"]) == len(written["quantiles_percent"])
+    admitting = [figure for name, figure in figures.items() if " admit" in name]
+    assert len(admitting) == 6
+    assert all(figure["samples"][0]["admissions_per_s"] > 0 for figure in admitting)
     engine = written["engine"]
     assert engine["two_processes_over_one"]["ratio"] > 0
     assert [(work["num_running"], work["num_waiting"]) for work in engine["work_per_step"]] == [(8, 0), (8, 32)]

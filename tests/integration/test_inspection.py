@@ -282,6 +282,64 @@ def test_each_sees_what_is_its_own_and_operators_whose_it_is(lone: LoneCachemgr)
     worker.detach()
 
 
+def test_a_sequence_is_found_by_what_lists_say_of_its_lease(lone: LoneCachemgr) -> None:
+    worker = Bookkeeper(lone, "named", epoch=1)
+    alice, bob = (Tenant.begin(lone, worker, caller) for caller in ("alice", "bob"))
+    alice.admit(3, [1] * 9)
+    (listed,) = ask(lone.stub("alice").ListSequences, cache_service_pb2.ListSequencesRequest(pool="named")).sequences
+
+    def found(caller: str, lease_id: str, sequence_id: int = 3) -> cache_service_pb2.GetSequenceResponse:
+        request = cache_service_pb2.GetSequenceRequest(lease_id=lease_id, sequence_id=sequence_id)
+        return ask(lone.stub(caller).GetSequence, request)
+
+    whole = found("alice", alice.lease_id)
+    assert len(whole.sequence.block_ids) == whole.sequence.block_count == 3
+    for caller in ("alice", "olga"):
+        assert found(caller, listed.lease_id_prefix) == whole
+    assert alice.lease_id.encode() not in whole.SerializeToString()
+    with pytest.raises(RefusedError, match="SEQUENCE_NOT_FOUND"):
+        found("alice", listed.lease_id_prefix, 4)
+    for caller, given in (
+        ("bob", alice.lease_id[:8]),
+        ("carla", alice.lease_id[:8]),
+        ("alice", bob.lease_id[:8]),
+        ("olga", alice.lease_id[:7]),
+        ("olga", alice.lease_id[:9]),
+        ("olga", alice.lease_id[8:16]),
+        ("olga", ""),
+    ):
+        with pytest.raises(RefusedError, match="LEASE_NOT_FOUND") as refused:
+            found(caller, given)
+        assert refused.value.metadata["lease_id"] == given[:8]
+    worker.detach()
+    ask(lone.stub("alice").DeleteLease, cache_service_pb2.DeleteLeaseRequest(lease_id=alice.lease_id))
+    for given in (alice.lease_id, alice.lease_id[:8]):
+        with pytest.raises(RefusedError, match="LEASE_NOT_FOUND") as refused:
+            found("alice", given)
+        assert alice.lease_id not in f"{refused.value} {refused.value.metadata}"
+
+
+@pytest.mark.parametrize("method", ["RenewLease", "DeleteLease", "PlanStep", "ListBlocks", "ListSequences"])
+def test_the_beginning_of_a_leases_id_is_good_for_nothing_else(lone: LoneCachemgr, method: str) -> None:
+    worker = Bookkeeper(lone, f"useless-{method}", epoch=1)
+    alice = Tenant.begin(lone, worker, "alice")
+    alice.admit(1, [1, 2, 3])
+    fields: dict[str, Any] = {"lease_id": alice.lease_id[:8]}
+    fields |= {"epoch": 1} if method == "PlanStep" else {"pool": worker.pool} if method.startswith("List") else {}
+    call = getattr(lone.stub("alice"), method)
+    request = getattr(cache_service_pb2, f"{method}Request")(**fields)
+    if method == "DeleteLease":
+        ask(call, request)  # of one that is gone it is OK
+    elif method == "ListSequences":
+        assert not ask(call, request).sequences
+    else:
+        with pytest.raises(RefusedError, match="LEASE_NOT_FOUND"):
+            ask(call, request)
+    assert alice.lease().state == cache_service_pb2.LEASE_STATE_OPEN
+    alice.settle()
+    worker.detach()
+
+
 def test_what_is_rare_in_a_large_pool_comes_in_pages_that_are_short(lone: LoneCachemgr) -> None:
     worker = Bookkeeper(lone, "large", epoch=1, block_count=150_001, max_sequence_tokens=1 << 20)
     alice = Tenant.begin(lone, worker, "alice")

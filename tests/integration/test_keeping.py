@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from integration.lone_cachemgr import (
+    SMALL_POOL,
+    Begin,
     Bookkeeper,
     LoneCachemgr,
     Tenant,
@@ -20,8 +22,6 @@ from integration.lone_cachemgr import (
 )
 from integration.protocol_client import RefusedError, await_that, seconds
 
-NUM_USABLE = 12
-GEOMETRY = {"block_count": NUM_USABLE + 1, "max_sequence_count": 16, "max_sequence_tokens": 60}
 TENANTS = """
 [default]
 pin_budget = 6
@@ -29,8 +29,6 @@ pin_budget = 6
 [tenants.bob]
 pin_budget = 2
 """
-
-Begin = Callable[..., Tenant]
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +38,6 @@ def cachemgr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneCachemgr]
     cachemgr = LoneCachemgr(folder, "--tenants", str(folder / "tenants.toml")).start()
     yield cachemgr
     cachemgr.close()
-
-
-@pytest.fixture
-def worker(cachemgr: LoneCachemgr, request: pytest.FixtureRequest) -> Iterator[Bookkeeper]:
-    """A pool for each test; at its end nothing may be wrong with it."""
-    name = f"p{abs(hash(request.node.name))}"
-    worker = Bookkeeper(cachemgr, name, epoch=1, **GEOMETRY)
-    yield worker
-    audit = call(cachemgr, "olga", "AuditPool", pool=name)
-    worker.detach()
-    assert list(audit.violations) == []
-
-
-@pytest.fixture
-def begin(cachemgr: LoneCachemgr, worker: Bookkeeper) -> Begin:
-    return lambda caller="alice": Tenant.begin(cachemgr, worker, caller)
 
 
 # -- reservations -------------------------------------------------------------------------------------------------
@@ -123,7 +105,7 @@ def test_a_reservation_is_refused_for_now_or_for_ever(cachemgr: LoneCachemgr, wo
 
 
 def test_a_dry_run_over_all_pools_names_the_best_first_and_takes_nothing(cachemgr: LoneCachemgr) -> None:
-    workers = [Bookkeeper(cachemgr, f"dry-{index}", epoch=1, **GEOMETRY) for index in range(3)]
+    workers = [Bookkeeper(cachemgr, f"dry-{index}", epoch=1, **SMALL_POOL) for index in range(3)]
     holders = [Tenant.begin(cachemgr, worker, "alice") for worker in workers]
     tokens = prompt(5, 3)
     holders[1].cache(1, tokens)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from integration.lone_cachemgr import (
     BLOCK_SIZE,
+    Begin,
     Bookkeeper,
     LoneCachemgr,
-    Tenant,
     cached,
     call,
     prompt,
@@ -21,8 +21,6 @@ from integration.lone_cachemgr import (
 )
 from integration.protocol_client import RefusedError, await_that
 
-NUM_USABLE = 12
-GEOMETRY = {"block_count": NUM_USABLE + 1, "max_sequence_count": 16, "max_sequence_tokens": 60}
 TENANTS = """
 [tenants.bob]
 floor = 3
@@ -30,8 +28,6 @@ quota = 4
 limit = 6
 pin_budget = 2
 """
-
-Begin = Callable[..., Tenant]
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +42,6 @@ def cachemgr(tmp_path_factory: pytest.TempPathFactory, tenants_file: Path) -> It
     cachemgr = LoneCachemgr(tmp_path_factory.mktemp("cachemgr"), "--tenants", str(tenants_file)).start()
     yield cachemgr
     cachemgr.close()
-
-
-@pytest.fixture
-def worker(cachemgr: LoneCachemgr, request: pytest.FixtureRequest) -> Iterator[Bookkeeper]:
-    """A pool for each test; at its end nothing may be wrong with it."""
-    name = f"p{abs(hash(request.node.name))}"
-    worker = Bookkeeper(cachemgr, name, epoch=1, **GEOMETRY)
-    yield worker
-    audit = call(cachemgr, "olga", "AuditPool", pool=name)
-    worker.detach()
-    assert list(audit.violations) == []
-
-
-@pytest.fixture
-def begin(cachemgr: LoneCachemgr, worker: Bookkeeper) -> Begin:
-    return lambda caller="alice": Tenant.begin(cachemgr, worker, caller)
 
 
 def test_a_floor_is_kept_free_and_a_limit_is_not_passed(

@@ -389,7 +389,7 @@ def test_metrics_over_mutual_tls(cluster: Cluster) -> None:
     context.load_cert_chain(own.cert, own.key)
     url = f"https://127.0.0.1:{cluster.metrics}/metrics"
     with urllib.request.urlopen(url, timeout=DEADLINE_S, context=context) as page:
-        assert b"quire_" in page.read()
+        assert b"\nquire_tls_certificate_expiry_timestamp_seconds 1" in page.read()
 
 
 # -- commands -----------------------------------------------------------------------------------------------------

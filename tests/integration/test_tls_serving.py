@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import socket
 import ssl
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import Authority, Pair, sha256
+from cryptography import x509
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -388,6 +390,32 @@ def test_metrics_over_tls(start: Start, authority: Authority, folder: Path) -> N
         assert certificate_served(f"127.0.0.1:{port}") == first_pem(second)
     with pytest.raises(OSError, match=r"."):
         page(port, None)
+
+
+def expiries(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^quire_tls_certificate_expiry_timestamp_seconds (\S+)$", text, re.M)]
+
+
+def expiry_of(pair: Pair) -> float:
+    return x509.load_pem_x509_certificate(first_pem(pair).encode()).not_valid_after_utc.timestamp()
+
+
+def test_metrics_say_when_the_certificate_in_force_ends(start: Start, authority: Authority, folder: Path) -> None:
+    files = Pair(folder / "ending.pem", folder / "ending.key")
+    first, second = authority.issue("127.0.0.1", days=20), authority.issue("127.0.0.1", days=90)
+    files.replace_by(first)
+    port = metrics_port(start("--metrics-listen", "127.0.0.1:0", *files.flags()))
+    assert expiries(page(port, authority)) == [expiry_of(first)]
+    files.replace_by(second)
+    assert expiries(page(port, authority)) == [expiry_of(second)]
+    files.replace_by(authority.issue("127.0.0.1", days=-1))
+    assert expiries(page(port, authority)) == [expiry_of(second)], "that one is refused"
+
+
+def test_without_a_certificate_the_page_tells_of_no_end(start: Start) -> None:
+    text = page(metrics_port(start("--metrics-listen", "127.0.0.1:0")), None)
+    assert "# TYPE quire_tls_certificate_expiry_timestamp_seconds gauge" in text
+    assert expiries(text) == []
 
 
 def test_metrics_over_mutual_tls(start: Start, authority: Authority, stranger: Authority, pair: Pair) -> None:

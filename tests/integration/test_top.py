@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 from integration.conftest import CreateLease
-from integration.lone_cachemgr import BLOCK_SIZE, Bookkeeper, LoneCachemgr, Tenant, prompt
+from integration.lone_cachemgr import BLOCK_SIZE, LoneCachemgr, Serve, Tenant, call, prompt
 from integration.protocol_client import DEADLINE_S, Pair, draw_tokens
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 HOME = "\x1b[H"
 LEFT = "\x1b[?1049l"
-NUM_BLOCKS = 64
+NUM_BLOCKS = 65
 
 
 class Terminal:
@@ -117,20 +117,6 @@ def cachemgr(folder: Path) -> Iterator[LoneCachemgr]:
 
 
 @pytest.fixture
-def serve(cachemgr: LoneCachemgr) -> Iterator[Any]:
-    attached: list[Bookkeeper] = []
-
-    def serve(pool: str, num_blocks: int = NUM_BLOCKS) -> Bookkeeper:
-        fields = {"block_count": num_blocks + 1, "max_sequence_tokens": 1 << 20, "max_sequence_count": 512}
-        attached.append(Bookkeeper(cachemgr, pool, epoch=len(attached) + 1, **fields))
-        return attached[-1]
-
-    yield serve
-    for bookkeeper in attached:
-        bookkeeper.detach()
-
-
-@pytest.fixture
 def open_terminal(cachemgr: LoneCachemgr, folder: Path) -> Iterator[Any]:
     opened: list[Terminal] = []
 
@@ -148,10 +134,10 @@ def open_terminal(cachemgr: LoneCachemgr, folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def held(cachemgr: LoneCachemgr, serve: Any) -> dict[str, Tenant]:
+def held(cachemgr: LoneCachemgr, serve: Serve) -> dict[str, Tenant]:
     """Pool "main": alice computes 4 blocks in a step that has ended, bob 3 in a step in flight; "other" is empty."""
-    main = serve("main")
-    serve("other", 16)
+    main = serve("main", num_blocks=NUM_BLOCKS)
+    serve("other", num_blocks=17)
     tenants = {name: Tenant.begin(cachemgr, main, name) for name in ("alice", "bob")}
     tenants["alice"].admit(7, prompt(1, 4))
     tenants["alice"].settle()
@@ -224,6 +210,29 @@ def test_keys(held: dict[str, Tenant], open_terminal: Any) -> None:
     assert terminal.await_end() == 0
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_sequence_that_is_opened_shows_its_block_table(
+    cachemgr: LoneCachemgr, held: dict[str, Tenant], open_terminal: Any, width: int
+) -> None:
+    lease_id = held["alice"].lease_id
+    held["alice"].admit(9, prompt(1, 4))
+    table = call(cachemgr, "alice", "GetSequence", lease_id=lease_id, sequence_id=9).sequence.block_ids
+    blocks = {block.block_id: block for block in call(cachemgr, "olga", "ListBlocks", pool="main").blocks}
+    assert [blocks[block_id].reference_count for block_id in table] == [2, 2, 2, 1]
+    terminal = open_terminal(width=width)
+    terminal.await_frame("Sequences 3")
+    terminal.press("/alice\r")
+    terminal.await_frame("Sequences 2")
+    terminal.press("j\r")
+    text = "\n".join(terminal.await_frame(f"Sequence 9 of lease {lease_id[:8]}(.|\n)* held +1 "))
+    for index, block_id in enumerate(table):
+        first, holders = index * BLOCK_SIZE, blocks[block_id].reference_count
+        state, prefix_hash = "held" if holders == 1 else "shared", blocks[block_id].prefix_hash.hex()[:4] or "–"
+        tokens = f"{first} to {first + BLOCK_SIZE - 1}"
+        assert re.search(rf" {index} +{tokens} +{block_id} +{state} +{holders} +5 +0  {prefix_hash}", text)
+    held["alice"].settle()
+
+
 def test_a_pool_can_be_chosen_at_the_start(held: dict[str, Tenant], open_terminal: Any) -> None:
     open_terminal("--pool", "other").await_frame("▸pool other")
 
@@ -273,8 +282,10 @@ def test_ascii_only(held: dict[str, Tenant], open_terminal: Any) -> None:
     assert terminal.written.isascii()
 
 
-def test_a_server_that_goes_away_is_said_and_waited_for(cachemgr: LoneCachemgr, serve: Any, open_terminal: Any) -> None:
-    serve("main")
+def test_a_server_that_goes_away_is_said_and_waited_for(
+    cachemgr: LoneCachemgr, serve: Serve, open_terminal: Any
+) -> None:
+    serve("main", num_blocks=NUM_BLOCKS)
     terminal = open_terminal()
     terminal.await_frame("pool main +attached")
     cachemgr.process.kill()
@@ -282,7 +293,7 @@ def test_a_server_that_goes_away_is_said_and_waited_for(cachemgr: LoneCachemgr, 
     assert "0 held" in "\n".join(frame)
     cachemgr.process.restart(DEADLINE_S)
     terminal.await_frame("no worker is attached")
-    serve("again")
+    serve("again", num_blocks=NUM_BLOCKS)
     terminal.await_frame("pool again +attached")
     terminal.await_frame("0 shared +█ 0 held +▓ 0 retired +▒ 0 cached +· 64 free")
     terminal.press("q")
@@ -296,8 +307,10 @@ def test_a_pool_that_detaches_is_said(held: dict[str, Tenant], open_terminal: An
     terminal.await_frame("pool main +NOT ATTACHED")
 
 
-def test_a_pool_too_big_to_be_watched_is_read_in_pages(cachemgr: LoneCachemgr, serve: Any, open_terminal: Any) -> None:
-    big = serve("big", 100_000)
+def test_a_pool_too_big_to_be_watched_is_read_in_pages(
+    cachemgr: LoneCachemgr, serve: Serve, open_terminal: Any
+) -> None:
+    big = serve("big", num_blocks=100_001)
     tenant = Tenant.begin(cachemgr, big, "alice")
     tenant.admit(1, prompt(1, 50_000))
     terminal = open_terminal()
@@ -338,6 +351,23 @@ def test_into_a_pipe_goes_one_frame(
     assert held["alice"].lease_id[:8] in done.stdout
 
 
+def test_one_frame_of_a_big_pool_has_all_of_its_blocks(cachemgr: LoneCachemgr, folder: Path, serve: Serve) -> None:
+    tenant = Tenant.begin(cachemgr, serve("big", num_blocks=100_001), "alice")
+    tenant.cache(1, prompt(1, 50_000))
+    done = once(cachemgr, folder, "olga")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"a cell: \d+ blocks +█ 0 shared +█ 0 held +█ 0 retired +█ 50,000 cached", done.stdout)
+
+
+def test_one_frame_of_a_pool_too_big_to_be_read_in_time_says_so(
+    cachemgr: LoneCachemgr, folder: Path, serve: Serve
+) -> None:
+    serve("huge", num_blocks=700_001)
+    done = once(cachemgr, folder, "olga")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "being read" in done.stdout
+
+
 def test_who_is_no_operator_is_told(cachemgr: LoneCachemgr, folder: Path, held: dict[str, Tenant]) -> None:
     done = once(cachemgr, folder, "alice")
     assert (done.returncode, done.stdout) == (1, "")
@@ -369,7 +399,7 @@ def test_over_both_real_services(pair: Pair, create_lease: CreateLease) -> None:
     lease.await_settled()
     terminal = Terminal("--cachemgr", pair.services.cachemgr_address, "--pool", "default")
     try:
-        terminal.await_frame(rf"▸pool default +attached(.|\n)*^ {lease.lease_id[:8]} +– +1 +10 +9 ")
+        terminal.await_frame(rf"^[▸ ]pool default +attached(.|\n)*^ {lease.lease_id[:8]} +– +1 +10 +9 ")
         terminal.press("q")
         assert terminal.await_end() == 0
     finally:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from quire.compute.v1 import worker_service_pb2
 NUM_TOKENS = 6
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PROMPT = draw_tokens(9, seed=1)
+DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 CACHE, WORKER = "quire.cache.v1.CacheService", "quire.compute.v1.WorkerService"
 ERROR = 2
 
@@ -108,13 +111,13 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def services(collector: Collector, model_dir: Path) -> Iterator[LocalServices]:
+def services(collector: Collector) -> Iterator[LocalServices]:
     flags = ("--otlp-endpoint", collector.endpoint)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # how often a process sends, in milliseconds
         patch.setenv("OTEL_TRACES_SAMPLER", "always_on")  # of traces that begin there: none do
         with LocalServices.start(
-            model=model_dir, num_blocks=64, extra_cachemgr_args=flags, extra_worker_args=flags
+            model=DEMO_MODEL, num_blocks=64, extra_cachemgr_args=flags, extra_worker_args=flags
         ) as started:
             yield started
 
@@ -128,11 +131,16 @@ def generate(services: LocalServices, tracing: Any, *prompts: list[int]) -> list
 
 
 def traced(services: LocalServices, collector: Collector, *prompts: list[int]) -> list[Span]:
-    """The spans of a run with tracing: all of its traces', when those of both services have come."""
+    """The spans of a run with tracing: all of its traces'."""
     tracing, provider = otlp_tracing(collector.endpoint)
     before = {span.span for span in collector.spans()}
     generate(services, tracing, *prompts)
     provider.shutdown()
+    return sent_since(before, collector)
+
+
+def sent_since(before: set[str], collector: Collector) -> list[Span]:
+    """All of the traces that a client has sent, and sends no more of, when the spans of both services have come."""
     ours = [span for span in collector.spans() if span.span not in before and span.service == "quire-client"]
     calls = {span.span for span in ours if span.name in ("quire.plan", "quire.step")}
     traces = {span.trace for span in ours}
@@ -251,6 +259,57 @@ def test_what_is_left_is_sent_at_the_end(collector: Collector, model_dir: Path) 
     assert {span.service for span in collector.spans(trace)} == {"quire-client", "quire-cachemgr", "quire-worker"}
 
 
+# The command line.
+
+
+def quire_generate(services: LocalServices, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = (sys.executable, "-m", "quire.client.cli", "generate", "The default value is", "--temperature", "0")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    return subprocess.Popen(
+        [*command, "--max-tokens", str(NUM_TOKENS), "--cachemgr", services.cachemgr_address, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=kept | environment,
+    )
+
+
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_the_command_line_sends_a_trace(services: LocalServices, collector: Collector, way: str) -> None:
+    before = {span.span for span in collector.spans()}
+    flags = ("--otlp-endpoint", collector.endpoint) if way == "flag" else ()
+    environment = {"QUIRE_GENERATE_OTLP_ENDPOINT": collector.endpoint} if way == "environment" else {}
+    with quire_generate(services, "--json", *flags, **environment) as process:
+        said, complaints = process.communicate(timeout=120)
+    assert (process.returncode, complaints) == (0, "")
+    completion = json.loads(said)
+    spans = sent_since(before, collector)
+    assert {span.service for span in spans} == {"quire-client", "quire-cachemgr", "quire-worker"}
+    (request,) = [span for span in spans if span.name == "quire.generate"]
+    assert request.attributes["gen_ai.usage.input_tokens"] == len(completion["prompt_token_ids"])
+    assert request.attributes["gen_ai.usage.output_tokens"] == len(completion["samples"][0]["token_ids"])
+
+
+def test_without_being_asked_the_command_line_sends_none(services: LocalServices, collector: Collector) -> None:
+    before = len(collector.spans())
+    with quire_generate(services) as process:
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+    traced(services, collector, PROMPT)
+    assert len([span for span in collector.spans()[before:] if span.name == "quire.generate"]) == 1
+
+
+def test_a_collector_that_is_away_holds_up_the_end_for_a_moment_only(services: LocalServices) -> None:
+    flags = ("--otlp-endpoint", "http://127.0.0.1:1")
+    with quire_generate(services, *flags, OTEL_EXPORTER_OTLP_TIMEOUT="300") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip()
+        text_s = time.monotonic()
+        process.communicate(timeout=120)
+        assert time.monotonic() - text_s < 25  # the SDK's own patience is 30 s
+    assert process.returncode == 0
+
+
 # What everybody has.
 
 
@@ -279,19 +338,25 @@ def test_nothing_is_imported_unless_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("command", ["cachemgr", "worker"])
-def test_a_missing_extra_is_said_at_the_start(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (("quire.cachemgr",), 2),
+        (("quire.worker", "--model", "none"), 2),
+        (("quire.client.cli", "generate", "Once"), 1),
+    ],
+)
+def test_a_missing_extra_is_said_at_the_start(tmp_path: Path, command: tuple[str, ...], status: int) -> None:
     (tmp_path / "opentelemetry").mkdir()
     (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ImportError('none here')")
-    flags = ["--otlp-endpoint", "http://127.0.0.1:4317", *(["--model", "none"] if command == "worker" else [])]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", f"quire.{command}", *flags],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-P", "-m", *command, "--otlp-endpoint", "http://127.0.0.1:4317"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 2
+    assert done.returncode == status
     assert "quire[otel]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from integration.lone_cachemgr import BLOCK_SIZE, SAMPLED_TOKEN, SKIPPED, Bookkeeper, LoneCachemgr, Tenant
+from integration.lone_cachemgr import BLOCK_SIZE, SAMPLED_TOKEN, SKIPPED, Bookkeeper, LoneCachemgr, Serve, Tenant
 from integration.protocol_client import DEADLINE_S, RefusedError, ask, await_that, draw_tokens, seconds
 
 from quire.cache.v1 import cache_service_pb2
@@ -30,8 +30,6 @@ MAX_EVENTS = 4_096
 KEPT_CHANGES = 65_536
 NUM_LOAD_STEPS = 300
 
-Serve = Callable[..., Bookkeeper]
-
 
 @pytest.fixture(scope="module")
 def cachemgr() -> Iterator[LoneCachemgr]:
@@ -41,23 +39,6 @@ def cachemgr() -> Iterator[LoneCachemgr]:
         cachemgr.close()
         signs = ("handler failed", "Traceback", "never retrieved", "was destroyed")
         assert not [line for line in cachemgr.log().splitlines() if any(sign in line for sign in signs)]
-
-
-@pytest.fixture
-def serve(cachemgr: LoneCachemgr, request: pytest.FixtureRequest) -> Iterator[Serve]:
-    """Attaches a pool of the test's own, of so many blocks; more of them are new epochs of it."""
-    attached: list[Bookkeeper] = []
-
-    def serve(num_blocks: int = 9, **geometry: int) -> Bookkeeper:
-        for before in attached:
-            before.detach()
-        fields = {"block_count": num_blocks, "max_sequence_tokens": 1 << 20, "max_sequence_count": 512} | geometry
-        attached.append(Bookkeeper(cachemgr, request.node.name, epoch=len(attached) + 1, **fields))
-        return attached[-1]
-
-    yield serve
-    for bookkeeper in attached:
-        bookkeeper.detach()
 
 
 class Replica:

@@ -12,8 +12,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
-from quire.client import Engine, EngineConfig, EngineStopped, InvalidRequest, RequestFailed, Unavailable
-from quire.client.engine_metrics import EngineLook, Histogram, Measured, RequestTimes, exposition
+from quire.client import (
+    Engine,
+    EngineConfig,
+    EngineStopped,
+    InvalidRequest,
+    RequestFailed,
+    Unavailable,
+    engine_metrics,
+)
+from quire.client.engine_metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
 from quire.client.scheduler import Scheduler, SchedulerLimits
 from quire.client.sequence import FinishReason
 
@@ -34,7 +42,7 @@ LIMITS = SchedulerLimits(
 def get(address: str, path: str = "/metrics") -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{address}{path}", timeout=20) as page:
-        assert page.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert page.headers["Content-Type"].startswith("text/plain; version=")
         return str(page.read().decode())
 
 
@@ -68,7 +76,7 @@ def test_a_value_is_in_the_bucket_it_is_not_above() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(value)
     histogram.observe(3.0, 2)
-    assert histogram.buckets() == [("1", 2), ("2", 4), ("+Inf", 7)]
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 4), ("+Inf", 7)]
     assert (histogram.count, histogram.total) == (7, 20.0)
 
 
@@ -121,9 +129,18 @@ def test_what_is_broken_off_is_counted_and_not_measured() -> None:
 
 def test_a_label_may_be_any_text() -> None:
     model = 'a"b\\nc\nd é'
-    text = exposition(EngineLook("p", model, Scheduler(LIMITS).statistics(), 0, 0, 0, Measured()))
-    labels = {sample.labels["model"] for family in text_string_to_metric_families(text) for sample in family.samples}
-    assert labels == {model}
+    look = EngineLook("p", model, Scheduler(LIMITS).statistics(), 0, 0, 0, Measured())
+
+    async def main() -> str:
+        page = EnginePage("127.0.0.1:0", lambda: look)
+        try:
+            return await asyncio.to_thread(get, page.address)
+        finally:
+            await asyncio.to_thread(page.close)
+
+    read = list(text_string_to_metric_families(asyncio.run(main())))
+    assert {sample.labels["model"] for family in read for sample in family.samples} == {model}
+    assert {family.name for family in read} == {family.name for family in families(look)}
 
 
 def test_a_page_counts_what_happened() -> None:
@@ -202,9 +219,21 @@ def test_recoveries_are_counted() -> None:
 def test_there_is_nothing_but_the_page() -> None:
     async def body(engine: Engine, services: Services) -> None:
         assert engine.metrics_address is not None
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            await asyncio.to_thread(get, engine.metrics_address, "/")
+        for path in ("/", "/metrics", "/../etc/hostname"):
+            text = await asyncio.to_thread(get, engine.metrics_address, path)
+            assert all(line.startswith(("quire_engine_", "# ")) for line in text.splitlines())
 
+    measured(body)
+
+
+def test_a_loop_that_is_busy_costs_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        assert engine.metrics_address is not None
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            get(engine.metrics_address)  # holds the loop up
+        assert await page_of(engine)
+
+    monkeypatch.setattr(engine_metrics, "_READ_TIMEOUT_S", 0.2)
     measured(body)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable
+from typing import Any
 
+import grpc
 import pytest
 
 from quire.cache.v1 import cache_service_pb2
@@ -17,6 +20,8 @@ from quire.cachemgr.leases import Lease, LeaseOrder, LeaseState, page_key
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.plans import Admission, StepRequest
+from quire.cachemgr.servicer import CacheServicer
+from quire.serving.access import Identity, Role, set_caller
 
 EPOCH = 5
 GEOMETRY = Geometry(
@@ -128,6 +133,50 @@ def test_leases_of_several_pools_are_in_one_order_behind_a_key() -> None:
     assert [lease.lease_id for _, lease in catalog.leases_after("", ledgers)] == ordered
     assert [lease.lease_id for _, lease in catalog.leases_after(page_key(ordered[4]), ledgers)] == ordered[5:]
     assert [lease.pool for _, lease in catalog.leases_after("", ledgers[:1])] == ["x"] * 6
+
+
+@pytest.mark.parametrize(
+    ("caller", "given", "num_tokens"),
+    [("alice", "a", 3), ("bob", "a", 5), ("olga", "a", None), ("olga", "b", 7), ("alice", "b", None)],
+)
+def test_a_lease_is_known_by_its_beginning_if_the_caller_sees_no_other_like_it(
+    caller: str, given: str, num_tokens: int | None
+) -> None:
+    catalog = Catalog(1, verify=True)
+    leases = (("a", "alice", 3), ("a", "bob", 5), ("b", "bob", 7))
+    for number, (beginning, tenant, length) in enumerate(leases):
+        pool, lease_id = attach(catalog, f"pool-{number}"), beginning * 8 + f"{number:024x}"
+        catalog.open_lease(pool, lease_id, ttl_s=10.0, now=0.0, tenant=tenant)
+        admit(pool.ledger, lease_id, 1, *range(length - 1))
+    roles = frozenset({Role.OPERATOR if caller == "olga" else Role.CLIENT})
+    assert num_tokens_of(catalog, Identity(caller, roles), given * 8) == num_tokens
+
+
+def num_tokens_of(catalog: Catalog, identity: Identity, lease_id: str) -> int | None:
+    """Tokens of sequence 1, the one that is being sampled too; None if the lease is not found."""
+    request = cache_service_pb2.GetSequenceRequest(lease_id=lease_id, sequence_id=1)
+
+    async def ask() -> int | None:
+        set_caller(identity)
+        context: Any = Call()
+        try:
+            answer = await CacheServicer(catalog, clock=lambda: 1.0).GetSequence(request, context)
+        except grpc.aio.AbortError:
+            assert context.code is grpc.StatusCode.NOT_FOUND
+            return None
+        return answer.sequence.token_count
+
+    return asyncio.run(ask())
+
+
+class Call:
+    """What gRPC gives a handler, as far as it is for refusals."""
+
+    code: grpc.StatusCode | None = None
+
+    async def abort(self, code: grpc.StatusCode, *_: Any) -> None:
+        self.code = code
+        raise grpc.aio.AbortError
 
 
 # -- sequences and blocks -----------------------------------------------------------------------------------------

@@ -55,6 +55,17 @@ def test_a_good_certificate_is_read(authority: Authority, pair: Pair) -> None:
     assert str(read.key_pem) not in repr(read)
 
 
+@pytest.mark.parametrize("days", [1, 400])
+def test_when_a_certificate_expires_is_known(authority: Authority, days: int) -> None:
+    pair = authority.issue("localhost", days=days)
+    own, *_ = x509.load_pem_x509_certificates(pair.cert.read_bytes())
+    expires_at_s = own.not_valid_after_utc.timestamp()
+    assert {check_certificate(pair.cert, pair.key, is_server=is_server) for is_server in (True, False)} == {
+        expires_at_s
+    }
+    assert read_certificate(files(pair)).expires_at_s == expires_at_s
+
+
 @pytest.mark.parametrize("is_server", [True, False], ids=["server", "client"])
 def test_an_expired_certificate_is_refused(authority: Authority, is_server: bool) -> None:
     expired = authority.issue("localhost", days=-1)

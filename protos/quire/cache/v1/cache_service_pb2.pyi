@@ -1177,7 +1177,9 @@ class GetSequenceRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """The lease."""
+    """The lease: its id, or the first 8 characters of it, if the caller sees no
+    other lease that begins so.
+    """
     sequence_id: _builtins.int
     """The sequence."""
     def __init__(

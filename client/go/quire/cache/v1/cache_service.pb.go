@@ -2223,7 +2223,8 @@ func (x *Lease) GetTenant() string {
 // See CacheService.GetSequence.
 type GetSequenceRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The lease.
+	// The lease: its id, or the first 8 characters of it, if the caller sees no
+	// other lease that begins so.
 	LeaseId string `protobuf:"bytes,1,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// The sequence.
 	SequenceId    int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
