@@ -180,11 +180,17 @@ class CacheClient:
 
 
 async def keep_lease_alive(
-    cache: CacheApi, lease_id: str, *, ttl_s: float, last_renewal: Callable[[], float]
+    cache: CacheApi,
+    lease_id: str,
+    *,
+    ttl_s: float,
+    last_renewal: Callable[[], float],
+    on_renewal: Callable[[], None] = lambda: None,
 ) -> LeaseLost:
     """Renew a lease a third of its ttl after the last call that renewed it, until it is lost; returns the loss.
 
     last_renewal says when that call was, by the running loop's clock; renewals made here need not be counted in it.
+    on_renewal is called after each of these.
     """
     loop = asyncio.get_running_loop()
     renewed_at = loop.time()
@@ -197,6 +203,7 @@ async def keep_lease_alive(
         try:
             await cache.renew_lease(lease_id)
             renewed_at = loop.time()
+            on_renewal()
         except LeaseLost as lost:
             return lost
         except QuireError:

@@ -10,6 +10,9 @@ Two steps are in flight at most. One task does all of this and owns the schedule
 The engine holds every request's tokens, so it outlives both services: after a failure it takes what the steps in flight
 still answer, forgets what was being sampled, and admits everybody again, under the pool's new epoch or a new lease.
 Callers see a pause, and each token once.
+
+A plan whose answer does not come is no failure yet: it is repeated under its request_id while the lease can be alive,
+and steps in flight are taken meanwhile. A cachemgr that comes back with its books answers it as if nothing had been.
 """
 
 import asyncio
@@ -23,6 +26,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from quire.cache.v1.cache_service_pb2 import PlanStepRequest
+from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy
 from quire.client.credentials import NO_CREDENTIALS, Credentials
@@ -39,11 +44,21 @@ from quire.client.errors import (
     RequestFailed,
     StepFailed,
     Unavailable,
+    after_delivery,
 )
 from quire.client.messages import limits_of
 from quire.client.outputs import Chunk, Completion, Mailbox, SampleText, TokenLogprobs, complete
 from quire.client.sampling import SamplingParams
-from quire.client.scheduler import Failed, Sampled, Scheduler, SchedulerLimits, SchedulerStatistics, Step
+from quire.client.scheduler import (
+    Failed,
+    Plan,
+    PlanOutcome,
+    Sampled,
+    Scheduler,
+    SchedulerLimits,
+    SchedulerStatistics,
+    Step,
+)
 from quire.client.sequence import FinishReason, Sequence
 from quire.client.session import ConnectWorker, Session
 from quire.client.tokenizer import Tokenizer
@@ -56,6 +71,10 @@ Prompt = str | abc.Sequence[int]
 _log = logging.getLogger(__name__)
 _MAX_STEPS_IN_FLIGHT = 2
 _DEFAULT_PARAMS = SamplingParams()
+# A plan that is not answered within this time is asked again while steps in flight are taken.
+_PATIENCE_S = 1.0
+# A session that could not be opened in the time left may have this long all the same.
+_MIN_OPENING_S = 1.0
 # Between plans that ran nothing, and after steps that computed nothing.
 _PAUSES = RetryPolicy(first_delay_s=0.0005, max_delay_s=0.05)
 
@@ -68,7 +87,7 @@ class EngineConfig:
     max_step_tokens          tokens computed per step at most; the worker may allow fewer
     max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
     lease_ttl_s              the pool's blocks come back this long after this process has died, 1 to 3600
-    recovery_timeout_s       requests fail if a service can't be reached for this long
+    recovery_timeout_s       requests fail if a service can't be used for this long; errors say what was delivered
     max_recoveries           requests fail after this many recoveries without a computed step in between
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
@@ -149,13 +168,15 @@ class _Request:
         self.news.set()
 
     async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
+        delivered = [0] * len(self.sequences)
         while self.num_open or self.news.is_set():
             await self.news.wait()
             self.news.clear()
             for chunk in self.mailbox.take():
+                delivered[chunk.index] += len(chunk.token_ids)
                 yield chunk
             if self.error is not None:
-                raise self.error
+                raise after_delivery(self.error, delivered)
 
 
 class Engine:
@@ -201,6 +222,7 @@ class Engine:
         self._loop: asyncio.Task[None] | None = None
         self._stopped: EngineStopped | None = None
         self._counters = _Counters()
+        self._failing_since: float | None = None  # the loop's time; None while the services can be used
         self._recoveries_in_row = 0
         self._fruitless_in_row = 0
 
@@ -288,8 +310,9 @@ class Engine:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
 
         Raises InvalidRequest at once. The iterator raises RequestFailed, Unavailable, EngineStopped, or InvalidRequest
-        if a service refuses the prompt. Work begins with the first item asked for; closing the iterator, or cancelling
-        the task that waits in it, frees everything with the next plan.
+        if a service refuses the prompt; each says how many tokens it has given out, in delivered_token_counts. Work
+        begins with the first item asked for; closing the iterator, or cancelling the task that waits in it, frees
+        everything with the next plan.
         """
         token_ids = self._check(prompt, params)
         return self._generate(token_ids, params)
@@ -416,7 +439,7 @@ class Engine:
     def _fail_requests(self, error: QuireError) -> None:
         for request in self._requests.values():
             self._scheduler.cancel(request.sequences)
-            request.fail(_copy_of(error))
+            request.fail(error)
 
     def _fail_some(self, failed: abc.Iterable[Failed]) -> None:
         for sequence, error in ((entry.sequence, entry.error) for entry in failed):
@@ -463,7 +486,7 @@ class Engine:
         scheduled = time.perf_counter()
         try:
             with self._span("quire.plan", plan.sequences.values()) as span:
-                outcome, grant = await session.plan(plan)
+                outcome, grant = await self._ask(session, plan)
             span.end(step_number=outcome.step_number, refusals=len(outcome.refusals))
         except OutOfRoom:  # TOO_MANY_STEPS: their outcomes are on the way to cachemgr
             if not self._flight:
@@ -483,6 +506,42 @@ class Engine:
             await self._settle()
             await self._pause()  # blocks are on the way back, or others hold them
         return True
+
+    async def _ask(self, session: Session, plan: Plan) -> tuple[PlanOutcome, SignedGrant]:
+        """cachemgr's answer to a plan, however often it has to be asked. Raises what Session.plan raises."""
+        request = session.request_of(plan)
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await session.plan(request)
+        except Unavailable as error:
+            _log.warning("cachemgr is away: %s", error)
+            return await self._ask_again(session, request, error)
+        except TimeoutError:
+            return await self._ask_again(session, request, Unavailable(f"no answer within {_PATIENCE_S:g} s"))
+
+    async def _ask_again(
+        self, session: Session, request: PlanStepRequest, error: Unavailable
+    ) -> tuple[PlanOutcome, SignedGrant]:
+        asking = asyncio.create_task(session.plan_again(request, error, until=self._recovery_deadline()))
+        try:
+            while self._flight and not asking.done():
+                ended = asyncio.ensure_future(self._flight[0][1].result())
+                ended.add_done_callback(_retrieve)  # _settle asks for it too
+                await asyncio.wait([asking, ended], return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    await self._settle()
+                    self._deliver()
+            answer = await asking
+        finally:
+            asking.cancel()
+        self._failing_since = None
+        return answer
+
+    def _recovery_deadline(self) -> float:
+        """The loop's time at which requests fail if the services can't be used before."""
+        if self._failing_since is None:
+            self._failing_since = asyncio.get_running_loop().time()
+        return self._failing_since + self._config.recovery_timeout_s
 
     async def _settle(self) -> None:
         """Wait for the oldest step in flight and take its tokens."""
@@ -603,13 +662,19 @@ class Engine:
 
     async def _reconnect(self) -> Session | None:
         """A new session as soon as the services let us; None, and every request failed, if they do not in time."""
-        deadline = time.monotonic() + self._config.recovery_timeout_s
+        deadline = self._recovery_deadline()
+        try:
+            return await self._reconnect_by(deadline)
+        finally:
+            self._failing_since = None
+
+    async def _reconnect_by(self, deadline: float) -> Session | None:
         delays_s = RetryPolicy(max_attempts=2**31).delays_s()
         while self._scheduler.has_work:
             try:
-                session = await self._open_session()
+                session = await self._open_session_by(deadline)
             except (Unavailable, NotFound, LeaseLost, EpochChanged, OutOfRoom, AccessDenied) as error:
-                if time.monotonic() > deadline:
+                if asyncio.get_running_loop().time() > deadline:
                     self._fail_requests(error)
                     return None
                 await asyncio.sleep(max(next(delays_s), error.retry_after_s or 0.0))
@@ -623,6 +688,14 @@ class Engine:
         config = self._config
         return await Session.open(self._cache, self._worker_at, pool=config.pool, ttl_s=config.lease_ttl_s)
 
+    async def _open_session_by(self, deadline: float) -> Session:
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(max(deadline, now + _MIN_OPENING_S)):
+                return await self._open_session()
+        except TimeoutError:
+            raise Unavailable("no new session in time") from None
+
     def _worker_at(self, address: str) -> WorkerApi:
         if self._worker is None or self._worker[0] != address:
             self._worker = (address, self._connect_worker(address))
@@ -631,6 +704,7 @@ class Engine:
     def _use(self, session: Session) -> None:
         """The scheduler and new requests keep to what this session's pool and model allow."""
         self._session = session
+        self._failing_since = None
         self._end_token_ids = tuple(session.model.end_token_ids)
         self._max_logprobs = session.model.max_logprob_count
         self._scheduler.set_limits(self._limits_of(session))
@@ -657,7 +731,7 @@ class Engine:
     def _stop(self, error: EngineStopped) -> None:
         self._stopped = self._stopped or error
         for request in self._requests.values():
-            request.fail(_copy_of(error))
+            request.fail(error)
 
     async def _close_clients(self) -> None:
         session, self._session = self._session, None
@@ -684,6 +758,11 @@ def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:
     failed = RequestFailed(f"given up after {num_recoveries} recoveries, the last one for: {error}")
     failed.__cause__ = error
     return failed
+
+
+def _retrieve(result: asyncio.Future[worker_service_pb2.RunStepResponse]) -> None:
+    if not result.cancelled():
+        result.exception()
 
 
 def _copy_of(error: QuireError) -> QuireError:

@@ -17,10 +17,11 @@
     └── EngineStopped        the engine is closed, or its loop has died
 
 Servers name a reason and put every number into metadata; callers branch on the class or on `reason`, never on the text.
+What ends a request of the engine also says how many tokens its caller has got, see `delivered_token_counts`.
 This module knows no gRPC: messages and statuses become reasons in channel.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -59,6 +60,17 @@ class QuireError(Exception):
             return int(self.metadata[key])
         except (KeyError, ValueError):
             return default
+
+    @property
+    def delivered_token_counts(self) -> tuple[int, ...]:
+        """Tokens that each sample of a request had given out before this; empty if it is no error of a request.
+
+        Who wants the rest asks for it: each sample's prompt and those tokens are the new prompt, max_tokens is less by
+        their number, and with the first one's seed plus the sample's index what comes is what would have come. With a
+        presence penalty it is not: what was generated counts as prompt then.
+        """
+        counts = self.metadata.get("delivered_token_counts", "")
+        return tuple(int(count) for count in counts.split(",") if count.isdecimal())
 
 
 class InvalidRequest(QuireError):
@@ -154,6 +166,19 @@ class EngineStopped(QuireError):
     """The engine is closed, or its loop has died; `__cause__` says of what."""
 
     default_reason = "ENGINE_STOPPED"
+
+
+def after_delivery(error: QuireError, delivered: Sequence[int]) -> QuireError:
+    """The error of a request whose samples had given out so many tokens, for its caller alone."""
+    counts = [str(count) for count in delivered]
+    copy = type(error)(
+        f"{error.message}; tokens delivered: {', '.join(counts)}",
+        reason=error.reason,
+        metadata={**error.metadata, "delivered_token_counts": ",".join(counts)},
+        retry_after_s=error.retry_after_s,
+    )
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 # Both services: ErrorReason without its prefix -> class. A test holds this against the enums of the contract.

@@ -20,7 +20,7 @@ def limits_of(
     """What a pool allows, within what its user wants."""
     return SchedulerLimits(
         max_step_tokens=max_step_tokens,
-        max_running_sequences=min(max_running_sequences, geometry.max_sequence_count, max_step_tokens),
+        max_running_sequences=min(max_running_sequences, geometry.max_sequence_count),
         block_size=geometry.block_size_tokens,
         num_blocks=geometry.block_count - 1,
         max_sequence_tokens=geometry.max_sequence_tokens,

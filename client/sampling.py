@@ -29,6 +29,7 @@ class SamplingParams:
     ignore_eos           go on at the model's end tokens
     logprobs             most probable tokens to report per token, beside the one chosen; 0: that one only; None: none
     n                    samples of the prompt, 1 to 1024; sample i has seed + i
+    priority             an engine serves its requests of a higher one first, -2^31 to 2^31 - 1; changes no token
     """
 
     max_tokens: int | None = 128
@@ -44,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
@@ -56,6 +58,7 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_int("n", self.n, 1, MAX_SAMPLES)
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         _check_real("temperature", self.temperature, 0, 100)
         _check_real("min_p", self.min_p, 0, 1)
         _check_real("presence_penalty", self.presence_penalty, -100, 100)

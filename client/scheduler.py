@@ -6,10 +6,24 @@
     on_step_failed / on_step_dropped what it should have computed is admitted again
     cancel / stop / reset_all        from outside, at any point between those calls
 
-Policy. Whoever arrived first is served first, in everything: running sequences get tokens and blocks in order of
-arrival, decodes before forks before chunks of prompts; whoever waits is admitted in order of arrival. When running
-sequences lack blocks and neither retired blocks nor releases will cover it, the last arrived is preempted and waits at
-its old place. So the first arrived is never preempted for another one of this client, and every request ends.
+Rank. Higher priority first, then who arrived first; in everything. Running sequences get tokens and blocks in order of
+rank, decodes before forks before chunks of prompts; whoever waits is admitted in order of rank.
+
+Blocks. When a running sequence lacks blocks and neither retired blocks nor releases will cover it, sequences below it
+in rank are preempted: of the lowest priority, and of these the one that loses least work per block of use. If nobody is
+below it, it waits and keeps what it has. So every request ends: the first in rank is never preempted for another one of
+this client and gets every block that this client holds, so it ends; then so does the next one. Requests of lower
+priority may have to wait for as long as higher ones keep coming: who waits for admission takes blocks and places from
+running sequences of lower priority, and never from others.
+
+Thrashing. Admissions leave what the running sequences will want within so many steps: twice as many after each plan
+that preempted for one of them, half as many after each running sequence that ends. So there are no more such plans than
+ends, doublings and places: beyond the last doubling nobody is admitted beside others before one of them has ended.
+Where a quota is short and not the pool, of which cachemgr keeps no reserve, nobody is admitted before that either.
+
+Bounds. A decode waits for prompts no longer than one step of max_step_tokens, because every step has a token of every
+running sequence that decodes. A prompt waits for decodes no longer either: they have at most as many places as leave a
+quarter of max_step_tokens to prompts, in every step.
 
 A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
 failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
@@ -17,7 +31,7 @@ others with it. After a failure nothing is planned until the steps in flight hav
 outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import abc, deque
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -33,8 +47,10 @@ _MAX_SEQ_ID = 2**31
 _NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
 _RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
 _DRAINING = SequenceState.DRAINING
-# Admissions leave the blocks that running sequences will ask for within this many steps.
+# Admissions leave the blocks that running sequences will ask for within this many steps, or more under pressure.
 _RESERVE_STEPS = 4
+# Of a step's tokens one in so many is never a decode's.
+_PROMPT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,11 @@ class SchedulerLimits:
         for name in (f.name for f in fields(self)):
             if getattr(self, name) < 1:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that may run at once: all of them may decode, and prompts still get their share of a step."""
+        return min(self.max_running_sequences, self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE)
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -266,8 +287,12 @@ class _Draft:
         self.sequences[seq_id] = sequence
 
 
-def _by_arrival(sequence: Sequence) -> tuple[int, int]:
-    return sequence.arrival
+def _by_rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank
+
+
+def _by_priority(sequence: Sequence) -> int:
+    return sequence.rank[0]
 
 
 class Scheduler:
@@ -277,11 +302,11 @@ class Scheduler:
         """With verify, check_invariants() runs after each change."""
         self.limits = limits
         self._verify = verify
-        self._waiting: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # by arrival
+        self._waiting: list[Sequence] = []  # by rank
+        self._running: list[Sequence] = []  # by rank
         self._draining: set[Sequence] = set()
         self._followers: dict[Sequence, list[Sequence]] = {}  # parent -> samples still to be forked
-        self._suspects: list[Sequence] = []  # by arrival
+        self._suspects: list[Sequence] = []  # by rank
         self._releases: dict[int, int] = {}  # id -> blocks that will come back, at most
         self._steps: deque[Step] = deque()
         self._next_request = 0
@@ -291,7 +316,9 @@ class Scheduler:
 
     def _forget_pool(self) -> None:
         self._blocks = Blocks(free=self.limits.num_blocks, cached=0, active=0, retired=0)
-        self._starving = False  # running sequences were refused blocks in the last plan
+        self._starved: int | None = None  # highest priority of a running sequence refused blocks in the last plan
+        self._reserve_steps = _RESERVE_STEPS
+        self._is_quota_short = False  # somebody gave way for want of quota, and nobody has ended since
         self._admission_needs = 0  # blocks without which the first in line need not ask again
         self._cached_ratio = 0.0  # of admitted tokens lately: how far a budget for admissions goes
         self._stalls = 0
@@ -337,7 +364,7 @@ class Scheduler:
             )
             for index in range(params.n)
         ]
-        self._waiting.append(sequences[0])
+        self._queue(sequences[0])
         if len(sequences) > 1:
             self._followers[sequences[0]] = sequences[1:]
         self._checked()
@@ -369,7 +396,7 @@ class Scheduler:
 
     def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
         """End these now; their blocks are released with the next plan. Those that have ended are left alone."""
-        for sequence in sorted(sequences, key=_by_arrival, reverse=True):
+        for sequence in sorted(sequences, key=_by_rank, reverse=True):
             # Last first: a parent that ends would only send its followers to the queue.
             self._finish(sequence, FinishReason.CANCELLED)
         self._checked()
@@ -393,7 +420,7 @@ class Scheduler:
         self._releases.clear()
         for sequence in (*self._running, *self._draining):
             sequence.forget()
-            insort(self._waiting, sequence, key=_by_arrival)
+            insort(self._waiting, sequence, key=_by_rank)
         self._running.clear()
         self._draining.clear()
         self._forget_pool()
@@ -402,19 +429,18 @@ class Scheduler:
     # What the next step should do.
 
     def schedule(self) -> Plan:
-        """The next plan; empty if nothing can be done before a step in flight ends. Changes nothing but unused ids."""
+        """The next plan; empty if nothing can be done before a step in flight ends. Changes no sequence."""
         if self._is_settling and self._steps:
             return Plan()
+        self._is_settling = False
         draft = _Draft(self.limits.max_step_tokens)
         if self._suspects:
             self._draft_suspect(draft, self._suspects[0])
         else:
             self._draft_decodes(draft)
-            if not self._starving:
-                self._draft_forks(draft)
+            self._draft_forks(draft)
             self._draft_chunks(draft)
-            if not self._starving:
-                self._draft_admissions(draft)
+            self._draft_admissions(draft)
         return Plan(
             release_ids=tuple(self._releases),
             forks=tuple(draft.forks),
@@ -422,12 +448,29 @@ class Scheduler:
             extend_counts=tuple(draft.counts),
             admissions=tuple(draft.admissions),
             admission_token_budget=draft.budget if draft.admissions else 0,
-            admission_reserve_blocks=self._reserve() if draft.admissions else 0,
+            admission_reserve_blocks=self._reserve_of(draft),
             sequences=draft.sequences,
         )
 
-    def _reserve(self) -> int:
-        return 0 if self._suspects else -(-len(self._running) * _RESERVE_STEPS // self.limits.block_size)
+    def _reserve_of(self, draft: _Draft) -> int:
+        if not draft.admissions:
+            return 0
+        last = draft.sequences[draft.admissions[-1].seq_id]
+        return self._reserve_for(last, beside=len(draft.admissions) - 1)
+
+    def _reserve_for(self, newcomer: Sequence, *, beside: int = 0) -> int:
+        """Blocks that an admission has to leave to running sequences of no lower priority, and others admitted too."""
+        if self._suspects:
+            return 0
+        num_sequences = self._num_not_below(newcomer.priority) + beside
+        return -(-num_sequences * self._reserve_steps // self.limits.block_size)
+
+    def _num_not_below(self, priority: int) -> int:
+        return bisect_right(self._running, -priority, key=_by_priority)
+
+    def _may_take_blocks(self, sequence: Sequence) -> bool:
+        """Whether it may be let in: those who run go first, if their priority is not lower."""
+        return self._starved is None or sequence.priority > self._starved
 
     def _draft_suspect(self, draft: _Draft, suspect: Sequence) -> None:
         if self._steps:
@@ -450,14 +493,17 @@ class Scheduler:
                 draft.extend(_id_of(sequence), sequence, min(count, draft.budget))
 
     def _draft_forks(self, draft: _Draft) -> None:
-        slots = self.limits.max_running_sequences - len(self._running)
-        for parent, followers in self._followers.items():
-            if parent.state is not SequenceState.RUNNING or parent.num_scheduled_tokens < parent.num_prompt_tokens:
+        if not self._followers:
+            return
+        places = self.limits.num_places - len(self._running)
+        for parent in self._running:
+            followers = self._followers.get(parent, [])
+            children = followers[: max(0, min(places, draft.budget))]
+            if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
                 continue
-            children = followers[: min(slots, draft.budget)]
-            if not children:
-                continue
-            slots -= len(children)
+            if not self._may_take_blocks(parent):
+                return
+            places -= len(children)
             child_ids = tuple(self._fresh_id() for _ in children)
             draft.forks.append(Fork(_id_of(parent), child_ids, parent.num_prompt_tokens))
             for child_id, child in zip(child_ids, children, strict=True):
@@ -465,14 +511,14 @@ class Scheduler:
 
     def _draft_admissions(self, draft: _Draft) -> None:
         forked = sum(len(fork.child_ids) for fork in draft.forks)
-        slots = self.limits.max_running_sequences - len(self._running) - forked
+        places = self.limits.num_places - len(self._running) - forked
         if self._admissions_blocked():
             return
         # Prompts are offered until what they will probably compute fills the budget; cachemgr, who knows what is
         # cached, cuts the last one.
         budget = float(draft.budget)
-        for sequence in self._waiting[: max(0, slots)]:
-            if budget <= 0:
+        for sequence in self._waiting[: max(0, places)]:
+            if budget <= 0 or not self._may_take_blocks(sequence):
                 return
             draft.admit(self._fresh_id(), sequence)
             budget -= max(1.0, len(sequence.token_ids) * (1.0 - self._cached_ratio))
@@ -481,9 +527,11 @@ class Scheduler:
 
     def _admissions_blocked(self) -> bool:
         """Whether the first in line was refused and nothing has come back since that would change it."""
-        blocks = self._blocks
-        coming = blocks.free + blocks.cached + blocks.retired + sum(self._releases.values())
-        return bool(self._running) and coming < self._admission_needs
+        if not self._running or not self._waiting:
+            return False
+        if self._is_quota_short and not self._below(self._waiting[0]):
+            return True
+        return self._room(self._blocks.free + self._blocks.cached) < self._admission_needs
 
     def _fresh_id(self) -> int:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
@@ -498,7 +546,6 @@ class Scheduler:
         """
         refused = {(refusal.item, refusal.seq_id): refusal.error for refusal in outcome.refusals}
         self._counters.planned_steps += 1
-        self._is_settling = False
         self._counters.refusals += len(refused)
         for seq_id in plan.release_ids:
             self._releases.pop(seq_id, None)
@@ -513,6 +560,7 @@ class Scheduler:
         self._refuse_extends(plan, refused, failed)
         if plan.asks_to_compute:
             self._stalls = 0 if outcome.run_ids else self._stalls + 1
+        self._yield_place()
         self._checked()
         return step
 
@@ -522,8 +570,10 @@ class Scheduler:
                 child = plan.sequences[child_id]
                 accepted = (PlanItem.FORK, child_id) not in refused
                 if child.state is SequenceState.FOLLOWING:
-                    self._unfollow(child)
-                    if not accepted:
+                    parent = self._unfollow(child)
+                    if accepted:
+                        parent.num_shared_tokens = max(parent.num_shared_tokens, fork.num_tokens - 1)
+                    else:
                         self._wait(child)  # an ordinary admission; the prompt is in the cache
                         continue
                 elif not accepted:
@@ -534,7 +584,7 @@ class Scheduler:
                 else:
                     self._waiting.remove(child)  # the parent ended while the plan was under way
                 child.begin(child_id, num_scheduled_tokens=fork.num_tokens - 1)
-                insort(self._running, child, key=_by_arrival)
+                insort(self._running, child, key=_by_rank)
                 self._counters.forks += 1
 
     def _begin_admissions(
@@ -545,7 +595,7 @@ class Scheduler:
         failed: list[Failed],
     ) -> None:
         cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
-        self._admission_needs, spare = 0, 0
+        self._admission_needs = 0
         for admission in plan.admissions:
             sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
             if seq_id in cached:
@@ -555,9 +605,15 @@ class Scheduler:
             elif not isinstance(error, OutOfRoom):
                 self._fail(sequence, error, failed)
             elif error.reason in _NO_BLOCKS and not self._admission_needs:
-                self._admission_needs, spare = error.number("needed", 1), self._spare_of(error)
-        if self._admission_needs and self._suspects and self._running:
-            self._relieve(self._admission_needs, spare)  # everybody else is paused and would hold the blocks for ever
+                self._admission_needs = self._needed_by(sequence, error, plan.admission_reserve_blocks)
+                if sequence.state is SequenceState.WAITING:
+                    self._make_room(sequence, self._admission_needs - self._room(self._spare_of(error)))
+
+    def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
+        """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
+        if error.reason == "QUOTA_EXCEEDED":
+            return error.number("needed", 1)
+        return error.number("needed", 1) - reserve + self._reserve_for(newcomer)
 
     def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
         num_tokens = len(sequence.token_ids)
@@ -570,7 +626,7 @@ class Scheduler:
             return
         self._waiting.remove(sequence)
         sequence.begin(seq_id, num_scheduled_tokens=num_cached)
-        insort(self._running, sequence, key=_by_arrival)
+        insort(self._running, sequence, key=_by_rank)
 
     def _step_of(self, plan: Plan, outcome: PlanOutcome, failed: abc.Sequence[Failed]) -> Step:
         given = set(outcome.given_run_indexes)
@@ -616,21 +672,21 @@ class Scheduler:
     def _refuse_extends(
         self, plan: Plan, refused: abc.Mapping[tuple[PlanItem, int], QuireError], failed: list[Failed]
     ) -> None:
-        needed, spare = 0, 0
+        needs: dict[Sequence, QuireError] = {}
         for (item, seq_id), error in refused.items():
             sequence = plan.sequences.get(seq_id)
             live = sequence is not None and sequence.seq_id == seq_id and sequence.state is SequenceState.RUNNING
             if item is not PlanItem.EXTEND or sequence is None or not live:
                 continue
             if error.reason in _NO_BLOCKS:
-                needed, spare = needed + error.number("needed", 1), self._spare_of(error)
+                needs[sequence] = error
             elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):
                 self._retry_alone(sequence, error, failed)
             else:
                 self._fail(sequence, error, failed)
-        self._starving = needed > 0
-        if needed:
-            self._relieve(needed, spare)
+        self._starved = max((sequence.priority for sequence in needs), default=None)
+        if needs:
+            self._relieve(needs)
 
     def _spare_of(self, error: QuireError) -> int:
         """The blocks that this client could have had when it was refused more."""
@@ -638,17 +694,54 @@ class Scheduler:
             return error.number("limit", 0) - error.number("held", 0)
         return error.number("free", self._blocks.free + self._blocks.cached)
 
-    def _relieve(self, needed: int, spare: int) -> None:
-        """Preempt the last arrived until the blocks needed are spare or will be; nobody if they will be anyway."""
-        missing = needed - spare - self._blocks.retired - sum(self._releases.values())
-        first = self._suspects[0] if self._suspects else self._running[0]
-        # Nobody of this client holds what the first one lacks: in the end it gives way to another client of the pool.
-        gives_way = self._stalls >= self.limits.max_stalls
-        for victim in self._running[::-1]:
-            if missing <= 0 or (victim is first and not gives_way):
-                continue
-            missing -= self._blocks_of(victim)
+    def _room(self, spare: int) -> int:
+        """Blocks that there are or that are on their way back."""
+        return spare + self._blocks.retired + sum(self._releases.values())
+
+    def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
+        """Make room for running sequences that were refused blocks, the first in rank first."""
+        *_, last_refused = needs.values()
+        room, num_preemptions = self._room(self._spare_of(last_refused)), self._counters.preemptions
+        for sequence in sorted(needs, key=_by_rank):
+            if sequence.state is _RUNNING:  # it has not given way to one above it
+                room -= needs[sequence].number("needed", 1)
+                room += self._make_room(sequence, -room)
+        if self._counters.preemptions > num_preemptions:
+            self._reserve_steps = min(2 * self._reserve_steps, self.limits.num_blocks * self.limits.block_size)
+            self._is_quota_short = last_refused.reason == "QUOTA_EXCEEDED"
+        if room < 0 and self._stalls >= self.limits.max_stalls:
+            # Nobody of this client holds what is lacking: give way to another client of the pool.
+            self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=_by_rank))
+
+    def _make_room(self, needy: Sequence, missing: int) -> int:
+        """Preempt until so many blocks will come back, or there is nobody left to; returns how many will."""
+        coming = 0
+        while coming < missing and (victim := self._victim_for(needy, missing - coming)) is not None:
+            coming += self._own_blocks_of(victim)
             self._preempt(victim)
+        return coming
+
+    def _victim_for(self, needy: Sequence, missing: int) -> Sequence | None:
+        """Of the lowest priority, who loses least work per block of use; of equals the last in rank."""
+
+        def price(victim: Sequence) -> tuple[int, float]:
+            lost = victim.num_scheduled_tokens - victim.num_shared_tokens
+            return victim.priority, lost / min(self._own_blocks_of(victim), missing)
+
+        return min(reversed(self._below(needy)), key=price, default=None)
+
+    def _below(self, needy: Sequence) -> list[Sequence]:
+        """Running sequences that have to give way to one that runs, or to one that waits."""
+        if self._suspects:  # needy is one: everybody else is paused and would hold the blocks for ever
+            return [sequence for sequence in self._running if sequence is not needy]
+        if needy.state is _RUNNING:
+            return self._running[bisect_right(self._running, needy.rank, key=_by_rank) :]
+        return self._running[self._num_not_below(needy.priority) :]
+
+    def _yield_place(self) -> None:
+        """If all places are taken, the first in line gets that of a sequence of lower priority, one with each plan."""
+        if self._waiting and not self._suspects and len(self._running) >= self.limits.num_places:
+            self._make_room(self._waiting[0], 1)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preemptions += 1
@@ -657,7 +750,7 @@ class Scheduler:
         if sequence.state is SequenceState.DRAINING:
             self._draining.add(sequence)
         else:
-            self._requeue(sequence)
+            self._queue(sequence)
 
     # How a step ended.
 
@@ -692,7 +785,7 @@ class Scheduler:
         elif sequence.state is _DRAINING and not sequence.num_sampling:
             self._draining.discard(sequence)
             sequence.move(SequenceState.WAITING)
-            self._requeue(sequence)
+            self._queue(sequence)
         return Sampled(sequence, seq_id, token_id, reason)
 
     def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
@@ -739,7 +832,7 @@ class Scheduler:
         sequence.suspect_until = max(until, sequence.suspect_until or 0)
         self._readmit(sequence)
         if sequence not in self._suspects:
-            insort(self._suspects, sequence, key=_by_arrival)
+            insort(self._suspects, sequence, key=_by_rank)
 
     def _retry_alone(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
         sequence.num_failures += 1
@@ -778,9 +871,9 @@ class Scheduler:
             case SequenceState.FINISHED:
                 pass
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: Sequence) -> None:
         sequence.seq_id = None
-        insort(self._waiting, sequence, key=_by_arrival)
+        insort(self._waiting, sequence, key=_by_rank)
         if self._waiting[0] is sequence:
             self._admission_needs = 0  # that was about another one
 
@@ -791,24 +884,27 @@ class Scheduler:
 
     def _wait(self, follower: Sequence) -> None:
         follower.move(SequenceState.WAITING)
-        self._requeue(follower)
+        self._queue(follower)
 
     def _readmit(self, sequence: Sequence) -> None:
         self._leave(sequence)
         sequence.forget()
-        self._requeue(sequence)
+        self._queue(sequence)
 
-    def _unfollow(self, child: Sequence) -> None:
-        for parent, followers in self._followers.items():
-            if child in followers:
-                followers.remove(child)
-                if not followers:
-                    del self._followers[parent]
-                return
+    def _unfollow(self, child: Sequence) -> Sequence:
+        """Returns whom it has followed."""
+        parent = next(parent for parent, followers in self._followers.items() if child in followers)
+        self._followers[parent].remove(child)
+        if not self._followers[parent]:
+            del self._followers[parent]
+        return parent
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is SequenceState.FINISHED:
             return
+        if sequence.state is _RUNNING:
+            self._reserve_steps = max(_RESERVE_STEPS, self._reserve_steps // 2)
+            self._is_quota_short = False
         self._leave(sequence)
         sequence.finish(reason)
         if sequence in self._suspects:
@@ -825,6 +921,10 @@ class Scheduler:
         """Blocks that a sequence's release gives back, at most: shared ones stay."""
         num_tokens = max(len(sequence.token_ids), sequence.num_scheduled_tokens)
         return -(-num_tokens // self.limits.block_size)
+
+    def _own_blocks_of(self, sequence: Sequence) -> int:
+        """Of these, those that nobody else is known to have had."""
+        return max(1, self._blocks_of(sequence) - sequence.num_shared_tokens // self.limits.block_size)
 
     # State as a value.
 
@@ -857,10 +957,10 @@ class Scheduler:
         for state, members in homes:
             _require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
         for ordered in (self._waiting, self._running, self._suspects):
-            _require(ordered == sorted(ordered, key=_by_arrival), "queues are in order of arrival")
+            _require(ordered == sorted(ordered, key=_by_rank), "queues are in order of rank")
         _require(set(self._suspects) <= set(everybody), "a suspect is alive")
         _require(all(parent in set(everybody) for parent in self._followers), "a parent of followers is alive")
-        _require(len(self._running) <= self.limits.max_running_sequences, "the limit of running sequences holds")
+        _require(len(self._running) <= self.limits.num_places, "the limit of running sequences holds")
         ids = [_id_of(sequence) for sequence in self._running]
         _require(len(set(ids)) == len(ids), "an id stands for one sequence")
         _require(not set(ids) & self._releases.keys(), "what runs is not released")

@@ -13,7 +13,7 @@ value is known or not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
@@ -75,6 +75,8 @@ class Sequence:
     # Of the present incarnation in the pool; a fresh id each time it is admitted or forked. None while it has none.
     seq_id: int | None = None
     num_scheduled_tokens: int = 0
+    # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them too.
+    num_shared_tokens: int = 0
     num_sampling: int = 0
     # Whether it ever was in a pool: if it is admitted again, its tokens are no new prompt's.
     was_admitted: bool = False
@@ -84,6 +86,16 @@ class Sequence:
     suspect_until: int | None = None
     # Failures of steps it was alone in.
     num_failures: int = 0
+    # Who is served first: by priority, then by arrival.
+    rank: tuple[int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = (-self.params.priority, *self.arrival)
+
+    @property
+    def priority(self) -> int:
+        """Its request's."""
+        return self.params.priority
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +126,7 @@ class Sequence:
         self.move(SequenceState.RUNNING)
         self.seq_id = seq_id
         self.num_scheduled_tokens = num_scheduled_tokens
+        self.num_shared_tokens = num_scheduled_tokens
         self.sampling_sent = False
         self.was_admitted = True
 

@@ -5,13 +5,18 @@ from collections.abc import Callable
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
-from quire.client.errors import LeaseLost, QuireError
+from quire.client.channel import RetryPolicy
+from quire.client.errors import LeaseLost, QuireError, Unavailable
 from quire.client.messages import decode_outcome, encode_plan, encode_step
 from quire.client.scheduler import Plan, PlanOutcome, Step
 from quire.client.worker_client import StepAnswer, WorkerApi
 from quire.compute.v1 import worker_service_pb2
 
 ConnectWorker = Callable[[str], WorkerApi]
+
+_REPETITIONS = RetryPolicy(max_attempts=2**31)
+# What is not given back within this time runs out by itself.
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class Session:
@@ -30,15 +35,26 @@ class Session:
         self._connect_worker = connect_worker
         self._worker = connect_worker(lease.worker_address)
         self._lease_id = lease.lease_id
+        self._ttl_s = ttl_s
         self._num_plans = 0
-        self._renewed_at = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._on_renewal()
         self.pool = lease.pool
         self.epoch = lease.epoch
         self.geometry: attach_pb2.PoolGeometry = lease.geometry
         self.model = worker_service_pb2.GetModelResponse()
         self._keeper = asyncio.create_task(
-            keep_lease_alive(cache, lease.lease_id, ttl_s=ttl_s, last_renewal=lambda: self._renewed_at)
+            keep_lease_alive(
+                cache,
+                lease.lease_id,
+                ttl_s=ttl_s,
+                last_renewal=lambda: self._renewed_at,
+                on_renewal=self._on_renewal,
+            )
         )
+
+    def _on_renewal(self) -> None:
+        self._renewed_at = self._loop.time()
 
     @classmethod
     async def open(cls, cache: CacheApi, connect_worker: ConnectWorker, *, pool: str, ttl_s: float) -> "Session":
@@ -52,15 +68,40 @@ class Session:
             raise
         return session
 
-    async def plan(self, plan: Plan) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
+    def request_of(self, plan: Plan) -> cache_service_pb2.PlanStepRequest:
+        """The request for a plan, with a request_id of its own: however often it is sent, it is applied once."""
+        self._num_plans += 1
+        return encode_plan(plan, lease_id=self._lease_id, epoch=self.epoch, request_id=str(self._num_plans))
+
+    async def plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
         """Ask cachemgr for a step. Raises LeaseLost, EpochChanged, OutOfRoom, Unavailable, ProtocolViolation."""
         if self._keeper.done():
             raise LeaseLost("the lease was lost while it was idle")
-        self._num_plans += 1
-        request = encode_plan(plan, lease_id=self._lease_id, epoch=self.epoch, request_id=str(self._num_plans))
         response = await self._cache.plan(request)
-        self._renewed_at = asyncio.get_running_loop().time()
+        self._on_renewal()
         return decode_outcome(response), response.grant
+
+    async def plan_again(
+        self, request: cache_service_pb2.PlanStepRequest, error: Unavailable, *, until: float
+    ) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
+        """Ask again and again what was not answered for this error, as long as the lease can be alive.
+
+        until is the loop's time at which to give up anyway. Raises what plan raises; Unavailable only at the end.
+        """
+        for delay_s in _REPETITIONS.delays_s():
+            end = min(until, self._renewed_at + self._ttl_s)
+            left_s = end - self._loop.time()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(left_s, max(delay_s, error.retry_after_s or 0.0)))
+            try:
+                async with asyncio.timeout_at(end):
+                    return await self.plan(request)
+            except Unavailable as another:
+                error = another
+            except TimeoutError:
+                continue
+        raise error
 
     async def run(self, step: Step, grant: grant_pb2.SignedGrant) -> StepAnswer:
         """Send a step to the worker."""
@@ -81,6 +122,7 @@ class Session:
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
         try:
-            await self._cache.delete_lease(self._lease_id)
-        except QuireError:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._cache.delete_lease(self._lease_id)
+        except (QuireError, TimeoutError):
             return

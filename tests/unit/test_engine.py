@@ -70,6 +70,9 @@ class Services:
     """CacheApi and WorkerApi with room for everything. A sequence is [prompt length, tokens, scheduled].
 
     plan_errors, result_errors and lease_errors are raised by the next calls; a step with the token `poison` fails.
+    Plans are not answered while `plan_gate` is closed; the answers of the next num_lost_answers, which are applied, are
+    lost. A plan repeated under its request_id gets the answer that it got. While plans raise errors a lease can't be
+    renewed either, unless can_renew; leases are neither made nor given back while `lease_gate` is closed.
     """
 
     def __init__(self) -> None:
@@ -79,6 +82,13 @@ class Services:
         self.poison = -1
         self.gate = asyncio.Event()
         self.gate.set()
+        self.plan_gate = asyncio.Event()
+        self.plan_gate.set()
+        self.lease_gate = asyncio.Event()
+        self.lease_gate.set()
+        self.can_renew = False
+        self.num_lost_answers = 0
+        self.asked: list[bytes] = []
         self.plans: list[cache_service_pb2.PlanStepRequest] = []
         self.steps_sent = 0
         self.open_leases: list[str] = []
@@ -93,6 +103,7 @@ class Services:
         self.poisoned: set[int] = set()
         self.pending: deque[tuple[int, list[tuple[int, int, bool]]]] = deque()
         self.step_number = 0
+        self.answers: dict[str, tuple[bytes, cache_service_pb2.PlanStepResponse]] = {}
 
     def new_epoch(self) -> EpochChanged:
         self.forget()
@@ -102,6 +113,7 @@ class Services:
     # CacheApi.
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> cache_service_pb2.CreateLeaseResponse:
+        await self.lease_gate.wait()
         if self.lease_errors:
             raise self.lease_errors.popleft()
         self.forget()
@@ -112,9 +124,11 @@ class Services:
         )
 
     async def renew_lease(self, lease_id: str) -> None:
-        pass
+        if self.plan_errors and not self.can_renew:
+            raise Unavailable("away")
 
     async def delete_lease(self, lease_id: str) -> None:
+        await self.lease_gate.wait()
         self.open_leases = [open_id for open_id in self.open_leases if open_id != lease_id]
 
     async def get_pool(self, pool: str) -> cache_service_pb2.Pool:
@@ -122,11 +136,26 @@ class Services:
 
     async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
         await asyncio.sleep(0)
+        body = request.SerializeToString(deterministic=True)
+        self.asked.append(body)
+        await self.plan_gate.wait()
         if self.plan_errors:
             raise self.plan_errors.popleft()
         assert request.lease_id in self.open_leases
         if request.epoch != self.epoch:
             raise EpochChanged("other memory", metadata={"epoch": str(self.epoch)})
+        if request.request_id in self.answers:
+            known, answer = self.answers[request.request_id]
+            assert known == body, "a request_id stands for one plan"
+            return answer
+        response = self.apply(request)
+        self.answers[request.request_id] = (body, response)
+        if self.num_lost_answers:
+            self.num_lost_answers -= 1
+            raise Unavailable("the answer is lost")
+        return response
+
+    def apply(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
         self.plans.append(request)
         self.step_number += 1
         response = cache_service_pb2.PlanStepResponse(step_number=self.step_number)
@@ -238,6 +267,12 @@ def with_engine(body: Callable[[Engine, Services], Awaitable[None]], **config: A
 
 async def read(chunks: Any) -> list[Chunk]:
     return [chunk async for chunk in chunks]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def turns(count: int = 50) -> None:
@@ -444,11 +479,231 @@ def test_services_that_come_back_in_time_are_waited_for() -> None:
         reading = asyncio.create_task(read(engine.generate("a\n", greedy(30))))
         await turns(20)
         services.lease_errors.extend([Unavailable("still away")] * 2)
-        services.plan_errors.append(Unavailable("away"))
+        services.plan_errors.append(LeaseLost("away, and back without its books"))
         chunks = await reading
         assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:30]
 
     with_engine(body)
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["the answer is lost", "the request is lost"])
+def test_a_plan_without_an_answer_is_repeated_under_its_request_id(is_applied: bool) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60, n=2))))
+        await turns(30)
+        if is_applied:
+            services.num_lost_answers = 1
+        services.plan_errors.extend([Unavailable("away")] * 3 * (not is_applied))
+        services.plan_errors.append(Unavailable("not attached yet", reason="POOL_DETACHED", retry_after_s=0.001))
+        chunks = await reading
+        for index in (0, 1):
+            tokens = [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
+            assert tokens == RECITED[:60]
+        await turns()
+        assert len(services.plans) == len(set(services.asked)) < len(services.asked)
+        assert (services.num_leases, engine.statistics().recoveries) == (1, 0)
+
+    with_engine(body)
+
+
+def test_steps_in_flight_are_taken_while_a_plan_is_not_answered() -> None:
+    async def main() -> None:
+        services = Services()
+        async with Engine(services, lambda _: services, tokenizer=TOKENIZER) as engine:
+            services.gate.clear()
+            chunks = engine.generate("a\n", greedy(60))
+            first = asyncio.create_task(anext(chunks))
+            await turns()
+            assert services.steps_sent == 2
+            services.plan_gate.clear()
+            services.gate.set()
+            tokens = list((await first).token_ids)
+            while len(tokens) < services.steps_sent:
+                tokens += (await asyncio.wait_for(anext(chunks), 30)).token_ids
+            assert tokens == RECITED[: services.steps_sent]
+            services.plan_gate.set()
+            tokens += [token for chunk in await read(chunks) for token in chunk.token_ids]
+            assert tokens == RECITED[:60]
+            assert services.num_leases == 1
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_while_a_plan_is_not_answered_is_computed_again() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.gate.clear()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60))))
+        await turns()
+        services.result_errors.append(StepFailed("broken"))
+        services.result_errors.append(StepFailed("broken", reason="PRIOR_STEP_FAILED"))
+        services.plan_errors.extend([Unavailable("away")] * 3)
+        services.gate.set()
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        assert services.num_leases == 1
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize("what", ["lease", "epoch", "worker"])
+def test_a_plan_is_not_repeated_any_more_when_it_is_known_to_be_in_vain(what: str) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        loop = asyncio.get_running_loop()
+        services.gate.clear()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60))))
+        await turns()
+        services.plan_errors.extend([Unavailable("away")] * 3)
+        if what == "worker":
+            services.plan_errors.extend([Unavailable("away")] * 4)
+            services.result_errors.append(Unavailable("away too"))
+        else:
+            services.plan_errors.append(LeaseLost("gone") if what == "lease" else services.new_epoch())
+        began = loop.time()
+        services.gate.set()
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        assert loop.time() - began < 20, "it did not wait for the lease to run out"
+        assert services.num_leases == (1 if what == "epoch" else 2)
+
+    with_engine(body, lease_ttl_s=600, recovery_timeout_s=600)
+
+
+def test_a_plan_is_repeated_only_while_its_lease_can_be_alive() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        loop = asyncio.get_running_loop()
+        services.plan_errors.extend([Unavailable("away")] * 1000)
+        began = loop.time()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(20))))
+        await until(lambda: services.num_leases == 2)
+        assert 0.9 < loop.time() - began < 20
+        services.plan_errors.clear()
+        assert [token for chunk in await reading for token in chunk.token_ids] == RECITED[:20]
+
+    with_engine(body, lease_ttl_s=1, recovery_timeout_s=600, max_recoveries=100)
+
+
+def test_a_lease_that_is_renewed_is_alive() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        loop = asyncio.get_running_loop()
+        services.can_renew = True
+        services.plan_errors.extend([Unavailable("away")] * 1000)
+        began = loop.time()
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(20))))
+        await until(lambda: loop.time() - began > 2.0)
+        services.plan_errors.clear()
+        assert [token for chunk in await reading for token in chunk.token_ids] == RECITED[:20]
+        assert services.num_leases == 1
+
+    with_engine(body, lease_ttl_s=1)
+
+
+def test_an_outage_that_is_over_does_not_count_for_the_next_one() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        services.plan_errors.extend([Unavailable("away")] * 2)
+        await engine.complete(["a\n"], greedy(5))
+        await until(lambda: loop.time() - began > 3.0)
+        services.plan_errors.extend([Unavailable("away")] * 2)
+        await engine.complete(["a\n"], greedy(5))
+        assert services.num_leases == 1
+
+    with_engine(body, recovery_timeout_s=3.0)
+
+
+def test_services_that_do_not_answer_at_all_fail_the_requests_in_time() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_errors.append(LeaseLost("gone"))
+        services.lease_gate.clear()
+        with pytest.raises(Unavailable, match="in time"):
+            await engine.complete(["a\n"], greedy(5))
+        services.lease_gate.set()
+        (completion,) = await engine.complete(["a\n"], greedy(5))
+        assert completion.token_ids == tuple(RECITED[:5])
+
+    async def main() -> None:
+        services = Services()
+        config = EngineConfig(recovery_timeout_s=0)
+        async with Engine(services, lambda _: services, config=config, tokenizer=TOKENIZER) as engine:
+            await body(engine, services)
+            services.lease_gate.clear()  # closing does not wait for it either
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_closing_the_engine_ends_the_repetitions_at_once() -> None:
+    async def main() -> None:
+        services = Services()
+        loop = asyncio.get_running_loop()
+        config = EngineConfig(lease_ttl_s=600, recovery_timeout_s=600)
+        async with Engine(services, lambda _: services, config=config, tokenizer=TOKENIZER) as engine:
+            services.plan_errors.extend([Unavailable("away")] * 1000)
+            waiting = asyncio.create_task(engine.complete(["a\n"], greedy(300)))
+            await until(lambda: len(services.asked) >= 3)
+            closing = loop.time()
+        with pytest.raises(EngineStopped):
+            await waiting
+        assert loop.time() - closing < 5
+        num_asked = len(services.asked)
+        await turns()
+        assert len(services.asked) == num_asked
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_an_error_says_what_was_delivered_and_the_rest_can_be_asked_for() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        got: dict[int, list[int]] = {0: [], 1: []}
+        with pytest.raises(RequestFailed) as caught:  # noqa: PT012
+            async for chunk in engine.generate("a\n", greedy(60, n=2)):
+                got[chunk.index] += chunk.token_ids
+                if len(got[1]) > 5 and not services.plan_errors:
+                    services.plan_errors.extend([StepRefused("never")] * 4)
+        counts = tuple(map(len, got.values()))
+        assert caught.value.delivered_token_counts == counts
+        assert caught.value.metadata["delivered_token_counts"] == "{},{}".format(*counts)
+        assert str(caught.value).endswith("tokens delivered: {}, {}".format(*counts))
+        services.plan_errors.clear()
+        (rest,) = await engine.complete([TOKENIZER.encode("a\n") + got[1]], greedy(60 - counts[1]))
+        assert len(rest.token_ids) == 60 - counts[1]
+
+    with_engine(body, max_recoveries=3)
+
+
+@pytest.mark.parametrize("gives_up", ["unreachable", "closed"])
+def test_every_error_of_a_request_says_what_was_delivered(gives_up: str) -> None:
+    async def main() -> None:
+        services = Services()
+        config = EngineConfig(recovery_timeout_s=0)
+        async with Engine(services, lambda _: services, config=config, tokenizer=TOKENIZER) as engine:
+            chunks = engine.generate("a\n", greedy(60))
+            tokens = list((await anext(chunks)).token_ids)
+            if gives_up == "unreachable":
+                services.plan_errors.append(Unavailable("away"))
+                services.lease_errors.append(Unavailable("still away"))
+            else:
+                await engine.close()
+            with pytest.raises(Unavailable if gives_up == "unreachable" else EngineStopped) as caught:  # noqa: PT012
+                async for chunk in chunks:
+                    tokens += chunk.token_ids
+            assert tokens == RECITED[: len(tokens)]
+            assert caught.value.delivered_token_counts == (len(tokens),)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_higher_priority_is_served_first() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        ended: list[int] = []
+
+        async def one(priority: int) -> None:
+            await engine.complete(["a\n"], greedy(20, priority=priority))
+            ended.append(priority)
+
+        await asyncio.gather(*(one(priority) for priority in (0, -1, 5, 3)))
+        assert ended == [5, 3, 0, -1]
+
+    with_engine(body, max_running_sequences=1)
 
 
 def test_a_lease_that_can_not_be_had_yet_is_waited_for() -> None:

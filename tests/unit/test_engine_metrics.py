@@ -17,8 +17,8 @@ from quire.client import (
     EngineConfig,
     EngineStopped,
     InvalidRequest,
+    LeaseLost,
     RequestFailed,
-    Unavailable,
     engine_metrics,
 )
 from quire.client.engine_metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
@@ -209,7 +209,7 @@ def test_who_goes_away_is_cancelled_and_who_is_given_up_has_failed() -> None:
 
 def test_recoveries_are_counted() -> None:
     async def body(engine: Engine, services: Services) -> None:
-        services.plan_errors.append(Unavailable("gone"))
+        services.plan_errors.append(LeaseLost("gone"))
         await read(engine.generate(PROMPT, greedy(5)))
         assert (await page_of(engine))["quire_engine_recoveries_total{}"] == 1
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
-from quire.client import Engine, EngineConfig, RequestFailed, Unavailable
+from quire.client import Engine, EngineConfig, QuireError, RequestFailed, Unavailable
 from quire.client.tracing import TracedWorkerClient, Tracing
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
@@ -122,11 +122,11 @@ def test_what_a_failure_of_a_service_cut_off_has_ended_too(
     where: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(engine: Engine, services: Services) -> None:
-        getattr(services, where).append(Unavailable("gone"))
+        getattr(services, where).append(QuireError("gone", reason="GONE"))
         await read(engine.generate(PROMPT, greedy(5)))
 
     spans = spans_of(body)
-    assert "UNAVAILABLE" in {error_of(span) for span in spans[name]}
+    assert "GONE" in {error_of(span) for span in spans[name]}
     assert len(spans["quire.step"]) == len([span for span in spans["quire.plan"] if not error_of(span)])
     assert "ended span" not in caplog.text
     assert [error_of(span) for span in spans["quire.generate"]] == [""]

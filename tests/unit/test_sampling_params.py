@@ -51,6 +51,9 @@ from quire.client.sampling import SamplingParams
         ("n", -1),
         ("n", 1025),
         ("n", True),
+        ("priority", 2**31),
+        ("priority", -(2**31) - 1),
+        ("priority", 0.5),
     ],
 )
 def test_refuses_and_says_why(field: str, value: object) -> None:

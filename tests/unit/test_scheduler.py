@@ -5,6 +5,8 @@ ended, and finds prefixes. The model of the worker keeps the tokens that each se
 that does not continue them, so a token scheduled twice, left out or taken from another sequence fails the test.
 """
 
+import math
+import random
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -148,7 +150,8 @@ class ModelCache:
                 table = parent.table[: -(-fork.num_tokens // self.block_size)]
                 for block in table:
                     self.references[block] += 1
-                self.held[child_id] = Held(parent.tokens[: fork.num_tokens], table, fork.num_tokens - 1)
+                num_scheduled = min(fork.num_tokens - 1, parent.num_scheduled)
+                self.held[child_id] = Held(parent.tokens[: fork.num_tokens], table, num_scheduled)
                 step.forked.append((fork.parent_id, child_id, fork.num_tokens))
         for seq_id, count in zip(plan.extend_ids, plan.extend_counts, strict=True):
             refusal = self.extend(step, seq_id, count, given)
@@ -164,8 +167,9 @@ class ModelCache:
             found = self.find(tokens)
             fresh = -(-len(tokens) // self.block_size) - len(found)
             evictable = sum(not self.references[b] for b in found)
-            if fresh + plan.admission_reserve_blocks > self.room() - evictable:
-                needed = fresh + plan.admission_reserve_blocks
+            # A tenant's limit knows no reserve.
+            needed = fresh + (plan.admission_reserve_blocks if self.limit == self.num_blocks else 0)
+            if needed > self.room() - evictable:
                 refusals.append(self.out_of_blocks(PlanItem.ADMISSION, admission.seq_id, needed))
                 continue
             for block in found:
@@ -229,10 +233,17 @@ class ModelCache:
     def is_foreign(self, block: int) -> bool:
         return self.references[block] > 1 or block in self.content
 
-    def settle(self, sampled: dict[int, int] | None) -> None:
-        """The oldest step has ended, with these tokens or having computed nothing."""
+    def settle(self, sampled: dict[int, int] | None, *, is_first_failure: bool) -> None:
+        """The oldest step has ended, with these tokens or having computed nothing.
+
+        A failure takes those in flight behind it along: their sequences are where they were before it.
+        """
         step = self.steps.popleft()
         self.settled = step.number
+        for failed in (step, *self.steps) if is_first_failure else ():
+            for _, held, start, _, _ in failed.runs:
+                held.num_scheduled = min(held.num_scheduled, start)
+                del held.tokens[held.num_known :]
         for block in step.pinned:
             self.pins[block] -= 1
         for seq_id, held, start, count, samples in step.runs:
@@ -305,23 +316,26 @@ class World:
         self.output.update({s.arrival: [] for s in sequences})
         return sequences
 
-    def plan(self, between=lambda: None) -> bool:
-        """One plan, if there is one; `between` happens while it is under way."""
+    def plan(self, between=lambda: None, after=lambda: None) -> bool:
+        """One plan, if there is one; `between` happens on its way to cachemgr, `after` on its way back."""
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return False
         between()
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
+        pending = self.cache.steps[-1]
+        after()
         self.admitted += [admission for admission in plan.admissions if admission.seq_id in outcome.admitted_ids]
         assert sum(outcome.run_counts) <= self.limits.max_step_tokens
         step = self.scheduler.on_planned(plan, outcome)
-        self.check_preemptions(outcome, self.scheduler.statistics().preemptions - before)
+        if len({sequence.priority for sequence in everybody(self.scheduler)}) == 1:
+            self.check_preemptions(outcome, self.scheduler.statistics().preemptions - before)
         for failed in step.failed:
             self.ended[failed.sequence.arrival] = FinishReason.FAILED
         runs = list(zip(step.seq_ids, step.sequences, step.starts, step.counts, strict=True))
         inputs = {runs[i][0]: runs[i][1].token_ids[runs[i][2] : runs[i][2] + runs[i][3]] for i in step.given}
-        self.flight.append((step, self.cache.steps[-1], inputs))
+        self.flight.append((step, pending, inputs))
         return True
 
     def check_preemptions(self, outcome: PlanOutcome, count: int) -> None:
@@ -339,7 +353,7 @@ class World:
         )
         prior = pending.settled < self.worker.failed_step
         sampled = self.worker.run(pending, step, inputs, breaks=breaks)
-        self.cache.settle(sampled)
+        self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
         if sampled is not None:
             for event in self.scheduler.on_step_done(step, list(sampled), list(sampled.values())):
                 self.take(event.sequence, event.token_id, event.finish_reason)
@@ -362,6 +376,12 @@ class World:
             assert self.flight, "work left, nothing to do and nothing to wait for"
             self.end_step()
 
+    def step(self) -> None:
+        """One more step in flight, of two at most."""
+        if len(self.flight) == 2:
+            self.end_step()
+        assert self.plan()
+
     def run(self, max_turns: int = 5000) -> None:
         for _ in range(max_turns):
             if not self.scheduler.has_work:
@@ -369,6 +389,13 @@ class World:
             self.turn()
         assert not self.scheduler.has_work, "it never ends"
         assert self.cache.blocks().active == 0, "blocks were not given back"
+
+
+def everybody(scheduler: Scheduler) -> list[Sequence]:
+    """Those that have not ended, and whom a step in flight is for."""
+    stepping = [sequence for step in scheduler._steps for sequence in step.sequences]
+    followers = [child for children in scheduler._followers.values() for child in children]
+    return [*scheduler._waiting, *scheduler._running, *scheduler._draining, *followers, *stepping]
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -433,6 +460,43 @@ def test_prompts_are_cut_into_chunks_and_decodes_go_first() -> None:
     world.end_step()
     world.plan()
     assert list(world.flight[-1][0].counts) == [1, 7]
+    world.run()
+
+
+def test_prompts_get_a_quarter_of_every_step_however_many_decode() -> None:
+    world = World(limits(max_step_tokens=8, max_running_sequences=8, num_blocks=200))
+    for i in range(8):
+        world.add([i % 6], max_tokens=60, ends=())
+    while len(world.scheduler._running) < 6:
+        world.turn()
+    assert world.scheduler.statistics().num_waiting == 2, "the other places are a prompt's"
+    (decode, *_) = world.scheduler._running
+    world.scheduler.cancel([world.scheduler._running[-1]])
+    (prompt,) = world.add([5] * 60, max_tokens=2, priority=1, ends=())
+    steps = 0
+    while not world.output[prompt.arrival]:
+        num_tokens = decode.num_tokens
+        world.step()
+        counts = world.flight[-1][0].counts
+        steps += 1
+        if steps > 2:
+            assert decode.num_tokens == num_tokens + 1, "no decode waits longer than this step for the prompt"
+            assert sum(counts) - sum(count == 1 for count in counts) >= 2 or prompt.num_schedulable_tokens <= 1
+    assert steps <= 60 // 2 + 4
+    world.run()
+
+
+def test_what_decodes_is_in_every_step() -> None:
+    world = World(limits(max_step_tokens=8, num_blocks=400, max_sequence_tokens=400))
+    decoding = [world.add([i], max_tokens=30, ends=())[0] for i in range(5)]
+    while not all(world.output[sequence.arrival] for sequence in decoding):
+        world.turn()
+    for i in range(12):
+        world.add([i % 6] * 40, max_tokens=1, ends=())
+    while all(sequence.num_schedulable_tokens for sequence in decoding):
+        known = [sequence.num_tokens for sequence in decoding]
+        world.step()
+        assert [sequence.num_tokens for sequence in decoding] == [num_tokens + 1 for num_tokens in known]
     world.run()
 
 
@@ -511,6 +575,196 @@ def test_the_last_arrived_is_preempted_and_waits_first_in_line() -> None:
     assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
 
 
+def finish_order(world: World, sequences: list[Sequence], max_turns: int = 2000) -> list[Sequence]:
+    finished: list[Sequence] = []
+    for _ in range(max_turns):
+        if world.scheduler.has_work:
+            world.turn()
+            finished += [s for s in sequences if s.state is SequenceState.FINISHED and s not in finished]
+    assert not world.scheduler.has_work
+    return finished
+
+
+def test_a_higher_priority_is_admitted_first() -> None:
+    world = World(limits(max_running_sequences=1))
+    sequences = [world.add([1], max_tokens=2, priority=priority, ends=())[0] for priority in (0, -3, 2, 2, 5)]
+    assert [sequence.priority for sequence in finish_order(world, sequences)] == [5, 2, 2, 0, -3]
+    assert sequences[2].finish_reason is FinishReason.LENGTH
+
+
+def test_a_higher_priority_takes_the_place_of_a_lower_one_and_never_of_an_equal_one() -> None:
+    world = World(limits(max_running_sequences=2))
+    low, high = (world.add([1], max_tokens=30, priority=priority, ends=())[0] for priority in (0, 1))
+    for _ in range(4):
+        world.turn()
+    equal, urgent = (world.add([2], max_tokens=4, priority=priority, ends=())[0] for priority in (1, 2))
+    for _ in range(8):
+        world.turn()
+    assert high.state is urgent.state is SequenceState.RUNNING, "the lowest gave way to the highest"
+    assert finish_order(world, [low, high, equal, urgent]) == [urgent, equal, high, low]
+    assert world.scheduler.statistics().preemptions == 1
+    assert world.output[low.arrival] == expected_of(low, ())
+
+
+def test_a_higher_priority_takes_the_blocks_of_lower_ones() -> None:
+    world = World(limits(num_blocks=6))
+    low, high = (world.add([i] * 7, max_tokens=9, priority=i, ends=())[0] for i in (0, 3))
+    for _ in range(4):
+        world.turn()
+    (equal,) = world.add([2] * 12, max_tokens=2, priority=0, ends=())
+    (urgent,) = world.add([1] * 12, max_tokens=2, priority=3, ends=())
+    while urgent.state is not SequenceState.RUNNING:
+        world.turn()
+        assert high.state is not SequenceState.WAITING, "not of one that is as high"
+    assert low.state is not SequenceState.RUNNING
+    finish_order(world, [])
+    for sequence in (low, high, equal, urgent):
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+def test_a_higher_priority_is_let_in_though_lower_ones_lack_blocks() -> None:
+    world = World(limits(num_blocks=6))
+    (low,) = world.add([1] * 12, max_tokens=8, ends=())
+    world.plan()
+    world.cache.hogged = 3
+    while not world.scheduler.statistics().refusals:
+        world.turn()
+    (urgent,) = world.add([2] * 8, max_tokens=2, priority=1, ends=())
+    for _ in range(12):
+        world.turn()
+    assert urgent.state is SequenceState.FINISHED
+    assert low.state is not SequenceState.FINISHED
+    world.cache.hogged = 0
+    world.run()
+    assert world.output[low.arrival] == expected_of(low, ())
+
+
+def test_of_equals_the_one_that_loses_least_gives_way() -> None:
+    world = World(limits(num_blocks=17, max_step_tokens=64))
+    first, long, short, other = (
+        world.add([i] * count, max_tokens=12, ends=())[0] for i, count in ((0, 7), (1, 23), (2, 3), (3, 18))
+    )
+    while not world.scheduler.statistics().preemptions:
+        world.turn()
+    assert short.state is not SequenceState.RUNNING, "not the last in rank, who would lose more"
+    assert first.state is long.state is other.state is SequenceState.RUNNING
+    world.run()
+
+
+def starve(world: World, first: Sequence) -> None:
+    """Nothing is free from the third step on, in which the first in rank wants a block: somebody has to give way."""
+    world.plan()
+    world.plan()
+    assert first.num_scheduled_tokens == 8
+    world.cache.hogged = len(world.cache.allocatable())
+    while not world.scheduler.statistics().preemptions:
+        world.turn()
+    assert first.state is SequenceState.RUNNING
+
+
+def test_the_lowest_priority_gives_way_though_it_loses_most() -> None:
+    world = World(limits(max_step_tokens=64))
+    (first,) = world.add([0] * 7, max_tokens=9, priority=1, ends=())
+    (low,) = world.add([1] * 21, max_tokens=9, priority=0, ends=())
+    (short,) = world.add([2] * 2, max_tokens=9, priority=1, ends=())
+    starve(world, first)
+    assert (low.state, short.state) == (SequenceState.DRAINING, SequenceState.RUNNING)
+    world.cache.hogged = 0
+    world.run()
+
+
+def test_what_is_shared_is_not_lost() -> None:
+    world = World(limits(max_step_tokens=64))
+    (first,) = world.add([0] * 7, max_tokens=9, ends=())
+    (fresh,) = world.add([1] * 9, max_tokens=9, ends=())
+    samples = world.add([2] * 33, max_tokens=9, n=3, ends=())
+    starve(world, first)
+    assert fresh.state is SequenceState.RUNNING
+    assert [sample.state for sample in samples].count(SequenceState.RUNNING) == 2, "its prompt stays with the others"
+    world.cache.hogged = 0
+    world.run()
+
+
+def test_what_was_found_in_the_cache_is_not_lost() -> None:
+    world = World(limits(max_step_tokens=64))
+    world.add([2] * 33, max_tokens=1, ends=())
+    world.run()
+    (first,) = world.add([0] * 7, max_tokens=9, ends=())
+    (finder,) = world.add([2] * 33, max_tokens=9, ends=())
+    (fresh,) = world.add([1] * 9, max_tokens=9, ends=())
+    starve(world, first)
+    assert (finder.state, fresh.state) == (SequenceState.DRAINING, SequenceState.RUNNING)
+    world.cache.hogged = 0
+    world.run()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_requests", "quota", "bound"),
+    [
+        (11, 10, 0, 10 + math.log2(11)),  # ends and doublings
+        (25, 30, 0, 30 + math.log2(25)),
+        (60, 10, 11, 24),  # a quota
+    ],
+)
+def test_plans_that_preempt_are_few(num_blocks: int, num_requests: int, quota: int, bound: float) -> None:
+    world = World(limits(num_blocks=num_blocks, max_step_tokens=32))
+    world.scheduler._verify = False
+    world.cache.limit = quota or num_blocks
+    for i in range(num_requests):
+        world.add([i % 7] * 4, max_tokens=36, ends=(), seed=i)
+    num_preempting = 0
+    while world.scheduler.has_work:
+        before = world.scheduler.statistics().preemptions
+        world.turn()
+        num_preempting += world.scheduler.statistics().preemptions > before
+    assert 0 < num_preempting <= bound
+
+
+def test_what_is_about_to_be_released_is_waited_for() -> None:
+    world = World(limits(max_step_tokens=64))
+    first, below, leaving = (world.add([i] * count, max_tokens=9, ends=())[0] for i, count in enumerate((7, 9, 9)))
+    world.plan()
+    world.plan()
+    world.cache.hogged = len(world.cache.allocatable())
+    world.plan(between=lambda: world.scheduler.cancel([leaving]))
+    assert world.scheduler.statistics().refusals == 1
+    assert first.state is below.state is SequenceState.RUNNING
+    world.cache.hogged = 0
+    world.run()
+    assert world.scheduler.statistics().preemptions == 0
+
+
+def test_a_higher_priority_needs_no_reserve_for_lower_ones() -> None:
+    world = World(limits(block_size=1, num_blocks=40, max_step_tokens=64))
+    for i in range(3):
+        world.add([i] * 7, max_tokens=20, ends=())
+    world.plan()
+    world.add([4] * 7, max_tokens=20, ends=())
+    (urgent,) = world.add([5] * 10, max_tokens=3, priority=1, ends=())
+    while urgent.state is not SequenceState.RUNNING:
+        world.turn()
+    assert world.scheduler.statistics().preemptions == 0, "there was room for it"
+    world.run()
+
+
+def test_who_lacks_blocks_with_nobody_below_keeps_what_it_has() -> None:
+    world = World(limits())
+    first, last = (world.add([0] * count, max_tokens=12, ends=())[0] for count in (5, 7))
+    world.plan()
+    world.plan()
+    world.cache.hogged = len(world.cache.allocatable())
+    while first.num_scheduled_tokens < 8:
+        world.turn()
+        assert last.state is SequenceState.RUNNING
+    assert world.scheduler.statistics().refusals > 0
+    while not world.scheduler.statistics().preemptions:
+        world.turn()
+    assert first.state is SequenceState.RUNNING, "the last gives way to the first"
+    world.cache.hogged = 0
+    world.run()
+    assert [world.output[s.arrival] for s in (first, last)] == [expected_of(s, ()) for s in (first, last)]
+
+
 @pytest.mark.parametrize("share", [{"promised": 7}, {"limit": 5}])
 def test_a_part_of_a_pool_is_like_a_small_pool(share: dict[str, int]) -> None:
     world = World(limits(num_blocks=12, max_running_sequences=3, max_step_tokens=32))
@@ -563,10 +817,11 @@ def test_who_runs_alone_asks_for_blocks_again() -> None:
 
 
 def test_whoever_is_paused_gives_way_to_a_suspect() -> None:
-    world = World(limits(num_blocks=6, max_step_tokens=2))
-    pair = world.add([1], max_tokens=3, n=2, ends=())
-    (paused,) = world.add([2] * 12, max_tokens=2, ends=())
+    world = World(limits(num_blocks=6))
+    pair = [world.add([i], max_tokens=3, ends=())[0] for i in (0, 1)]
+    (paused,) = world.add([2] * 12, max_tokens=3, ends=())
     world.plan()
+    world.cache.hogged = 1
     world.plan()
     assert paused not in world.flight[-1][0].sequences
     world.end_step()
@@ -654,14 +909,25 @@ def test_a_failure_is_not_handed_on_from_step_to_step() -> None:
     assert world.output[other.arrival] == expected_of(other, ())
 
 
+def test_after_a_failure_while_a_plan_was_under_way_the_steps_in_flight_end_first() -> None:
+    world = World(limits())
+    sequences = [world.add([i, 2, 1], max_tokens=9, ends=())[0] for i in range(3)]
+    world.plan()
+    world.plan(after=lambda: world.end_step(breaks=True))
+    assert world.flight
+    assert world.scheduler.schedule().is_empty, "it would fail too"
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
 def test_nobody_is_let_in_while_those_who_run_lack_blocks() -> None:
     world = World(limits(num_blocks=4))
     (first,) = world.add([1] * 4, max_tokens=9, ends=())
     world.plan()
-    world.add([2], max_tokens=2, ends=())
     world.cache.hogged = 3
     while not world.scheduler.statistics().refusals:
         world.turn()
+    world.add([2], max_tokens=2, ends=())
     assert first.state is SequenceState.RUNNING
     plan = world.scheduler.schedule()
     assert (len(plan.extend_ids), len(plan.admissions)) == (1, 0)
@@ -748,6 +1014,7 @@ requests = st.lists(
         st.integers(1, 8),
         st.sampled_from([1, 1, 1, 2, 3]),
         st.integers(0, 3),
+        st.sampled_from([0, 0, 0, 1, -2]),
     ),
     min_size=1,
     max_size=6,
@@ -778,8 +1045,8 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
     num_breaks = 0
 
     def arrive() -> None:
-        prompt, max_tokens, n, seed = left.pop()
-        sequences.extend(world.add(prompt, max_tokens=max_tokens, n=n, seed=seed))
+        prompt, max_tokens, n, seed, priority = left.pop()
+        sequences.extend(world.add(prompt, max_tokens=max_tokens, n=n, seed=seed, priority=priority))
 
     def cancel() -> None:
         alive = sorted({s.request_id for s in sequences if s.state is not SequenceState.FINISHED})
@@ -788,7 +1055,15 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
             cancelled.add(request_id)
             world.scheduler.cancel([s for s in sequences if s.request_id == request_id])
 
+    def end_one() -> None:
+        nonlocal num_breaks
+        if world.flight:
+            breaks = data.draw(st.sampled_from([False, False, True]), label="breaks")
+            num_breaks += breaks
+            world.end_step(breaks=breaks and num_breaks < shape.max_step_failures)
+
     happenings = ["turn"] * 8 + ["arrive"] * 4 + ["end", "plan", "cancel", "cancel under way", "break", "reset"]
+    happenings += ["end under way", "end before the answer"]
     for happening in data.draw(st.lists(st.sampled_from(happenings), max_size=40), label="happenings"):
         if happening == "arrive" and left:
             arrive()
@@ -803,6 +1078,17 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
             cancel()
         elif happening == "cancel under way" and len(world.flight) < 4:
             world.plan(between=cancel)
+        elif happening == "end under way" and len(world.flight) < 4:
+            num_failed = world.scheduler.statistics().failed_steps
+            try:
+                world.plan(between=end_one)
+            except ProtocolViolation:
+                # cachemgr knew of the failure, and began where the scheduler does not: the engine recovers.
+                assert world.scheduler.statistics().failed_steps > num_failed
+                world.scheduler.reset_all()
+                world.fresh_pool()
+        elif happening == "end before the answer" and len(world.flight) < 4:
+            world.plan(after=end_one)
         elif happening == "reset":
             world.scheduler.reset_all()
             world.fresh_pool()
@@ -823,14 +1109,75 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
 def test_only_a_request_that_breaks_the_model_fails(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
     world = World(shape)
     sequences = []
-    for prompt, max_tokens, n, seed in wanted:
-        sequences += world.add(prompt, max_tokens=max_tokens, n=n, seed=seed)
+    for prompt, max_tokens, n, seed, priority in wanted:
+        sequences += world.add(prompt, max_tokens=max_tokens, n=n, seed=seed, priority=priority)
     bad = data.draw(st.sampled_from(sequences)).request_id
     world.poison[bad] = data.draw(st.integers(0, 12))
     world.run()
     for sequence in sequences:
         if sequence.request_id != bad:
             assert world.output[sequence.arrival] == expected_of(sequence)
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """Requests of up to `longest` tokens each on a pool of `num_blocks` blocks of 4, some of them later than others."""
+
+    num_blocks: int
+    longest: int
+    num_requests: int = 12
+    priorities: tuple[int, ...] = (0,)
+    quota: int = 0
+
+    def run(self, seed: int) -> tuple[World, list[Sequence]]:
+        """Runs it to its end; at each plan nobody is preempted who must not be."""
+        dice = random.Random(seed)
+        world = World(limits(num_blocks=self.num_blocks, max_step_tokens=32, max_sequence_tokens=self.longest))
+        world.scheduler._verify = False  # everything else here holds it
+        if self.quota:
+            world.cache.limit = self.quota
+        sequences: list[Sequence] = []
+        for turn in range(20_000):
+            if len(sequences) < self.num_requests and (turn % 7 == 0 or not world.scheduler.has_work):
+                prompt = [dice.randrange(VOCABULARY) for _ in range(dice.randint(1, self.longest // 2))]
+                num_new = self.longest - len(prompt)
+                priority = dice.choice(self.priorities)
+                sequences += world.add(prompt, max_tokens=num_new, priority=priority, ends=(), seed=turn)
+            if not world.scheduler.has_work:
+                return world, sequences
+            self.turn(world)
+        raise AssertionError("it never ends")
+
+    @staticmethod
+    def turn(world: World) -> None:
+        first = min(world.scheduler._running, key=lambda sequence: sequence.rank, default=None)
+        world.turn()
+        if first is not None and first.state in (SequenceState.WAITING, SequenceState.DRAINING):
+            running = world.scheduler._running
+            waiting = [*world.scheduler._waiting, *running]
+            assert any(other.priority > first.priority for other in waiting), "the first in rank gave way"
+
+
+PRESSURES = [
+    Pressure(num_blocks=11, longest=40),  # 1.1 sequences
+    Pressure(num_blocks=11, longest=40, priorities=(0, 1, 2, 3)),
+    Pressure(num_blocks=25, longest=40, num_requests=30),
+    Pressure(num_blocks=25, longest=40, num_requests=30, priorities=(-5, 0, 0, 0, 7)),
+    Pressure(num_blocks=60, longest=40, quota=11),
+]
+
+
+@pytest.mark.parametrize("pressure", PRESSURES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_pressure_ends_and_wastes_little(pressure: Pressure, seed: int) -> None:
+    world, sequences = pressure.run(seed)
+    for sequence in sequences:
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+    statistics = world.scheduler.statistics()
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    assert statistics.preemptions <= 3 * len(sequences)
+    assert statistics.scheduled_tokens <= 2 * num_tokens
+    assert statistics.planned_steps <= num_tokens
 
 
 def test_quire_errors_know_their_numbers() -> None:
