@@ -7,6 +7,7 @@ something, lets it heal, and compares. A stream that skipped, repeated or change
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -94,11 +95,19 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(model_dir: Path) -> Iterator[Stage]:
+    with staged(model_dir) as stage:
+        yield stage
+
+
+@contextlib.contextmanager
+def staged(model_dir: Path, *, with_state: bool = False) -> Iterator[Stage]:
+    """Started, and ended with the block."""
     with (
         tempfile.TemporaryDirectory(prefix="q-") as name,
         LocalServices.start(
             model=model_dir,
             num_blocks=NUM_BLOCKS,
+            extra_cachemgr_args=("--state-dir", f"{name}/state") if with_state else (),
             extra_worker_args=WORKER_ARGS,
             runtime_dir=name,
             worker_target=FAULTY_WORKER,
@@ -192,6 +201,27 @@ def test_killed_processes_cost_no_token(stage: Stage, undisturbed: Streams, kill
     assert streams == undisturbed
     assert statistics.recoveries >= 1
     assert_all_back(stage)
+
+
+def test_a_killed_cachemgr_that_kept_its_books_costs_nothing_but_time(model_dir: Path, undisturbed: Streams) -> None:
+    leases: list[Any] = []
+
+    async def kill_and_start(engine: Engine, hold: Hold) -> None:
+        leases.extend(stage.pair.leases())
+        for _ in range(2):
+            stage.services.cachemgr.kill()
+            stage.services.cachemgr.start()
+            await asyncio.to_thread(stage.services.cachemgr.wait_serving, START_TIMEOUT_S)
+        hold.release()
+        await until(lambda: engine.statistics().num_requests < len(REQUESTS))
+        leases.extend(stage.pair.leases())
+
+    with staged(model_dir, with_state=True) as stage:
+        streams, statistics = asyncio.run(run(stage, kill_and_start))
+        assert streams == undisturbed
+        assert statistics.recoveries == 0, "its lease went on"
+        assert len({lease.lease_id_prefix for lease in leases}) == 1
+        assert_all_back(stage)
 
 
 @pytest.mark.parametrize("cut", [("to_worker",), ("to_cachemgr", "to_worker")], ids="+".join)
