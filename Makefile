@@ -29,7 +29,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,12 @@ test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
 	@cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
 	@TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --numprocesses 2 --quiet
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
+
+faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
+	@$(BIN)/python tests/faults/run.py $(ARGS)
+
+soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
+	@$(BIN)/python tests/faults/soak.py $(ARGS)
 
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/model/check.py $(ARGS)

@@ -102,7 +102,8 @@ def main(
     """Serve the KV pool and the model: run the steps that a cachemgr has granted.
 
     Loads the model, checks that it computes the same on the pool as by itself, allocates the pool once, attaches it to
-    the cachemgr and serves. A model that can't be run correctly is refused at start.
+    the cachemgr and serves. A model that can't be run correctly is refused at start. Set QUIRE_VERIFY=1 to check every
+    access of every step and to stop rather than touch a block that is not its sequence's (slow).
 
     \b
     Examples:

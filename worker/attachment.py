@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ CHANNEL_OPTIONS = (
 )
 
 Outbox = asyncio.Queue[attach_pb2.AttachPoolRequest]
+AttachCall = grpc.aio.StreamStreamCall[attach_pb2.AttachPoolRequest, attach_pb2.AttachPoolResponse]
 
 
 class Attachment:
@@ -41,7 +43,7 @@ class Attachment:
         self._worker_address = worker_address
         self._is_attached = False
         self._first_attached = asyncio.Event()
-        self._call: grpc.aio.StreamStreamCall[attach_pb2.AttachPoolRequest, attach_pb2.AttachPoolResponse] | None = None
+        self._call: AttachCall | None = None
         steps.on_damage = self._break
 
     @property
@@ -72,10 +74,11 @@ class Attachment:
         try:
             async with self._dialer.open(CHANNEL_OPTIONS) as channel:
                 stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-                self._call = stub.AttachPool(drain_outbox(outbox), metadata=self._dialer.metadata())
+                self._call = stub.AttachPool(metadata=self._dialer.metadata())
                 self._register(outbox)
-                async for response in self._call:
-                    self._obey(response, outbox)
+                async with writing(outbox, self._call):
+                    async for response in self._call:
+                        self._obey(response, outbox)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 return "INVALID_ARGUMENT"  # what it says may quote a token of a report
@@ -153,7 +156,20 @@ class Attachment:
         self._steps.fence_lease(lease_id).add_done_callback(lambda _: outbox.put_nowait(fenced))
 
 
-async def drain_outbox(outbox: Outbox) -> AsyncIterator[attach_pb2.AttachPoolRequest]:
-    """What gRPC sends: messages as they come."""
-    while True:
-        yield await outbox.get()
+@contextlib.asynccontextmanager
+async def writing(outbox: Outbox, call: AttachCall) -> AsyncIterator[None]:
+    """Within the block messages are sent as they come.
+
+    gRPC would do it, given an iterator, but goes on waiting for its next message when the call has ended.
+    """
+
+    async def write_all() -> None:
+        while True:
+            await call.write(await outbox.get())
+
+    writer = asyncio.create_task(write_all())
+    try:
+        yield
+    finally:
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)

@@ -20,7 +20,7 @@ from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.sampler import Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import build_step_batch
+from quire.worker.step_batch import StepBatch, build_step_batch
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class Executor:
             token_ids=[step.given_tokens.get(index) for index in range(len(rows))],
         )
         prepared = time.perf_counter()
-        logits = self._model.forward(batch, self._pool)
+        logits = self._forward(grant, batch)
         forwarded = time.perf_counter()
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         seq_ids = [grant.run_sequence_ids[index] for index in chosen]
@@ -219,6 +219,10 @@ class Executor:
             forward_s=forwarded - prepared,
             sample_s=time.perf_counter() - forwarded,
         )
+
+    def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
+        """Computes what the grant says; logits [B, V] of each run's last token."""
+        return self._model.forward(batch, self._pool)
 
     def _sample(
         self, logits: Tensor, seq_ids: list[int], *, rows: list[int], positions: list[int]

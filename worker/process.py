@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import sys
 
 import psutil
@@ -30,6 +31,7 @@ from quire.worker.runner import ModelThread
 from quire.worker.sampler import MAX_LOGPROBS
 from quire.worker.servicer import ModelDescription, WorkerServicer
 from quire.worker.steps import StepLimits, Steps, new_epoch
+from quire.worker.verify import VerifyingExecutor
 
 log = logging.getLogger("quire.worker")
 
@@ -49,9 +51,11 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
-        executor = Executor(model, pool, max_num_seqs=config.max_num_seqs)
+        executor_kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
+        executor = executor_kind(model, pool, max_num_seqs=config.max_num_seqs)
         limits = StepLimits(model.vocab_size, config.max_step_tokens, MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits)
+        steps.on_violation = server.fail
         geometry = describe_pool(config, model, pool)
         attachment = Attachment(
             dialer,

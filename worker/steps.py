@@ -17,6 +17,7 @@ from quire.worker.executor import Executor, Outcome, PoolDamagedError, StepResul
 from quire.worker.gate import Gate
 from quire.worker.grants import Step, decode_grant, decode_step
 from quire.worker.runner import ModelThread
+from quire.worker.verify import OwnershipViolation
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Steps:
         self._thread = thread
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
+        self.on_violation: Callable[[BaseException], None] = lambda error: None
 
     @property
     def num_in_flight(self) -> int:
@@ -157,6 +159,12 @@ class Steps:
         ended: asyncio.Future[EndedStep],
     ) -> None:
         error = running.exception()
+        if isinstance(error, OwnershipViolation):
+            log.critical("%s", error)
+            self.on_violation(error)
+            if not ended.cancelled():
+                ended.set_exception(Refused(Reason.SHUTTING_DOWN, "the worker stops: it was to break an invariant"))
+            return
         if error is not None:
             self._damaged(error, epoch)
             if not ended.cancelled():

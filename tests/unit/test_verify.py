@@ -1,0 +1,293 @@
+"""The worker's own check of ownership: it stays silent over what the protocol allows, and names what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.cache.v1 import grant_pb2
+from quire.worker.executor import Outcome, StepResult
+from quire.worker.verify import OwnershipVerifier, OwnershipViolation
+
+SIZE = 4
+NUM_BLOCKS = 9
+Run = tuple[int, int, list[int]]
+"""A sequence, where its run begins, and the tokens that are run."""
+
+
+class Worker:
+    """A verifier, and what it is told of steps: device tables as the grants made them unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.verifier = OwnershipVerifier(num_blocks=NUM_BLOCKS, block_size=SIZE)
+        self.tables: dict[tuple[str, int], list[int]] = {}
+        self.step_numbers: dict[str, int] = {}
+
+    def step(
+        self,
+        *runs: Run,
+        lease: str = "lease-aa",
+        writes: Sequence[tuple[int, int, list[int]]] = (),
+        released: Sequence[int] = (),
+        forks: Sequence[tuple[int, int]] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        known: int | None = None,
+        outcome: Outcome = Outcome.COMPUTED,
+        sampled: dict[int, int] | None = None,
+        going_on: Sequence[int] = (),
+        **lies: Any,
+    ) -> None:
+        """One step. Writes are (sequence, first index, blocks); `going_on` are runs of the token sampled last."""
+        number = self.step_numbers[lease] = self.step_numbers.get(lease, 0) + 1
+        grant = grant_pb2.StepGrant(
+            lease_id=lease,
+            step_number=number,
+            known_step_number=number - 1 if known is None else known,
+            released_sequence_ids=released,
+            fork_parent_ids=[parent for parent, _ in forks],
+            fork_child_ids=[child for _, child in forks],
+            write_sequence_ids=[seq_id for seq_id, _, _ in writes],
+            write_first_indexes=[first for _, first, _ in writes],
+            write_block_counts=[len(ids) for _, _, ids in writes],
+            write_block_ids=[block_id for _, _, ids in writes for block_id in ids],
+            copy_source_block_ids=[source for source, _ in copies],
+            copy_target_block_ids=[target for _, target in copies],
+            run_sequence_ids=[seq_id for seq_id, _, _ in runs],
+            run_starts=[start for _, start, _ in runs],
+            run_token_counts=[len(tokens) for _, _, tokens in runs],
+            given_run_indexes=[index for index, (seq_id, _, _) in enumerate(runs) if seq_id not in going_on],
+        )
+        for seq_id, first, ids in writes:
+            self.tables.setdefault((lease, seq_id), [])[first : first + len(ids)] = ids
+        self.verifier.apply(grant)
+        if runs and outcome in (Outcome.COMPUTED, Outcome.FAILED):
+            tables = [self.tables[lease, seq_id] for seq_id, _, _ in runs]
+            told = {
+                "tokens": [token for _, _, tokens in runs for token in tokens],
+                "slots": [slot for run, table in zip(runs, tables, strict=True) for slot in slots_of(run, table)],
+                "tables": tables,
+            }
+            self.verifier.begin_step(grant, **(told | lies))
+        result = StepResult(
+            number, outcome, sampled_ids=list(sampled or {}), sampled_tokens=list((sampled or {}).values())
+        )
+        self.verifier.end_step(grant, result)
+
+
+def slots_of(run: Run, table: list[int]) -> list[int]:
+    _, start, tokens = run
+    padded = [*table, 0]  # as on the device
+    return [padded[p // SIZE] * SIZE + p % SIZE for p in range(start, start + len(tokens))]
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """Sequence 1 has run the tokens 0 .. 5 in blocks 1 and 2."""
+    worker = Worker()
+    worker.step((1, 0, list(range(6))), writes=[(1, 0, [1, 2])], sampled={1: 6})
+    return worker
+
+
+def assert_violation(worker: Worker, invariant: str, block_id: int, what: str) -> None:
+    """It was noticed and named."""
+    violation = worker.verifier.violation
+    assert violation is not None
+    assert str(violation).startswith(f"{invariant} violated: block {block_id} ")
+    assert what in str(violation)
+
+
+class TestWhatIsAllowed:
+    def test_a_sequence_goes_on_from_its_sampled_token(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]), going_on=[1], sampled={1: 7})
+        worker.step((1, 7, [7]), going_on=[1], sampled={1: 8})
+
+    def test_a_published_prefix_is_shared_across_leases(self, worker: Worker) -> None:
+        worker.step((1, 4, [4, 5]), lease="lease-bb", writes=[(1, 0, [1, 3])])
+
+    def test_a_burst_of_equal_prompts_shares_what_one_of_them_fills(self) -> None:
+        worker = Worker()
+        worker.step((2, 4, [4]), (1, 0, [0, 1, 2, 3, 4]), writes=[(1, 0, [1, 2]), (2, 0, [1, 3])])
+
+    def test_a_released_block_is_another_sequences(self, worker: Worker) -> None:
+        worker.step(released=[1])
+        worker.step((1, 0, [9, 9, 9, 9, 9]), lease="lease-bb", writes=[(1, 0, [1, 2])])
+        worker.step((1, 5, [9]), lease="lease-bb")
+
+    def test_a_published_block_that_is_handed_out_anew_is_written_again(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]))
+        worker.step(released=[1])
+        worker.step((2, 0, [9, 9]), writes=[(2, 0, [1])])
+        worker.step((2, 2, [9]))
+
+    def test_a_trimmed_sequences_tail_is_another_sequences(self, worker: Worker) -> None:
+        worker.step((1, 0, [9, 9]), lease="lease-bb", writes=[(1, 0, [2])])
+        worker.step((1, 4, [8]), writes=[(1, 1, [3])])
+        worker.step((1, 2, [9]), lease="lease-bb")
+
+    def test_a_trimmed_sequence_writes_again_in_a_block_that_is_not_published(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 7]), known=0)
+        worker.step((1, 5, [9, 9, 9]), known=0)
+
+    def test_a_fork_writes_in_a_copy(self, worker: Worker) -> None:
+        worker.step((2, 5, [9]), forks=[(1, 2)], writes=[(2, 0, [1, 3])], copies=[(2, 3)])
+        worker.step((1, 6, [6]), (2, 6, [9]))
+
+    def test_a_fork_goes_on_from_its_parents_sampled_token(self, worker: Worker) -> None:
+        worker.step((2, 6, [6]), forks=[(1, 2)], writes=[(2, 0, [1, 3])], copies=[(2, 3)], going_on=[2])
+
+    def test_a_failed_step_is_run_again(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 7]), outcome=Outcome.FAILED)
+        worker.step((1, 6, [6, 7]))
+
+    def test_a_skipped_step_leaves_everything(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]), outcome=Outcome.SKIPPED)
+        worker.step((1, 6, [6]), going_on=[1])
+
+    def test_an_equal_block_takes_the_place_of_ones_own(self, worker: Worker) -> None:
+        worker.step((1, 0, [0, 1, 2, 3, 4]), lease="lease-bb", writes=[(1, 0, [3, 4])])
+        worker.step((1, 5, [5]), lease="lease-bb", writes=[(1, 0, [1])])
+
+    def test_after_a_fence_or_in_a_new_epoch_blocks_are_anybodys(self, worker: Worker) -> None:
+        worker.verifier.fence_lease("lease-aa")
+        with pytest.raises(KeyError):
+            worker.step((1, 6, [6]))
+        worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [2])])
+        worker.verifier.begin_epoch()
+        worker.step((1, 0, [9]), lease="lease-cc", writes=[(1, 0, [2])])
+
+
+class TestWhatIsNot:
+    def test_a_write_after_the_block_was_handed_to_another_lease(self, worker: Worker) -> None:
+        worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [2])])
+        with pytest.raises(OwnershipViolation, match="lease lease-aa sequence 1 step 2"):
+            worker.step((1, 6, [6]))
+        assert_violation(worker, "I5", 2, "was handed to lease lease-bb sequence 1 since")
+        with pytest.raises(OwnershipViolation, match="step 2"):
+            worker.step(lease="lease-bb")  # nothing may run any more
+
+    def test_a_read_of_what_another_has_overwritten(self, worker: Worker) -> None:
+        worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [1])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]))
+        assert_violation(worker, "I5", 1, "does not hold what the sequence had in it (position 0)")
+
+    def test_a_read_of_what_a_sequence_of_the_same_step_overwrites(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), (2, 0, [9]), writes=[(2, 0, [1])])
+        assert_violation(worker, "I5", 1, "does not hold what the sequence had in it")
+
+    def test_a_block_shared_by_a_sequence_with_other_tokens(self, worker: Worker) -> None:
+        worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((3, 5, [5]), writes=[(3, 0, [3, 2])])
+        assert_violation(worker, "I4", 2, "was computed behind other tokens (position 4)")
+
+    def test_a_block_of_other_tokens_in_the_place_of_ones_own(self, worker: Worker) -> None:
+        worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), writes=[(1, 0, [3])])
+        assert_violation(worker, "I5", 3, "does not hold what the sequence had in it")
+
+    def test_a_read_of_what_was_never_computed(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((2, 4, [4]), writes=[(2, 0, [3, 4])])
+        assert_violation(worker, "I6", 3, "was not computed")
+
+    def test_a_read_of_a_hole_before_what_was_computed(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((2, 6, [6]), writes=[(2, 0, [3, 2])])
+        assert_violation(worker, "I6", 3, "was not computed (position 0)")
+
+    def test_a_read_of_what_an_earlier_epoch_computed(self, worker: Worker) -> None:
+        worker.verifier.begin_epoch()
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 4, [4]), writes=[(1, 0, [1, 2])])
+        assert_violation(worker, "I6", 1, "was not computed")
+
+    def test_a_read_of_what_a_failed_step_wrote(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 7]), outcome=Outcome.FAILED)
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 8, [8]), writes=[(1, 2, [3])])
+        assert_violation(worker, "I6", 2, "was not computed")
+
+    def test_a_read_of_what_was_computed_before_it_was_handed_out(self, worker: Worker) -> None:
+        worker.step(released=[1])
+        worker.step((2, 0, [9]), writes=[(2, 0, [1])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((2, 2, [9]))
+        assert_violation(worker, "I6", 1, "was not computed")
+
+    def test_a_write_in_a_published_block(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]))
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 3, [9]))
+        assert_violation(worker, "I3", 1, "is published, and would be written")
+
+    def test_a_write_in_a_published_block_that_was_one_of_many(self, worker: Worker) -> None:
+        worker.step((2, 0, [*range(8)]), writes=[(2, 0, [3, 4, 5])])
+        worker.step((2, 8, [8]))
+        with pytest.raises(OwnershipViolation):
+            worker.step((2, 7, [9]))
+        assert_violation(worker, "I3", 4, "is published, and would be written")
+
+    def test_a_write_behind_what_another_lease_has_published(self, worker: Worker) -> None:
+        worker.step(released=[1])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 3, [3]), lease="lease-bb", writes=[(1, 0, [1])])
+        assert_violation(worker, "I3", 1, "is published, and would be written")
+
+    def test_two_runs_that_write_one_slot(self) -> None:
+        worker = Worker()
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 0, [1]), (2, 0, [2]), writes=[(1, 0, [1]), (2, 0, [1])])
+        assert_violation(worker, "I3", 1, "would be written by two runs")
+
+    def test_a_copy_into_a_block_of_another_lease(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step(lease="lease-bb", copies=[(3, 2)])
+        assert_violation(worker, "I5", 2, "is the target of a copy")
+
+    def test_a_copy_into_a_published_block(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]))
+        with pytest.raises(OwnershipViolation):
+            worker.step(copies=[(2, 1)])
+        assert_violation(worker, "I3", 1, "is the target of a copy, and published")
+
+    def test_a_copy_of_other_tokens(self, worker: Worker) -> None:
+        worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((3, 5, [9]), forks=[(1, 3)], writes=[(3, 0, [1, 5])], copies=[(4, 5)])
+        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+
+    @pytest.mark.parametrize("block_id", [0, NUM_BLOCKS])
+    def test_a_block_that_nobody_can_own(self, worker: Worker, block_id: int) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step(writes=[(2, 0, [block_id])])
+        assert_violation(worker, "I5", block_id, "is not one that can be owned")
+
+    def test_a_token_that_was_not_sampled(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [5]), going_on=[1])
+        assert_violation(worker, "I5", 2, "was not sampled last")
+
+    def test_a_forks_token_is_the_parents(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((2, 6, [5]), forks=[(1, 2)], writes=[(2, 0, [1, 2])], going_on=[2])
+        assert_violation(worker, "I5", 2, "was not sampled last")
+
+    def test_a_run_beyond_the_blocks_granted(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6, 7, 8]), tables=[[1, 2, 0]])
+        assert_violation(worker, "I5", 0, "is read beyond the 2 blocks granted")
+
+    def test_a_device_table_that_is_not_what_was_granted(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), tables=[[3, 2]])
+        assert_violation(worker, "I5", 3, "is read as block 0, which is 1")
+
+    def test_a_slot_that_is_not_the_positions(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), slots=[3 * SIZE + 2])
+        assert_violation(worker, "I5", 3, "is written for position 6")
