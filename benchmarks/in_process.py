@@ -130,6 +130,9 @@ class InProcessCache:
     async def get_pool(self, pool: str) -> cache_service_pb2.Pool:
         return messages.encode_pool(self._services.pool, term=self._services.catalog.term)
 
+    async def hang_up(self) -> None:
+        return None
+
     async def close(self) -> None:
         return None
 
@@ -165,6 +168,9 @@ class InProcessWorker:
         except Refused as refused:
             raise refused_error(refused) from None
         return InProcessAnswer(lambda: ended)
+
+    async def hang_up(self) -> None:
+        return None
 
     async def close(self) -> None:
         return None

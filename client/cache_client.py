@@ -32,6 +32,9 @@ class CacheApi(Protocol):
     async def get_pool(self, pool: str) -> pb.Pool:
         """How full a pool is and what it is made of."""
 
+    async def hang_up(self) -> None:
+        """Give up plans that wait for an answer: none that is still on its way is taken for a later one's."""
+
     async def close(self) -> None:
         """Give up all connections."""
 
@@ -172,6 +175,10 @@ class CacheClient:
         request = pb.GetStatisticsRequest(pool=pool)
         answer = await unary(self._stub.GetStatistics, request, timeout_s=self._timeout_s, policy=self._retry)
         return list(answer.pools)
+
+    async def hang_up(self) -> None:
+        """End the stream of plans; those that wait get Unavailable. The next plan opens another one."""
+        await self._plans.close()
 
     async def close(self) -> None:
         """Give up the stream and the channel."""

@@ -40,6 +40,7 @@ from quire.client.errors import (
     LeaseLost,
     NotFound,
     OutOfRoom,
+    ProtocolViolation,
     QuireError,
     RequestFailed,
     StepFailed,
@@ -551,6 +552,8 @@ class Engine:
         step, answer, sent, span = self._flight[0]
         try:
             response = await answer.result()
+            if response.step_number != step.step_number:
+                raise ProtocolViolation(f"the answer to step {step.step_number} is about {response.step_number}")
         except QuireError as error:
             span.fail(error)
             if not isinstance(error, StepFailed):
@@ -632,6 +635,9 @@ class Engine:
         _log.warning("recovering: %s", error)
         self._deliver()
         await self._drain()
+        await self._cache.hang_up()
+        if self._worker is not None:
+            await self._worker[1].hang_up()
         self._counters.recoveries += 1
         self._recoveries_in_row += 1
         self._scheduler.reset_all()

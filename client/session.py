@@ -6,7 +6,7 @@ from collections.abc import Callable
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy
-from quire.client.errors import LeaseLost, QuireError, Unavailable
+from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable
 from quire.client.messages import decode_outcome, encode_plan, encode_step
 from quire.client.scheduler import Plan, PlanOutcome, Step
 from quire.client.worker_client import StepAnswer, WorkerApi
@@ -37,6 +37,7 @@ class Session:
         self._lease_id = lease.lease_id
         self._ttl_s = ttl_s
         self._num_plans = 0
+        self._step_number = 0  # of the last plan
         self._loop = asyncio.get_running_loop()
         self._on_renewal()
         self.pool = lease.pool
@@ -78,6 +79,9 @@ class Session:
         if self._keeper.done():
             raise LeaseLost("the lease was lost while it was idle")
         response = await self._cache.plan(request)
+        if response.step_number != self._step_number + 1:
+            raise ProtocolViolation(f"a plan is for step {response.step_number}, behind {self._step_number}")
+        self._step_number += 1
         self._on_renewal()
         return decode_outcome(response), response.grant
 
@@ -114,6 +118,7 @@ class Session:
             return False
         self._worker = self._connect_worker(pool.worker_address)
         self.epoch, self.geometry = pool.epoch, pool.geometry
+        self._step_number = 0
         self.model = await self._worker.get_model()
         return True
 

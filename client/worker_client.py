@@ -26,6 +26,9 @@ class WorkerApi(Protocol):
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """Send a step; returns when it is on its way. Steps are run and answered in the order they are sent."""
 
+    async def hang_up(self) -> None:
+        """Give up steps that wait for an answer: none that is still on its way is taken for a later one's."""
+
     async def close(self) -> None:
         """Give up all connections."""
 
@@ -94,6 +97,10 @@ class WorkerClient:
         """See WorkerService.ChecksumBlocks. Raises InvalidRequest."""
         request = pb.ChecksumBlocksRequest(block_ids=block_ids)
         return await unary(self._stub.ChecksumBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def hang_up(self) -> None:
+        """End the stream of steps; those that wait get Unavailable. The next step opens another one."""
+        await self._steps.close()
 
     async def close(self) -> None:
         """Give up the stream and the channel."""

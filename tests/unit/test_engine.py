@@ -225,6 +225,9 @@ class Services:
             response.logprobs.add(sequence_id=seq_id, sampled_logprob=-1.0, top_token_ids=[token], top_logprobs=[-1.0])
         return Answer(self, response)
 
+    async def hang_up(self) -> None:
+        """Nothing is on its way here."""
+
     async def close(self) -> None:
         self.closed += 1
 
