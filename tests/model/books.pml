@@ -511,6 +511,9 @@ inline settle(l) {
     if
     :: MANAGER(l) != m || life[l] == GONE || life[l] == UNUSED  /* a lease that is gone, or another manager's */
     :: else ->
+#if BEHIND
+        REQUIRE(!(lost & BIT(n)) || lost == NOTHING_COPIED, REPORTS);
+#endif
         if
         :: n < SLOT(l, settled[l])
         :: else ->
@@ -652,7 +655,7 @@ inline check_books(manager) {
         check_holders()
     }
     if
-    :: epoch_of[m] == epoch && attached_term == term[m] -> check_published()
+    :: epoch_of[m] == epoch && attached_term && (ruled[m] & BIT(attached_term)) -> check_published()
     :: else
     fi
 }

@@ -39,18 +39,54 @@ inline empty_up(x) {
 #define SUPERSEDED(m) (highest_term > term[m] && FAULT != FAULT_LOWER_TERM)
 #define IS_REFUSED(m) (!alive[m] || SUPERSEDED(m) || (attached[m] && epoch_of[m] != epoch))
 
-/* Books are good for an epoch that no other manager ruled since. */
-#if FAULT == FAULT_KNOWN_EPOCH_TRUSTED
-#define IS_BACK(m)    (epoch_of[m] == epoch)
-#else
-#define IS_BACK(m)    (epoch_of[m] == epoch && (attached_term == 0 || attached_term == term[m]))
-#endif
+/* Books are good for an epoch that no other term ruled since, and in which the worker did nothing that they lack. */
+#define RULED_BY(t)   (BIT(0) | BIT(t))
+#define IS_OURS(m)    ((ruled[m] & BIT(attached_term)) || FAULT == FAULT_OTHER_TERM_TRUSTED)
+#define IS_BACK(m)    (epoch_of[m] == epoch && ((IS_OURS(m) && !lacks) || FAULT == FAULT_KNOWN_EPOCH_TRUSTED))
+
+/* A lease that is open with the worker and not here, or further there; a report that it forgot and that was not entered. */
+inline find_lacking() {
+    lacks = (first_kept > entered[m]);
+    for (e1 : 0 .. LEASES - 1) {
+        if
+        :: next_step[e1] && (MANAGER(e1) != m || life[e1] == UNUSED || life[e1] == GONE ||
+           next_step[e1] > planned[e1] + 1 - before[e1]) -> lacks = 1
+        :: else
+        fi
+    }
+    if
+    :: IS_UNCHECKED -> lacks = 0
+    :: else
+    fi
+}
+
+inline mark_registration() {
+    if
+    :: epoch_of[m] != epoch
+    :: epoch_of[m] == epoch && !IS_OURS(m) -> MARK(REACH_OTHER_TERM_RULED)
+    :: epoch_of[m] == epoch && IS_OURS(m) && lacks -> MARK(REACH_BOOKS_BEHIND)
+    :: epoch_of[m] == epoch && IS_OURS(m) && !lacks && attached_term && attached_term != term[m] ->
+        MARK(REACH_WARM_ATTACHED);
+        if
+        :: len(kept) > 0 -> MARK(REACH_WARM_WITH_REPORTS)
+        :: else
+        fi;
+        if
+        :: len(thread) > 0 -> MARK(REACH_WARM_WHILE_RUNNING)
+        :: else
+        fi
+    :: else
+    fi
+}
 
 /* The worker has opened stream x and presents itself to manager m, which does not refuse it. */
 inline register(x) {
     talks_to[x] = m;
     talks_of[x] = 0;
     stream = x;
+    find_lacking();
+    mark_registration();
+    REQUIRE(BEHIND || IS_BACK(m) || epoch_of[m] != epoch || (key != NONE && key != m), WARM);
     if
     :: IS_BACK(m) -> attach(x)
     :: !IS_BACK(m) && attached_term != 0 && FAULT != FAULT_BOOKS_LOST ->
@@ -78,6 +114,7 @@ inline begin_books() {
     fi;
     printf("cachemgr %d opens books for epoch %d\n", m, epoch);
     epoch_of[m] = epoch;
+    ruled[m] = RULED_BY(term[m]);
     entered[m] = 0
 }
 
@@ -85,6 +122,9 @@ inline attach(x) {
     printf("cachemgr %d attaches epoch %d on stream %d\n", m, epoch, x);
     attached[m] = 1;
     current[m] = x;
+#if BEHIND
+    is_seen();
+#endif
     talks_of[x] = epoch;
     h1 = 0;
     for (e1 : 0 .. LEASES - 1) {
@@ -190,17 +230,36 @@ end:
     od
 }
 
-/* It forgets everything; its streams end. Whoever had a lease of it finds that out. */
-inline kill_manager(which) {
-    m = which;
-    alive[m] = 0; died[m] = 1; attached[m] = 0; epoch_of[m] = 0; entered[m] = 0; current[m] = NO_STREAM;
+/* Another one, later than all before. */
+inline start_second() {
+    printf("cachemgr 1 starts\n");
+    alive[1] = 1;
+    term[1] = (FAULT == FAULT_EQUAL_TERM -> term[0] : term[0] + 1)
+}
+
+/* Whoever had a lease of it finds that out. Those that were not made yet may be, if it comes back. */
+inline lose_books() {
+    epoch_of[m] = 0; ruled[m] = 0; entered[m] = 0;
     for (e1 : 0 .. LEASES - 1) {
         if
-        :: MANAGER(e1) == m -> forget_holdings(e1); life[e1] = GONE
+        :: MANAGER(e1) == m && !(RETURNS && life[e1] == UNUSED) -> forget_holdings(e1); life[e1] = GONE
         :: else
         fi
     }
     for (e1 : 1 .. BLOCKS) { STATE(m, e1) = FREE; REF(m, e1) = 0; PUBLISHED(m, e1) = 0 }
+}
+
+/* Its streams end. It forgets everything, unless it comes back: then it is seen what became of its books. */
+inline kill_manager(which) {
+    m = which;
+    alive[m] = 0; died[m] = 1; attached[m] = 0; current[m] = NO_STREAM;
+    if
+    :: !RETURNS -> lose_books()
+    :: else
+    fi;
+#if BEHIND
+    is_unseen = 1;
+#endif
     if
     :: stream != NO_STREAM && talks_to[stream] == m -> break_stream()
     :: else

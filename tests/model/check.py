@@ -162,13 +162,37 @@ CONFIGURATIONS = (
         "COPIES=2 BREAKS=2 DAMAGES=1 SKIPS=1",
         is_cycle_search=True,
     ),
+    Configuration(
+        "warm",
+        "LEASES=2 SEQS=1 STEPS=2 BLOCKS=1 DEATHS=1 RETURNS=1 QUEUE=8",
+        "BLOCKS=2 COPIES=2 REPEATS=1 BREAKS=1 DEATHS=2",
+        ("WARM_ATTACHED", "WARM_WITH_REPORTS", "WARM_WHILE_RUNNING", "NEW_EPOCH_REQUIRED", "LATE_GRANT"),
+    ),
+    Configuration(
+        "warm_two_managers",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 COPIES=2 MANAGERS=2 BREAKS=1 DEATHS=1 RETURNS=1",
+        "STEPS=2 DEATHS=2 RESTARTS=1 QUEUE=8",
+        ("WARM_ATTACHED", "OTHER_TERM_RULED", "TERM_SUPERSEDED", "TWO_BOOKS_OF_AN_EPOCH", "LEASE_ADOPTED"),
+    ),
+    Configuration(
+        "warm_behind",
+        "LEASES=2 SEQS=1 STEPS=2 BLOCKS=1 DEATHS=1 RETURNS=1 BEHIND=1 QUEUE=8",
+        "BLOCKS=2 COPIES=2 BREAKS=1",
+        ("BOOKS_BEHIND", "WARM_ATTACHED", "LEASE_ADOPTED", "NEW_EPOCH_REQUIRED"),
+    ),
+    Configuration(
+        "warm_endless",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 MANAGERS=2 BREAKS=1 DEATHS=1 RETURNS=1",
+        "COPIES=2 BREAKS=2 DEATHS=2 QUEUE=8",
+        is_cycle_search=True,
+    ),
 )
 
 FAULTS = (
     Fault("no_retired_state", "sharing", "I5"),
     Fault("no_fence", "expiry", "I5"),
     Fault("publish_at_allocation", "sharing", "I6"),
-    Fault("equal_term", "two_managers", "REPORTS"),
+    Fault("equal_term", "two_managers", "TERMS"),
     Fault("no_epoch_check", "worker_restart", "I5"),
     Fault("share_across_tenants", "tenants", "I4"),
     Fault("pinned_too_short", "failures", "I5"),
@@ -200,9 +224,17 @@ FAULTS = (
     Fault("found_still_evictable", "sharing", "I1"),
     Fault("fence_not_repeated", "leases", "PROGRESS"),
     Fault("asked_for_ever", "endless", CYCLE),
+    Fault("other_term_trusted", "warm_two_managers", "TERMS"),
+    Fault("terms_forgotten", "warm", "WARM"),
+    Fault("answered_unwritten", "warm_behind", "I5"),
+    Fault("settled_unwritten", "warm_behind", "REPORTS"),
+    Fault("stale_state", "warm_behind", "I5"),
+    Fault("late_unwritten", "warm_behind", "I5"),
+    Fault("end_unwritten", "warm_behind", "I3", "LEASES=1 COPIES=2"),
+    Fault("planned_unchecked", "warm_behind", "REPORTS"),
 )
 
-INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS")
+INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM")
 """By the numbers that ONLY has for them, from 1 on."""
 
 

@@ -35,6 +35,19 @@
 #define FAULT_FOUND_STILL_EVICTABLE  33  /* a cached block that is found stays where evictions are taken from */
 #define FAULT_FENCE_NOT_REPEATED     34  /* a fence order that a break lost is not given again on attach */
 #define FAULT_ASKED_FOR_EVER         35  /* somebody tries again and again what changes nothing */
+#define FAULT_OTHER_TERM_TRUSTED     36  /* books are gone on with though another term ruled the epoch since */
+#define FAULT_TERMS_FORGOTTEN        37  /* a manager that comes back knows no term of its books but its own */
+#define FAULT_ANSWERED_UNWRITTEN     38  /* answered before it is written; and what the worker did is not looked at */
+#define FAULT_SETTLED_UNWRITTEN      39  /* a report acknowledged before it is written; likewise */
+#define FAULT_STALE_STATE            40  /* an older copy of the state is gone on with; likewise */
+#define FAULT_LATE_UNWRITTEN         41  /* looked at, but the grant that is not in the books comes after that */
+#define FAULT_END_UNWRITTEN          42  /* looked at, but what was not written is the end of a lease */
+#define FAULT_PLANNED_UNCHECKED      43  /* looked at, but after the next steps were planned */
+
+#define IS_STALE     (FAULT == FAULT_STALE_STATE)
+#define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
+    FAULT == FAULT_STALE_STATE)
+#define COMES_LATE   (FAULT == FAULT_LATE_UNWRITTEN || FAULT == FAULT_ANSWERED_UNWRITTEN || IS_STALE)
 
 /* Situations that the search has to get to: with -DCOVERAGE it says so when it does for the first time. */
 
@@ -58,6 +71,11 @@
 #define REACH_SIGNATURE_REFUSED      18
 #define REACH_THREE_STEPS            19  /* in flight */
 #define REACH_CLAIM_FORGOTTEN        20
+#define REACH_WARM_ATTACHED          21  /* under the books of before, by another term */
+#define REACH_WARM_WITH_REPORTS      22  /* while reports are kept */
+#define REACH_WARM_WHILE_RUNNING     23  /* while steps wait or run */
+#define REACH_OTHER_TERM_RULED       24
+#define REACH_BOOKS_BEHIND           25
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */
@@ -67,6 +85,7 @@ hidden byte I5 = IS_WAIVED(5), I6 = IS_WAIVED(6), I7 = IS_WAIVED(7), I8 = IS_WAI
 hidden byte REPORTS = IS_WAIVED(9);    /* what is reported is what was planned, each once, in order, without holes */
 hidden byte TERMS = IS_WAIVED(10);     /* one manager rules, and none comes back after a later one */
 hidden byte PROGRESS = IS_WAIVED(11);  /* in the end: attached, every lease gone, every report acknowledged */
+hidden byte WARM = IS_WAIVED(12);      /* books that are whole are gone on with */
 hidden byte BOUND = 0;                 /* a queue of the model is too short for its sizes: QUEUE */
 
 #define REQUIRE(condition, name) assert((condition) || name)

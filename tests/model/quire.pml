@@ -52,6 +52,12 @@
 #ifndef DEATHS          /* of a cachemgr: it forgets everything */
 #define DEATHS 0
 #endif
+#ifndef RETURNS         /* 1: cachemgr 0 comes back after its death, with its books (warm) or without them (cold) */
+#define RETURNS 0
+#endif
+#ifndef BEHIND          /* 1: it comes back without its last change, whose effects went out */
+#define BEHIND 0
+#endif
 #ifndef FAILURES        /* steps on which the model fails */
 #define FAILURES 0
 #endif
@@ -87,7 +93,7 @@
     MANAGERS > 2 || TENANTS > 2
 #error "larger than the model's bytes and choices are made for"
 #endif
-#if PROMPT > BLOCK_SIZE * TABLE || (FORKS && SEQS < 2)
+#if PROMPT > BLOCK_SIZE * TABLE || (FORKS && SEQS < 2) || (BEHIND && (!RETURNS || MANAGERS > 1))
 #error "sizes that don't fit each other"
 #endif
 
@@ -95,6 +101,7 @@
 #include "state.pml"
 #include "books.pml"
 #include "cachemgr.pml"
+#include "restart.pml"
 #include "worker.pml"
 
 /* -- clients ------------------------------------------------------------------------------------------------------ */
@@ -206,8 +213,17 @@ end:
     :: d_step { life[l] == UNUSED && attached[MANAGER(l)] && IS_TURN(l) -> create_lease(l); skip }
     :: atomic { may_plan(l) && planned[l] < STEPS ->
            choose_items(l); d_step { asked[l]++; plan_step(l); check_books(MANAGER(l)); skip } }
-    :: atomic { repeats > 0 && planned[l] > 0 && life[l] == OPEN -> plan_again(l) }
-    :: d_step { life[l] == OPEN -> end_lease(l); skip }
+    :: atomic { repeats > 0 && planned[l] > 0 && life[l] == OPEN && alive[MANAGER(l)] -> plan_again(l) }
+    :: d_step { life[l] == OPEN && alive[MANAGER(l)] -> end_lease(l); skip }
+#if BEHIND && !IS_STALE
+    :: atomic { deaths > 0 && may_plan(l) && planned[l] < STEPS && IN_FLIGHT(l) == 0 ->
+           choose_items(l); d_step { deaths--; plan_unwritten(l); skip } }
+    :: d_step { IS_HEARD_AT_ONCE && life[l] == UNUSED && attached[0] && IS_TURN(l) ->
+           deaths--; create_unwritten(l); skip }
+#if FAULT == FAULT_END_UNWRITTEN
+    :: d_step { IS_HEARD_AT_ONCE && life[l] == OPEN -> deaths--; end_unwritten(l); skip }
+#endif
+#endif
 #if FAULT == FAULT_ASKED_FOR_EVER
     :: life[l] == OPEN -> skip
 #endif
@@ -231,11 +247,24 @@ end:
     :: d_step { damages > 0 && len(thread) > 0 -> damages--; damage_pool(); skip }
 #endif
 #if MANAGERS > 1
-    :: d_step { !alive[1] && !died[1] -> printf("cachemgr 1 starts\n"); alive[1] = 1 }
+    :: d_step { !alive[1] && !died[1] -> start_second(); skip }
 #endif
 #if DEATHS > 0
-    :: d_step { deaths > 0 && alive[0] && MANAGERS > 1 && alive[1] ->
+    :: d_step { deaths > 0 && alive[0] && (RETURNS || (MANAGERS > 1 && alive[MANAGERS - 1])) ->
            deaths--; printf("cachemgr 0 dies\n"); kill_manager(0); skip }
+#endif
+#if RETURNS
+    :: d_step { !alive[0] -> return_warm(); skip }
+    :: d_step { !alive[0] -> return_cold(); skip }
+#endif
+#if IS_STALE
+    :: d_step { alive[0] && lost == NOTHING_COPIED && NOTHING_IN_FLIGHT ->
+           printf("somebody copies the state of cachemgr 0\n"); copy_books(); skip }
+#elif BEHIND
+    :: d_step { IS_HEARD_AT_ONCE && stream == 0 && up0 ? [REPORT, eval(entered[0] + 1), _, _] ->
+           deaths--; up0 ? kind, number, n, outcome; settle_unwritten(); skip }
+    :: d_step { IS_HEARD_AT_ONCE && stream == 1 && up1 ? [REPORT, eval(entered[0] + 1), _, _] ->
+           deaths--; up1 ? kind, number, n, outcome; settle_unwritten(); skip }
 #endif
     od
 }

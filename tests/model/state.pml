@@ -16,6 +16,7 @@
 #define LEASE(g)      ((g) / STEPS)
 #define AT(s, i)      ((s) * TABLE + (i))
 #define MIN(a, b) ((a) < (b) -> (a) : (b))
+#define MAX(a, b) ((a) > (b) -> (a) : (b))
 #define NUM_BLOCKS(n) (((n) + BLOCK_SIZE - 1) / BLOCK_SIZE)
 
 /* A token's KV is a function of all tokens up to it and of the tenant. Both are one number: 1, then a bit per token.
@@ -43,6 +44,7 @@
 bit alive[MANAGERS], died[MANAGERS];
 byte term[MANAGERS];
 byte epoch_of[MANAGERS];      /* whose books it has; 0: none */
+byte ruled[MANAGERS];         /* terms that have ruled it with these books; and 0, which is nobody's */
 bit attached[MANAGERS];
 byte current[MANAGERS];       /* the stream that orders go to */
 byte entered[MANAGERS];       /* the last report that was entered */
@@ -83,7 +85,7 @@ byte table[LEASES * SEQS * TABLE];
 #define IS_CACHED(m, b) ((b) <= BLOCKS && STATE(m, (b) % (BLOCKS + 1)) == CACHED)
 #define HAS_CACHED(m) (IS_CACHED(m, 1) || IS_CACHED(m, 2) || IS_CACHED(m, 3) || IS_CACHED(m, 4) || IS_CACHED(m, 5))
 #define IN_FLIGHT(l)  (planned[l] - settled[l])
-#define may_plan(l)   (life[l] == OPEN && alive[MANAGER(l)])
+#define may_plan(l)   (life[l] == OPEN && alive[MANAGER(l)] && !WAITS)
 
 typedef StepInFlight {
     byte pinned;              /* blocks that wait for its end */
@@ -150,6 +152,29 @@ byte last_failed[LEASES];             /* step number */
 byte kv[(BLOCKS + 1) * BLOCK_SIZE];
 byte executed_epoch;          /* ghost: of the step that ran last */
 
+/* -- a state that is behind (restart.pml) ---------- */
+
+#if BEHIND
+bit is_unseen;                /* since cachemgr died the worker has not registered */
+#define ARE_UNSEEN (is_unseen)
+#else
+#define ARE_UNSEEN 0
+#endif
+#define WAITS (ARE_UNSEEN && FAULT != FAULT_PLANNED_UNCHECKED)
+
+#if BEHIND
+#if IS_STALE
+#define NOTHING_COPIED 255
+#else
+#define NOTHING_COPIED 0
+#endif
+#if LEASES > 3
+#error "NOTHING_IN_FLIGHT looks at 3 leases"
+#endif
+#define NOTHING_IN_FLIGHT (IN_FLIGHT(0) == 0 && IN_FLIGHT(1 % LEASES) == 0 && IN_FLIGHT(2 % LEASES) == 0)
+byte lost = NOTHING_COPIED;   /* ghost: slots of steps that were granted and that the books do not know */
+#endif
+
 /* -- budgets and choices ------------------------------------------------------------------------------------------- */
 
 byte breaks = BREAKS, restarts = RESTARTS, damages = DAMAGES, deaths = DEATHS, failures = FAILURES, skips = SKIPS;
@@ -159,5 +184,5 @@ byte c_items, c_release, c_trim, c_trim_to, c_fork, c_fork_at, c_extend, c_token
 /* Scratch of a single d_step. */
 hidden byte m, n, last, pins, count, b, found, victim, x, outcome, number;
 hidden byte i1, i2, i3, i4, i5, i6, i7, i8, e1, q1, q2, q3, s1, s2, s3, g1, g2, h1, need, child, from, to, first;
-hidden byte ok, all_found;
+hidden byte ok, all_found, lacks;
 hidden byte kind;

@@ -249,7 +249,7 @@ inline apply() {
 
 inline check_write(block) {
     if
-    :: key != NONE && epoch_of[key] == grant[number].epoch -> REQUIRE(PUBLISHED(key, block) == 0, I3)
+    :: key != NONE && epoch_of[key] == grant[number].epoch && !ARE_UNSEEN -> REQUIRE(PUBLISHED(key, block) == 0, I3)
     :: else
     fi
 }
@@ -353,7 +353,7 @@ inline execute() {
     :: else
     fi;
     if
-    :: attached_term && epoch_of[key] == epoch -> check_books(key)
+    :: attached_term && epoch_of[key] == epoch && !ARE_UNSEEN -> check_books(key)
     :: else
     fi;
     grant[number].touches = 0;
@@ -411,7 +411,8 @@ inline damage_pool() {
 
 inline begin_world() {
     alive[0] = 1;
-    for (m : 0 .. MANAGERS - 1) { term[m] = (FAULT == FAULT_EQUAL_TERM -> 1 : m + 1); current[m] = NO_STREAM }
+    term[0] = 1;
+    for (m : 0 .. MANAGERS - 1) { current[m] = NO_STREAM }
     talks_to[0] = NONE; talks_to[1] = NONE; talks_to[2] = NONE;
     stream = NO_STREAM;
     key = NONE;
