@@ -71,7 +71,8 @@ class Services:
 
     plan_errors, result_errors and lease_errors are raised by the next calls; a step with the token `poison` fails.
     Plans are not answered while `plan_gate` is closed; the answers of the next num_lost_answers, which are applied, are
-    lost. A plan repeated under its request_id gets the answer that it got. While plans raise errors a lease can't be
+    lost; those of the next late_plan_answers and late_step_answers are about the step before. A plan repeated under its
+    request_id gets the answer that it got. While plans raise errors a lease can't be
     renewed either, unless can_renew; leases are neither made nor given back while `lease_gate` is closed.
     """
 
@@ -88,6 +89,9 @@ class Services:
         self.lease_gate.set()
         self.can_renew = False
         self.num_lost_answers = 0
+        self.late_plan_answers = 0
+        self.late_step_answers = 0
+        self.num_hang_ups = 0
         self.asked: list[bytes] = []
         self.plans: list[cache_service_pb2.PlanStepRequest] = []
         self.steps_sent = 0
@@ -149,6 +153,9 @@ class Services:
             assert known == body, "a request_id stands for one plan"
             return answer
         response = self.apply(request)
+        if self.late_plan_answers:
+            self.late_plan_answers -= 1
+            response.step_number -= 1
         self.answers[request.request_id] = (body, response)
         if self.num_lost_answers:
             self.num_lost_answers -= 1
@@ -218,6 +225,8 @@ class Services:
         if any(seq_id in self.poisoned for seq_id, _, _ in runs):
             return Answer(self, StepFailed("broken", metadata={"step_number": str(number)}))
         sampled = [(seq_id, RECITED[length - self.prompts[seq_id]]) for seq_id, length, samples in runs if samples]
+        number -= self.late_step_answers
+        self.late_step_answers = 0
         response = worker_service_pb2.RunStepResponse(step_number=number)
         response.sequence_ids.extend(seq_id for seq_id, _ in sampled)
         response.sampled_token_ids.extend(token for _, token in sampled)
@@ -226,7 +235,7 @@ class Services:
         return Answer(self, response)
 
     async def hang_up(self) -> None:
-        """Nothing is on its way here."""
+        self.num_hang_ups += 1
 
     async def close(self) -> None:
         self.closed += 1
@@ -485,6 +494,22 @@ def test_services_that_come_back_in_time_are_waited_for() -> None:
         services.plan_errors.append(LeaseLost("away, and back without its books"))
         chunks = await reading
         assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:30]
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize("of", ["plan", "step"])
+def test_an_answer_that_is_about_another_step_is_not_taken(of: str) -> None:
+    """A message that was lost or came twice shifts all answers behind it; and ids of sequences stay the same."""
+
+    async def body(engine: Engine, services: Services) -> None:
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(60))))
+        await turns(30)
+        setattr(services, f"late_{of}_answers", 1)
+        chunks = await reading
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        assert engine.statistics().recoveries == 1
+        assert services.num_hang_ups == 2, "of both streams: more that is on its way would be taken for later ones'"
 
     with_engine(body)
 
