@@ -17,8 +17,8 @@ priority may have to wait for as long as higher ones keep coming: who waits for 
 running sequences of lower priority, and never from others.
 
 Thrashing. Admissions leave what the running sequences will want within so many steps: twice as many after each plan
-that preempted for one of them, half as many after each running sequence that ends. So there are no more such plans than
-ends, doublings and places: beyond the last doubling nobody is admitted beside others before one of them has ended.
+that preempted for one of them, until a running sequence ends. So between two ends there are no more such plans than
+doublings and places: beyond the last doubling nobody is admitted beside others before one of them has ended.
 Where a quota is short and not the pool, of which cachemgr keeps no reserve, nobody is admitted before that either.
 
 Bounds. A decode waits for prompts no longer than one step of max_step_tokens, because every step has a token of every
@@ -903,7 +903,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.state is _RUNNING:
-            self._reserve_steps = max(_RESERVE_STEPS, self._reserve_steps // 2)
+            self._reserve_steps = _RESERVE_STEPS
             self._is_quota_short = False
         self._leave(sequence)
         sequence.finish(reason)
