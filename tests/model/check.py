@@ -210,7 +210,7 @@ FAULTS = (
     Fault("write_shared", "forks", "I3"),
     Fault("fenced_too_late", "expiry", "I5"),
     Fault("known_epoch_trusted", "two_managers", "REPORTS"),
-    Fault("reports_not_kept", "network", "REPORTS"),
+    Fault("reports_not_kept", "network", "WARM"),
     Fault("lower_term", "two_managers", "TERMS"),
     Fault("order_after_break", "leases", "I5", "QUEUE=8"),
     Fault("changes_not_told", "sharing", "I5"),
