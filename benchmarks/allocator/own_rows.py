@@ -79,7 +79,7 @@ def by_part(name: str, timings: Iterable[list[int]]) -> Samples:
 
 def message_rows(rows: Rows, core: Core) -> Samples:
     """A fresh prompt of 2,048 tokens, and one token of 256 sequences with a step in flight, each as a message."""
-    pool = AttachedPool(core.ledger, b"k" * 32, "-")
+    pool = AttachedPool(core.ledger, b"k" * 32, "-", terms=(1,))
     return by_part("message_fresh", fresh_messages(rows, core, pool)) | by_part(
         "message_extend", extend_messages(rows, core, pool)
     )

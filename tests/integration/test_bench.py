@@ -133,6 +133,16 @@ def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None
     assert all(min(work["engine_ms"]) > 0 for work in engine["work_per_step"])
 
 
+def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:
+    written, _ = run_quick("restart", tmp_path)
+    for samples in (written["through_grpc_us"], written["books_us"]):
+        names = {name.removesuffix(", True").removesuffix(", False") for name in samples}
+        assert samples.keys() == {f"{name}, {kept}" for name in names for kept in (True, False)}
+        assert all(min(times) > 0 for times in samples.values())
+    assert [row["num_blocks"] for row in written["recovery"]] == [1_000, 10_000]
+    assert all(min(row["seconds"]) > 0 and row["mib"] > 0 for row in written["recovery"])
+
+
 def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
     assert all(f'"{name}"' in source for name in NAMES)
