@@ -29,7 +29,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,15 @@ gpu-test: typecheck-links  ## run the kernels' tests compiled, and those that ne
 
 gpu-bench-kernels: typecheck-links  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
 	PYTHONPATH=.typecheck $(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
+
+gpu-bench-step: typecheck-links  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
+	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \
+	  || { echo "gpu-bench-step: there is no GPU here; ARGS=--quick shows whether everything runs" >&2; exit 1; }
+	PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/step $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
+
+cpu-bench-step: venv  ## whole steps on the CPU against its memory, then the engine against others; ARGS=--quick
+	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench step $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench peers $(ARGS)
 
 lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/ruff check .

@@ -35,12 +35,14 @@ class Findings:
     figures    for JSON: every figure of the tables, and the raw samples behind it
     draw       makes the plot
     notes      what a reader has to know to judge the figures, a sentence each
+    file_name  of the JSON and the plot, without ending; the benchmark's own if empty
     """
 
     tables: Sequence[Table]
     figures: dict[str, Any]
     draw: Callable[[], Figure]
     notes: Sequence[str] = ()
+    file_name: str = ""
 
 
 Measure = Callable[[bool, Progress], Findings]
@@ -68,7 +70,7 @@ def benchmark(name: str, measure: Measure, *, packages: Sequence[str] = ()) -> c
         about["seconds"] = round(time.perf_counter() - start, 1)
         show(findings, about)
         if output is not None:
-            write(findings, about, output, name)
+            write(findings, about, output, findings.file_name or name)
 
     main.help = (sys.modules[measure.__module__].__doc__ or "").partition("\n")[0]
     return main

@@ -16,6 +16,7 @@ NAMES = (
     "serving",
     "prefix",
     "kernel",
+    "step",
     "allocator",
     "control-plane",
     "restart",

@@ -12,7 +12,7 @@ from typing import Any
 from quire.client.bench import NAMES
 
 TIMEOUT_S = 240
-FILES = {"allocator": ("allocator_rows", "allocator")}
+FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "step_cpu")}
 """JSON and plot where they are not called as the benchmark."""
 
 
@@ -91,6 +91,20 @@ def test_serving_has_every_mode_with_both_attentions(tmp_path: Path) -> None:
         assert sum(tokens for tokens, _, _ in row["forwards"]) >= row["num_new"] - row["num_requests"] + 16
     assert [step["num_seqs"] for step in written["decode_steps"]] == [4, 4]
     assert all(min(step["step_ms"]) > 0 for step in written["decode_steps"])
+
+
+def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path) -> None:
+    written, _ = run_quick("step", tmp_path)
+    assert [step["cell"] for step in written["steps"]] == ["decode 2 x 20", "prompt 1 x 9", "prompt 1 x 5 on 8"]
+    for step in written["steps"]:
+        assert len(step["step_ms"]) == 2
+        assert 0 < step["of_bound"] < 1
+        assert step["prepare_ms"] + step["forward_ms"] + step["sample_ms"] < 1.5 * step["median_ms"]
+    rows = [(served["row"], served["num_generated"]) for served in written["workloads"]]
+    assert [name for name, _ in rows] == ["Quire, in one process", "transformers, continuous batching"] * 2
+    assert rows[0][1] == rows[1][1] == 6
+    assert all(served["tokens_per_s"] < served["bound_tokens_per_s"] for served in written["workloads"])
+    assert not written["left_out"]
 
 
 def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:

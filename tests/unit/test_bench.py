@@ -28,12 +28,13 @@ from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
 
 books, kernel, padded, prefix, pressure, report, serving, utilization = map(
     importlib.import_module,
     ("books", "kernel", "padded", "prefix", "pressure", "report", "serving", "utilization"),
 )
+roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -269,6 +270,48 @@ def test_fairness_is_one_for_equal_speeds_and_a_share_if_one_has_all() -> None:
 
     assert fairness([2.0, 2.0, 2.0]) == pytest.approx(1.0)
     assert fairness([0.0, 0.0, 0.0, 5.0]) == pytest.approx(0.25)
+
+
+# -- step -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_seqs", "cached", "expected_ms"),
+    [
+        ("LLAMA_8B", 1, 1024, 3.522),
+        ("LLAMA_8B", 256, 1024, 12.854),
+        ("LLAMA_8B", 32, 8192, 11.481),
+        ("LLAMA_1B", 128, 1024, 1.574),
+        ("QWEN3_06B", 1, 1024, 0.305),
+        ("QWEN3_17B", 32, 8192, 7.792),
+    ],
+)
+def test_a_steps_bound_is_the_one_worked_out_by_hand(
+    shape: str, num_seqs: int, cached: int, expected_ms: float
+) -> None:
+    """Weights once at 4.3 TB/s or their products at 790 TFLOP/s, and all keys and values once."""
+    bound_s = roofline.step_bound_s(
+        getattr(shapes, shape),
+        torch.bfloat16,
+        roofline.Ceilings(4.3e12, 790e12, [], []),
+        num_tokens=num_seqs,
+        num_sampled=num_seqs,
+        num_keys=num_seqs * cached,
+    )
+    assert 1e3 * bound_s == pytest.approx(expected_ms, rel=2e-3)
+
+
+def test_a_workloads_bound_is_the_one_worked_out_by_hand() -> None:
+    work = workloads.mixed_lengths(shapes.QWEN3_06B)
+    assert sum(work.num_new) == 133_966
+    bound_s = roofline.workload_bound_s(
+        work.shape,
+        torch.bfloat16,
+        roofline.Ceilings(4.3e12, 790e12, [], []),
+        prompts=[len(prompt) for prompt in work.prompts],
+        outputs=work.num_new,
+    )
+    assert 133_966 / bound_s == pytest.approx(35_801, rel=1e-3)
 
 
 # -- prefix and serving -----------------------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""One kind of step, again and again, through the worker's executor: decode at a batch and a context, and prompts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from roofline import Ceilings, step_bound_s, synchronize
+from shapes import Shape
+
+from quire.cache.v1 import grant_pb2
+from quire.worker.executor import Executor, Outcome, StepResult
+from quire.worker.grants import Step
+from quire.worker.kv_pool import NULL_BLOCK, KVPool, bytes_per_block
+from quire.worker.model import PagedModel
+
+BLOCK_SIZE = 16
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """num_seqs sequences with `cached` tokens in the pool and `new` to compute: 1 is a decode step.
+
+    must_ms and goal_ms are what a step is to take on an H200 in bfloat16, if that was said.
+    """
+
+    num_seqs: int
+    cached: int
+    new: int = 1
+    must_ms: float | None = None
+    goal_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        if self.new == 1:
+            return f"decode {self.num_seqs} x {self.cached}"
+        return f"prompt {self.num_seqs} x {self.new}" + (f" on {self.cached}" if self.cached else "")
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all sequences, with room for the steps that are measured."""
+        return self.num_seqs * -(-(self.cached + self.new + 64) // BLOCK_SIZE)
+
+    def bound_s(self, shape: Shape, dtype: torch.dtype, ceilings: Ceilings) -> float:
+        return step_bound_s(
+            shape,
+            dtype,
+            ceilings,
+            num_tokens=self.num_seqs * self.new,
+            num_sampled=self.num_seqs,
+            num_keys=self.num_seqs * (self.cached + self.new),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """step_ms is a sample per step, from when the executor gets it to when its tokens are read.
+
+    prepare_ms, forward_ms and sample_ms are the executor's own medians of the parts.
+    """
+
+    model: str
+    dtype: str
+    cell: str
+    bound_ms: float
+    step_ms: list[float]
+    prepare_ms: float
+    forward_ms: float
+    sample_ms: float
+    must_ms: float | None
+    goal_ms: float | None
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    @property
+    def of_bound(self) -> float:
+        return self.bound_ms / self.median_ms
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"median_ms": self.median_ms, "of_bound": round(self.of_bound, 4)}
+
+
+def fits(cell: Cell, model: PagedModel) -> bool:
+    """Whether its pool fits what is free on the model's device."""
+    if model.device.type != "cuda":
+        return True
+    needed = (cell.num_blocks + 1) * bytes_per_block(model.specs, BLOCK_SIZE, model.dtype)
+    return bool(needed < 0.9 * torch.cuda.mem_get_info(model.device)[0])
+
+
+def measure(shape: Shape, model: PagedModel, cell: Cell, ceilings: Ceilings, *, num_steps: int) -> Timing:
+    """Run the cell's step num_steps times. Raises RuntimeError if the executor does not compute one."""
+    executor = Executor(model, filled_pool(model, cell), max_num_seqs=cell.num_seqs)
+    steps = make_steps(cell, WARM_UP_STEPS + num_steps, vocab_size=model.vocab_size)
+    results, seconds = [], []
+    for step in steps:
+        synchronize(model.device)
+        start = time.perf_counter()
+        results.append(computed(executor.execute(step)))
+        seconds.append(time.perf_counter() - start)
+
+    def median_ms(parts: Sequence[float]) -> float:
+        return round(1e3 * statistics.median(parts[WARM_UP_STEPS:]), 4)
+
+    return Timing(
+        model=shape.name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        cell=cell.name,
+        bound_ms=round(1e3 * cell.bound_s(shape, model.dtype, ceilings), 4),
+        step_ms=[round(1e3 * taken, 4) for taken in seconds[WARM_UP_STEPS:]],
+        prepare_ms=median_ms([result.prepare_s for result in results]),
+        forward_ms=median_ms([result.forward_s for result in results]),
+        sample_ms=median_ms([result.sample_s for result in results]),
+        must_ms=cell.must_ms,
+        goal_ms=cell.goal_ms,
+    )
+
+
+def filled_pool(model: PagedModel, cell: Cell) -> KVPool:
+    """A pool for the cell that holds random keys and values."""
+    pool = KVPool(
+        model.specs, num_blocks=cell.num_blocks + 1, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
+    )
+    for tensor in pool.tensors():
+        tensor.normal_()
+        tensor[NULL_BLOCK] = 0
+    return pool
+
+
+def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
+    """A decode's steps each compute the token after the last one; a prompt's all compute the same tokens again."""
+    generator = np.random.default_rng(0)
+    block_ids = 1 + generator.permutation(cell.num_blocks)
+    seq_ids = list(range(1, cell.num_seqs + 1))
+    steps = []
+    for number in range(count):
+        is_decode = cell.new == 1
+        start = cell.cached + (number if is_decode else 0)
+        grant = grant_pb2.StepGrant(
+            lease_id="benchmark",
+            step_number=number + 1,
+            known_step_number=number,
+            run_sequence_ids=seq_ids,
+            run_starts=[start] * cell.num_seqs,
+            run_token_counts=[cell.new] * cell.num_seqs,
+            run_samples=[True] * cell.num_seqs,
+        )
+        if number == 0:
+            grant.write_sequence_ids.extend(seq_ids)
+            grant.write_first_indexes.extend([0] * cell.num_seqs)
+            grant.write_block_counts.extend([cell.num_blocks // cell.num_seqs] * cell.num_seqs)
+            grant.write_block_ids.extend(block_ids.tolist())
+        given = {}
+        if number == 0 or not is_decode:
+            tokens = generator.integers(3, vocab_size, (cell.num_seqs, cell.new), dtype=np.int32)
+            given = dict(enumerate(tokens))
+        steps.append(Step(grant, given_tokens=given))
+    return steps
+
+
+def computed(result: StepResult) -> StepResult:
+    if result.outcome is not Outcome.COMPUTED:
+        raise RuntimeError(f"step {result.step_number} ended {result.outcome.value}")
+    return result

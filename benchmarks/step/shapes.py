@@ -1,0 +1,144 @@
+"""Models that are measured: shapes with random weights, for speed does not depend on what the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from quire.worker.model import PagedModel, prepare_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's configuration by name."""
+
+    name: str
+    make_config: Callable[[], PretrainedConfig]
+
+    @cached_property
+    def config(self) -> Any:
+        return self.make_config()
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def num_matrix_weights(self) -> int:
+        """Weights that a step multiplies with: of all layers and the output layer, not of the embedding."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        embedding = model.get_input_embeddings().weight.numel()
+        total = sum(weight.numel() for weight in model.parameters())
+        return int(total if self.config.tie_word_embeddings else total - embedding)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Keys and values of all layers."""
+        return int(2 * self.num_layers * self.config.num_key_value_heads * self.config.head_dim * dtype.itemsize)
+
+    def load(self, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PagedModel:
+        """The model with random weights on the device, ready for a pool as the worker makes it."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        return prepare_model(model.eval().requires_grad_(False), max_model_len=max_model_len)
+
+
+def _llama(**sizes: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: LlamaConfig(bos_token_id=1, eos_token_id=None, pad_token_id=0, **sizes)
+
+
+def _qwen3(**sizes: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: Qwen3Config(
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        **sizes,
+    )
+
+
+LLAMA_8B = Shape(
+    "Llama-3.1-8B",
+    _llama(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+    ),
+)
+LLAMA_1B = Shape(
+    "Llama-3.2-1B",
+    _llama(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
+)
+QWEN3_06B = Shape(
+    "Qwen3-0.6B",
+    _qwen3(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+)
+QWEN3_17B = Shape(
+    "Qwen3-1.7B",
+    _qwen3(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+)
+QWEN3_8B = Shape(
+    "Qwen3-8B", _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
+)
+LLAMA_56M = Shape(
+    "Llama, 56 M",
+    _llama(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=8192,
+    ),
+)
+TINY = Shape(
+    "tiny Llama",
+    _llama(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=8192,
+    ),
+)

@@ -1,0 +1,141 @@
+"""Whole workloads through the engine in one process, and through transformers' continuous batching."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import Setup, generate, one_process
+from roofline import Ceilings, workload_bound_s
+from shapes import Shape
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+BLOCK_SIZE = 16
+MAX_STEP_TOKENS = 8192
+ANSWER_TIMEOUT_S = 300
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests that all arrive at once."""
+
+    name: str
+    shape: Shape
+    prompts: Tokens
+    num_new: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a pool in which all of them fit."""
+        tokens = (len(prompt) + new for prompt, new in zip(self.prompts, self.num_new, strict=True))
+        return 2 + sum(count // BLOCK_SIZE + 2 for count in tokens)
+
+    @property
+    def longest(self) -> int:
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.num_new, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One row: generated tokens per second, prompts included, and what the device could do at most."""
+
+    work: str
+    row: str
+    seconds: float
+    num_generated: int
+    bound_tokens_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_generated / self.seconds
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s}
+
+
+def equal_lengths(shape: Shape, *, num_requests: int = 256, prompt: int = 1024, output: int = 1024) -> Work:
+    generator = random.Random(0)
+    highest = min(10_000, shape.config.vocab_size - 1)
+    prompts = [[generator.randint(0, highest) for _ in range(prompt)] for _ in range(num_requests)]
+    return Work(f"{shape.name}: {num_requests} x ({prompt} + {output})", shape, prompts, [output] * num_requests)
+
+
+def mixed_lengths(shape: Shape, *, num_requests: int = 256, limits: tuple[int, int] = (100, 1024)) -> Work:
+    """The lengths of nano-vllm's benchmark: 133,966 new tokens at the default sizes."""
+    generator = random.Random(0)
+    highest = min(10_000, shape.config.vocab_size - 1)
+    prompts = [[generator.randint(0, highest) for _ in range(generator.randint(*limits))] for _ in range(num_requests)]
+    num_new = [generator.randint(*limits) for _ in range(num_requests)]
+    name = f"{shape.name}: {num_requests} x ({limits[0]}..{limits[1]} + {limits[0]}..{limits[1]})"
+    return Work(name, shape, prompts, num_new)
+
+
+async def serve(work: Work, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings) -> list[Served]:
+    """Both rows, one after the other, each after a short run that does not count."""
+    bound_s = workload_bound_s(
+        work.shape, dtype, ceilings, prompts=[len(prompt) for prompt in work.prompts], outputs=work.num_new
+    )
+    total = sum(work.num_new)
+    rows: dict[str, float] = {
+        "Quire, in one process": await _quire(work, dtype=dtype, device=device),
+        "transformers, continuous batching": _continuous_batching(work, dtype=dtype, device=device),
+    }
+    return [Served(work.name, row, round(seconds, 4), total, total / bound_s) for row, seconds in rows.items()]
+
+
+async def _quire(work: Work, *, dtype: torch.dtype, device: torch.device) -> float:
+    model = work.shape.load(dtype=dtype, device=device, max_model_len=work.longest + 1)
+    setup = Setup(
+        model=Path(),  # not read: it is in memory already
+        num_blocks=work.num_blocks,
+        block_size=BLOCK_SIZE,
+        device=str(device),
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_num_seqs=len(work.prompts),
+        max_running_sequences=len(work.prompts),
+    )
+    async with one_process(setup, model=model) as running:
+        await generate(running.engine, work.prompts, [min(new, 4) for new in work.num_new])
+        await running.forget()
+        start = time.perf_counter()
+        await generate(running.engine, work.prompts, work.num_new)
+        return time.perf_counter() - start
+
+
+def _continuous_batching(work: Work, *, dtype: torch.dtype, device: torch.device) -> float:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(work.shape.config, dtype=dtype, attn_implementation="sdpa")
+    model = model.eval().requires_grad_(False)
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+    settings = ContinuousBatchingConfig(
+        page_size=BLOCK_SIZE,
+        num_blocks=work.num_blocks,
+        max_batch_tokens=MAX_STEP_TOKENS,
+        allow_block_sharing=False,
+    )
+
+    def run(limit: Callable[[int], int]) -> float:
+        start = time.perf_counter()
+        with model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=settings
+        ) as manager:
+            for index, (prompt, new) in enumerate(zip(work.prompts, work.num_new, strict=True)):
+                manager.add_request(prompt, request_id=str(index), max_new_tokens=limit(new))
+            finished = 0
+            while finished < len(work.prompts):
+                result = manager.get_result(timeout=ANSWER_TIMEOUT_S)
+                if result is None:
+                    raise RuntimeError(f"continuous batching gave no result for {ANSWER_TIMEOUT_S} s")
+                finished += result.is_finished()
+        return time.perf_counter() - start
+
+    run(lambda new: min(new, 4))
+    return run(lambda new: new)
