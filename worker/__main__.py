@@ -19,7 +19,7 @@ from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
 from quire.serving.server import run
-from quire.worker.config import DTYPE_NAMES, ByteSize, WorkerConfig, default_threads
+from quire.worker.config import DTYPE_NAMES, ByteSize, NewFile, StepRange, WorkerConfig, default_threads
 
 log = logging.getLogger("quire.worker")
 
@@ -92,6 +92,19 @@ class WorkerCommand(ServerCommand):
     show_default="as many as cores",
     metavar="THREADS",
     help="CPU threads for the model.",
+)
+@option(
+    "--profile",
+    type=NewFile(),
+    metavar="FILE",
+    help="Write a Chrome trace of some steps to this file, once they have run.",
+)
+@option(
+    "--profile-steps",
+    type=StepRange(),
+    default="20:10",
+    metavar="FIRST:COUNT",
+    help="Which steps --profile records, counted from the first that this process runs.",
 )
 @option("--revision", metavar="REVISION", help="The model's revision on the hub.")
 @option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")

@@ -32,6 +32,7 @@ from transformers import AttentionInterface
 
 from quire.worker.kv_pool import KVPool
 from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
+from quire.worker.profiling import phase
 from quire.worker.step_batch import StepBatch
 
 ATTENTION_NAME = "quire_paged"
@@ -232,7 +233,13 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
+def _named_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """paged_attention() under a name in traces."""
+    with phase(f"attention {module.layer_idx}"):
+        return paged_attention(module, *args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION_NAME, _named_attention)
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slot_mapping: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,6 +37,8 @@ class WorkerConfig:
     max_num_seqs: int
     max_step_tokens: int
     threads: int
+    profile: Path | None
+    profile_steps: tuple[int, int]
     revision: str | None
     trust_remote_code: bool
 
@@ -66,6 +69,37 @@ class ByteSize(click.ParamType[int]):
             return int(float(number) * BYTE_UNITS[unit])
         except (KeyError, ValueError):
             self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
+
+
+class NewFile(click.Path):
+    """A file that can be written, in a folder that exists."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            self.fail(f"{path}: {str(path.parent)!r} is not a folder that can be written to", param, ctx)
+        return path
+
+
+class StepRange(click.ParamType[tuple[int, int]]):
+    """FIRST:COUNT, both at least 1; FIRST alone is that one step."""
+
+    name = "steps"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        first, _, count = str(value).partition(":")
+        try:
+            numbers = int(first), int(count or 1)
+        except ValueError:
+            numbers = (0, 0)
+        if min(numbers) < 1:
+            self.fail(f"{value!r} is not FIRST:COUNT, two numbers of at least 1, like 20:10", param, ctx)
+        return numbers
 
 
 def default_threads() -> int:

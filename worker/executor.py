@@ -18,6 +18,7 @@ from quire.serving.logs import describe_exception
 from quire.worker.grants import Step
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
+from quire.worker.profiling import StepProfiler, phase
 from quire.worker.sampler import Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -90,19 +91,27 @@ class Executor:
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
+        self.profiler: StepProfiler | None = None
 
     def execute(self, step: Step) -> StepResult:
         """Applies the grant, then computes. Raises PoolDamagedError if this or an earlier grant can't be applied.
 
         Anything that fails after that fails the step alone.
         """
+        if self.profiler is None:
+            return self._execute(step)
+        with self.profiler.step(step.grant.step_number):
+            return self._execute(step)
+
+    def _execute(self, step: Step) -> StepResult:
         started = time.perf_counter()
         grant = step.grant
         if self._is_damaged:
             raise PoolDamagedError(f"step {grant.step_number}: an earlier step could not be applied")
         lease = self._leases.setdefault(grant.lease_id, LeaseRows())
         try:
-            self._apply(lease, grant)
+            with phase("apply grant"):
+                self._apply(lease, grant)
         except Exception as error:
             self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
@@ -190,16 +199,18 @@ class Executor:
     def _compute(self, lease: LeaseRows, step: Step, started: float) -> StepResult:
         grant = step.grant
         rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
-        batch = build_step_batch(
-            self._table,
-            block_size=self._pool.block_size,
-            rows=rows,
-            starts=list(grant.run_starts),
-            counts=list(grant.run_token_counts),
-            token_ids=[step.given_tokens.get(index) for index in range(len(rows))],
-        )
+        with phase("prepare batch"):
+            batch = build_step_batch(
+                self._table,
+                block_size=self._pool.block_size,
+                rows=rows,
+                starts=list(grant.run_starts),
+                counts=list(grant.run_token_counts),
+                token_ids=[step.given_tokens.get(index) for index in range(len(rows))],
+            )
         prepared = time.perf_counter()
-        logits = self._forward(grant, batch)
+        with phase("forward"):
+            logits = self._forward(grant, batch)
         forwarded = time.perf_counter()
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         seq_ids = [grant.run_sequence_ids[index] for index in chosen]
@@ -230,11 +241,13 @@ class Executor:
         """Chooses a token for each row of logits [rows, V], keeps it on the device for the next step, and reads it."""
         if not rows:
             return [], []
-        sampled = self._sampler.sample(logits, rows, positions)
-        self._table.store_sampled(rows, sampled.tokens, positions)
+        with phase("sample"):
+            sampled = self._sampler.sample(logits, rows, positions)
+            self._table.store_sampled(rows, sampled.tokens, positions)
         params = [self._sampler.params(row) for row in rows]
         num_asked = [None if row_params is None else row_params.num_logprobs for row_params in params]
-        return sampled.tokens.tolist(), read_logprobs(sampled, seq_ids, num_asked)
+        with phase("read tokens"):
+            return sampled.tokens.tolist(), read_logprobs(sampled, seq_ids, num_asked)
 
     def _remove(self, row: int) -> None:
         self._table.remove(row)

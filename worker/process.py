@@ -26,6 +26,7 @@ from quire.worker.gate import Gate
 from quire.worker.kv_pool import KVPool, bytes_per_block, size_pool
 from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, load_model
+from quire.worker.profiling import StepProfiler
 from quire.worker.roles import ROLES
 from quire.worker.runner import ModelThread
 from quire.worker.sampler import MAX_LOGPROBS
@@ -53,6 +54,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         gate = Gate(config.pool, new_epoch())
         executor_kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
         executor = executor_kind(model, pool, max_num_seqs=config.max_num_seqs)
+        if config.profile is not None:
+            executor.profiler = StepProfiler(config.profile, *config.profile_steps)
+            stack.push_async_callback(thread.submit, executor.profiler.stop)  # if it ends before they have run
         limits = StepLimits(model.vocab_size, config.max_step_tokens, MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits)
         steps.on_violation = server.fail
