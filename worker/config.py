@@ -78,7 +78,7 @@ class NewFile(click.Path):
         super().__init__(path_type=Path, dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             self.fail(f"{path}: {str(path.parent)!r} is not a folder that can be written to", param, ctx)
         return path
