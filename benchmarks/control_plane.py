@@ -152,7 +152,7 @@ class Sizes:
     admissions_per_s: float = 200.0
 
 
-SMOKE = Sizes(calls=30, loaded_calls=20, paced_calls=10, admissions=10, num_clients=2)
+QUICK = Sizes(calls=30, loaded_calls=20, paced_calls=10, admissions=10, num_clients=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,13 +708,13 @@ def measure(chosen: list[Row], restarts: int, *, pinned: bool) -> list[Figure]:
     return [figure_of(samples[row.name]) for row in chosen]
 
 
-def measure_engine(*, smoke: bool) -> dict[str, Any]:
+def measure_engine(*, quick: bool) -> dict[str, Any]:
     """Measured and shown; for the JSON. Imports torch, which no process of the rows above should have."""
     import engine_cost
     from rich.console import Console
 
     console = Console(stderr=True)
-    sizes = engine_cost.QUICK if smoke else engine_cost.Sizes()
+    sizes = engine_cost.QUICK if quick else engine_cost.Sizes()
     with console.status("starting") as status:
         ratio, works = engine_cost.measure(sizes, status.update)
     shown = Console(width=max(Console().width, 150))
@@ -798,7 +798,7 @@ def plot(figures: list[Figure], path: Path) -> None:
 @click.option("--pin", is_flag=True, help="Give cachemgr a core of its own, and everything else the others.")
 @click.option("--soak-s", type=click.FloatRange(min=0, min_open=True), help="Instead: mixed load for so long.")
 @click.option("--engine/--no-engine", "with_engine", default=True, help="Whether to measure the engine, too.")
-@click.option("--quick", "--smoke", "smoke", is_flag=True, help="Once and small: whether everything runs.")
+@click.option("--quick", is_flag=True, help="Once and small: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder, or .json file, for the figures and the plot.")
 def main(
     restarts: int,
@@ -808,20 +808,20 @@ def main(
     pin: bool,
     soak_s: float | None,
     with_engine: bool,
-    smoke: bool,
+    quick: bool,
     output: Path | None,
 ) -> None:
     """What the control plane costs."""
     os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
     load_average = round(os.getloadavg()[0], 2)
-    sizes = SMOKE if smoke else Sizes()
+    sizes = QUICK if quick else Sizes()
     sizes = replace(sizes, num_clients=clients or sizes.num_clients, admissions_per_s=rate or sizes.admissions_per_s)
     chosen = [soak_row(soak_s, sizes)] if soak_s else [row for row in rows(sizes) if pattern in row.name]
     if not chosen:
         raise click.BadParameter("no row has a name like that", param_hint="'--rows'")
-    figures = measure(chosen, 1 if smoke or soak_s else restarts, pinned=pin)
+    figures = measure(chosen, 1 if quick or soak_s else restarts, pinned=pin)
     show(figures)
-    engine = measure_engine(smoke=smoke) if with_engine and not soak_s else {}
+    engine = measure_engine(quick=quick) if with_engine and not soak_s else {}
     if output is None:
         return
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--output", str(output))]

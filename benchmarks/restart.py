@@ -171,7 +171,7 @@ def await_one_log(folder: Path, timeout_s: float = 60.0) -> int:
 def measure(quick: bool, progress: Progress) -> Findings:
     """In turns, so that what else the machine does falls on both."""
     num_rounds, num_steps = (1, 50) if quick else (5, 2_000)
-    sizes = control_plane.SMOKE if quick else control_plane.Sizes(calls=2_000, admissions=300)
+    sizes = control_plane.QUICK if quick else control_plane.Sizes(calls=2_000, admissions=300)
     blocks = (1_000, 10_000) if quick else (10_000, 100_000, 1_000_000)
     num_records = 100 if quick else RECORDS_PER_LOG
     books: Samples = {}

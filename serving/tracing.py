@@ -5,6 +5,7 @@ imported before `configure_tracing`, which needs the extra `otel`; the SDK's own
 """
 
 import importlib
+import threading
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
@@ -13,7 +14,7 @@ import grpc
 
 _SCOPE = "quire.serving"
 _TRACEPARENT = "traceparent"
-_FLUSH_TIMEOUT_MS = 2_000
+_FLUSH_TIMEOUT_S = 2.0
 
 Refused = tuple[grpc.StatusCode, str]
 """Code and reason."""
@@ -65,8 +66,10 @@ class Tracing:
         span.end()
 
     def flush(self) -> None:
-        """Sends what is left, for 2 s at most."""
-        self._provider.force_flush(_FLUSH_TIMEOUT_MS)
+        """Sends what is left; returns after 2 s even if the SDK, which tries again for longer, has not."""
+        sending = threading.Thread(target=self._provider.force_flush, name="tracing", daemon=True)
+        sending.start()
+        sending.join(_FLUSH_TIMEOUT_S)
 
 
 _tracing: Tracing | None = None

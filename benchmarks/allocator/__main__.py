@@ -38,8 +38,8 @@ except ImportError:  # does the same
     tune_garbage_collector = settle_garbage
 
 DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
-SMOKE_SIZES = (1_000,)
-SMOKE_CROWD = Crowd(num_leases=2, num_sequences=2, num_chains=2)
+QUICK_SIZES = (1_000,)
+QUICK_CROWD = Crowd(num_leases=2, num_sequences=2, num_chains=2)
 MIXED_BLOCKS = 1_000_000
 NOT_PACKAGED = "nano-vllm"
 
@@ -133,7 +133,7 @@ def command_line(arguments: list[str]) -> str:
 @click.option("--no-rows", is_flag=True, help="Only what --scaling and --mixed ask for.")
 @click.option("--scaling", "with_scaling", is_flag=True, help="Also cost against what else there is.")
 @click.option("--mixed", "mixed_minutes", default=0.0, metavar="MINUTES", help="Also the worst call of mixed load.")
-@click.option("--quick", "--smoke", "smoke", is_flag=True, help="Tiny, without peers: whether everything runs.")
+@click.option("--quick", is_flag=True, help="Tiny, without peers: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
 def main(
     sizes: tuple[int, ...],
@@ -143,27 +143,27 @@ def main(
     no_rows: bool,
     with_scaling: bool,
     mixed_minutes: float,
-    smoke: bool,
+    quick: bool,
     output: Path | None,
 ) -> None:
     """Measures, shows, and writes what was measured."""
     command = command_line(sys.argv[1:])
     results = tables.Results(command=command, calibration=calibrate())
-    chosen = SMOKE_SIZES if smoke else sizes
-    repeats = 2 if smoke else repeats
+    chosen = QUICK_SIZES if quick else sizes
+    repeats = 2 if quick else repeats
     with Progress(console=Console(stderr=True)) as progress:
         if not no_rows:
             measure_rows(results, chosen, repeats, progress)
             results.metadata["quire"] = own_rows.metadata_per_block(max(chosen))
-        if not no_rows and not no_peers and not smoke:
+        if not no_rows and not no_peers and not quick:
             measure_peers(results, chosen, repeats, max(chosen), progress, install=install)
-        if smoke:
-            scaling.measure_point(SMOKE_SIZES[0], SMOKE_CROWD, repeats=1)
+        if quick:
+            scaling.measure_point(QUICK_SIZES[0], QUICK_CROWD, repeats=1)
         if with_scaling:
             measure_scaling(results, repeats, progress)
-        if mixed_minutes or smoke:
-            blocks = SIZES[0] if smoke else MIXED_BLOCKS
-            results.mixed = measure_mixed(0.005 if smoke else mixed_minutes, blocks, progress)
+        if mixed_minutes or quick:
+            blocks = SIZES[0] if quick else MIXED_BLOCKS
+            results.mixed = measure_mixed(0.005 if quick else mixed_minutes, blocks, progress)
     for peer in RECORDED_US.keys() - results.peers.keys():
         results.unavailable.setdefault(peer, "not on the package index" if peer == NOT_PACKAGED else "not run")
     tables.show(results)
