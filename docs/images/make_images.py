@@ -2,17 +2,22 @@
 
     .venv/bin/python docs/images/make_images.py
 
-demo.svg is the end of `quire demo`, top.svg a frame of `quire top` while two tenants generate. architecture.svg is
-written by hand.
+demo.svg is the end of `quire demo`, top.svg a frame of `quire top` while two tenants generate, profile.svg one step of
+a trace by `quire worker --profile`. architecture.svg is written by hand.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import matplotlib
+from matplotlib import pyplot
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
@@ -23,6 +28,9 @@ from quire.client.launch import LocalServices
 from quire.client.token import entry, make_token
 from quire.client.top import look_once
 from quire.client.top_view import Shown, TopScreen
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "quire"
 
 HERE = Path(__file__).parent
 DEPLOY = HERE.parents[1] / "deploy"
@@ -40,6 +48,7 @@ def main() -> None:
     save("demo", "quire demo", "[bold]$ make demo[/]", samples, report(run, samples), width=100, height=26)
     shown = dataclasses.replace(look_at_two_tenants(), address=DEFAULT_CACHEMGR)
     save("top", "quire top", TopScreen(shown, height=36), width=104, height=36)
+    draw_profile(profile_steps())
 
 
 def save(name: str, title: str, *parts: RenderableType, width: int, height: int) -> None:
@@ -92,6 +101,56 @@ async def keep_generating(engine: Engine, prompts: Prompts, first: int) -> None:
     for number in itertools.count(first):
         params = SamplingParams(n=2, max_tokens=60 + 30 * (number % 5), temperature=0.8, seed=number, ignore_eos=True)
         await engine.complete([prompts.full(number % len(prompts.prompts))], params)
+
+
+def profile_steps() -> list[dict[str, Any]]:
+    """The ranges of a few decode steps of the demo's model."""
+    with tempfile.TemporaryDirectory(prefix="quire-images-") as name:
+        path = Path(name) / "trace.json"
+        flags = ("--profile", str(path), "--profile-steps", "20:3")
+        with LocalServices.start(
+            model=DEPLOY / "demo" / "model", num_blocks=NUM_BLOCKS, extra_worker_args=flags
+        ) as both:
+            asyncio.run(generate_eight(both.cachemgr_address))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+async def generate_eight(cachemgr: str) -> None:
+    """Eight samples of one prompt."""
+    prompts = read_prompts(DEPLOY / "demo" / "prompts.json")
+    async with Engine.connect(cachemgr) as engine:
+        await engine.complete([prompts.full(0)], SamplingParams(n=8, max_tokens=40, temperature=0.8, seed=1))
+
+
+def draw_profile(events: Sequence[dict[str, Any]]) -> None:
+    """The second step: what contains what from top to bottom, time to the right."""
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    step = [event for event in named if event["name"].startswith("step ")][1]
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    rows: dict[str, list[dict[str, Any]]] = {"step": [step], "phase": [], "attention": [], "operations": []}
+    for event in events:
+        if event is step or not begin <= event.get("ts", -1) < end or "dur" not in event:
+            continue
+        if event in named:
+            rows["attention" if event["name"].startswith("attention") else "phase"].append(event)
+        elif event.get("cat") == "cpu_op":
+            rows["operations"].append(event)
+    figure, axes = pyplot.subplots(figsize=(11, 2.8))
+    for place, (row, members) in enumerate(rows.items()):
+        spans = [(event["ts"] - begin, event["dur"]) for event in members]
+        colors = [f"C{index % 10}" for index in range(len(members))] if row != "operations" else ["#888"] * len(members)
+        axes.broken_barh(spans, (-place - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.3)
+        for event, (start, length) in zip(members, spans, strict=True):
+            if row != "operations" and length > 0.025 * step["dur"]:
+                axes.text(
+                    start + length / 2, -place, event["name"].replace(" ", "\n"), ha="center", va="center", fontsize=7
+                )
+    axes.set_yticks([-place for place in range(len(rows))], list(rows))
+    axes.set_xlabel("µs")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(HERE / "profile.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
