@@ -129,13 +129,15 @@ def draw_profile(events: Sequence[dict[str, Any]]) -> None:
     step = [event for event in named if event["name"].startswith("step ")][1]
     begin, end = step["ts"], step["ts"] + step["dur"]
     rows: dict[str, list[dict[str, Any]]] = {"step": [step], "phase": [], "attention": [], "operations": []}
-    for event in events:
+    last_end = begin
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event is step or not begin <= event.get("ts", -1) < end or "dur" not in event:
             continue
         if event in named:
             rows["attention" if event["name"].startswith("attention") else "phase"].append(event)
-        elif event.get("cat") == "cpu_op":
+        elif event.get("cat") == "cpu_op" and event["ts"] >= last_end:  # of torch's, those that no other one called
             rows["operations"].append(event)
+            last_end = event["ts"] + event["dur"]
     figure, axes = pyplot.subplots(figsize=(11, 2.8))
     for place, (row, members) in enumerate(rows.items()):
         spans = [(event["ts"] - begin, event["dur"]) for event in members]
