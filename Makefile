@@ -29,7 +29,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools typecheck-links clean
+.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,9 @@ lint: venv typecheck-links  ## check style, format and types
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
 	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release --all-targets -- --deny warnings
+
+models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/models.md
+	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
 protos: venv go-tools  ## generate the Python and Go code and docs/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(GO_PLUGINS)

@@ -200,6 +200,7 @@ class Books:
         vocab_size: int,
         model_fingerprint: str,
         policy: str,
+        has_recurrent_state: bool = False,
         directory: Path | None = None,
     ) -> Books:
         """Empty books. Changes are written to a store in the directory, if one is given, before a call returns.

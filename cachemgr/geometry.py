@@ -26,6 +26,8 @@ class Geometry:
     vocab_size: int
     model: str
     model_fingerprint: str
+    has_recurrent_state: bool = False
+    """A state per sequence that no block holds: nothing is shared by prefix."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -152,6 +152,7 @@ class Ledger:
             max_sequence_tokens=geometry.max_sequence_tokens,
             vocab_size=geometry.vocab_size,
             model_fingerprint=geometry.model_fingerprint,
+            has_recurrent_state=geometry.has_recurrent_state,
             policy=policy,
             directory=directory,
         )

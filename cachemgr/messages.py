@@ -247,7 +247,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
     limits = {
         "block_size_tokens": (message.block_size_tokens, 1, 1024),
         "block_count": (message.block_count, 2, MAX_BLOCKS),
-        "block_bytes": (message.block_bytes, 1, 2**63 - 1),
+        "block_bytes": (message.block_bytes, 0 if message.has_recurrent_state else 1, 2**63 - 1),
         "max_sequence_count": (message.max_sequence_count, 1, 2**31 - 1),
         "max_sequence_tokens": (message.max_sequence_tokens, 1, 2**31 - 1),
         "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
@@ -264,6 +264,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         vocab_size=message.vocabulary_size,
         model=message.model,
         model_fingerprint=message.model_fingerprint,
+        has_recurrent_state=message.has_recurrent_state,
     )
 
 
@@ -291,6 +292,7 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
         vocabulary_size=geometry.vocab_size,
         model=geometry.model,
         model_fingerprint=geometry.model_fingerprint,
+        has_recurrent_state=geometry.has_recurrent_state,
     )
 
 

@@ -17,6 +17,7 @@ NAMES = (
     "prefix",
     "kernel",
     "step",
+    "launches",
     "allocator",
     "control-plane",
     "restart",

@@ -55,7 +55,7 @@ def qkv_prologue(
         slot_mapping    [N]                     int64, contiguous, slot = block_id * S + offset; -1 writes no key and
                                                 no value
         positions       [N]                     int64, contiguous, 0 .. P - 1
-        rope_table      [P, R]                  float32, contiguous, see make_rope_table(); None rotates nothing.
+        rope_table      [P, R]                  float32, contiguous, see rope_table.py; None rotates nothing.
                                                 R is even and at most D; dims from R on are not rotated
         interleaved                             pairs are dims 2i and 2i + 1 instead of i and i + R / 2
         q_norm_weight, k_norm_weight    [D]     one dtype, contiguous: RMS norm of each head before the rotation. None
@@ -128,20 +128,6 @@ def prologue_variant(
         "INTERLEAVED": interleaved,
     }
     return Variant(constants, num_warps=4 if large else 1, num_stages=2)
-
-
-def make_rope_table(inv_freq: Tensor, *, num_positions: int, attention_scaling: float = 1.0) -> Tensor:
-    """The angles of every position: [num_positions, 2 * F] float32, F cosines and then F sines.
-
-        inv_freq            [F]     any float dtype, radians per position of each pair
-        attention_scaling           factor of both, 1 but for YaRN and its like
-
-    Both arguments are what a transformers rotary embedding has under these names. Made in float64: in float32 the
-    angles of late positions are off by more than bf16 resolves.
-    """
-    positions = torch.arange(num_positions, dtype=torch.float64, device=inv_freq.device)
-    angles = torch.outer(positions, inv_freq.double())
-    return (torch.cat([angles.cos(), angles.sin()], dim=1) * attention_scaling).float()
 
 
 def _check(

@@ -21,8 +21,9 @@ from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
 from quire.kernels.paged_prefill import paged_prefill
-from quire.kernels.qkv_prologue import make_rope_table, qkv_prologue
+from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.reference import paged_attention
+from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, sample
 from quire.kernels.silu_mul import silu_mul
 

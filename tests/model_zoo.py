@@ -33,6 +33,9 @@ _SIZE: dict[str, Any] = {
 }
 
 
+NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
 def _size(**changes: Any) -> dict[str, Any]:
     return _SIZE | changes
 
@@ -79,7 +82,7 @@ def _phi3_longrope() -> Any:
     return _build(hf.Phi3Config(**_size(rope_parameters=rope, original_max_position_embeddings=16)))
 
 
-def _llama4() -> Any:
+def _llama4(**changes: Any) -> Any:
     return _build(
         hf.Llama4TextConfig(
             **_size(
@@ -90,15 +93,16 @@ def _llama4() -> Any:
                 attention_chunk_size=WINDOW,
                 no_rope_layers=[1, 1, 0],
                 moe_layers=[1],
+                **changes,
             )
         )
     )
 
 
-def _deepseek() -> Any:
-    """Keys of 16, values of 12."""
+def _deepseek(config: Any) -> Any:
+    """Keys of 16, values of 12, from latents of 16 and 8."""
     return _build(
-        hf.DeepseekV3Config(
+        config(
             **_size(
                 num_key_value_heads=4,
                 q_lora_rank=16,
@@ -163,7 +167,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: _build(hf.MixtralConfig(**_size(num_local_experts=4, num_experts_per_tok=2))),
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
-    "deepseek_v3": _deepseek,
+    "llama4_temperature": lambda: _llama4(floor_scale=4, attn_scale=1.0),
+    "deepseek_v2": lambda: _deepseek(hf.DeepseekV2Config),
+    "deepseek_v3": lambda: _deepseek(hf.DeepseekV3Config),
     "stablelm": lambda: _build(hf.StableLmConfig(**_size())),  # hands no arguments on to its layers
     "llama_dynamic_rope": lambda: _llama(
         max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -171,43 +177,119 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi3_longrope": _phi3_longrope,
 }
 
-# Models it must refuse at load.
-REFUSED: dict[str, Callable[[], Any]] = {
-    "bloom": lambda: _build(hf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)),
-    "falcon": lambda: _build(
-        hf.FalconConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
+_LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_chunk_size": 8}
+
+
+def _qwen3_next() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    widths = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    return _build(hf.Qwen3NextConfig(**_size(**_LINEAR, **experts, **widths)))
+
+
+def _jamba() -> Any:
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    return _build(hf.JambaConfig(**_size(**layers, mamba_d_state=8, num_experts=4, use_mamba_kernels=False)))
+
+
+def _granite_hybrid() -> Any:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
+    layers = ["mamba", "attention", "mamba"]
+    return _build(hf.GraniteMoeHybridConfig(**_size(layer_types=layers, **_MAMBA2, **experts)))
+
+
+def _nemotron_h() -> Any:
+    sizes = {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 8}
+    layers = ["mamba", "attention", "mlp"]
+    return _build(hf.NemotronHConfig(**_without("num_hidden_layers"), layers_block_type=layers, head_dim=8, **sizes))
+
+
+def _gpt(config: Any, **changes: Any) -> Any:
+    return _build(config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=4, n_positions=MAX_LEN, **changes))
+
+
+def _falcon(**changes: Any) -> Any:
+    size = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return _build(hf.FalconConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LEN, **NO_ENDS, **size, **changes))
+
+
+# Models that run with their own attention, over a cache that is the pool.
+CACHED: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: _build(hf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=3, n_head=4, **NO_ENDS)),
+    "falcon": lambda: _falcon(alibi=False),  # one kv head
+    "falcon_alibi": lambda: _falcon(alibi=True, multi_query=False),
+    "mpt": lambda: _build(
+        hf.MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=3, n_heads=4, max_seq_len=MAX_LEN, **NO_ENDS)
     ),
-    "gptj": lambda: _build(
-        hf.GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=MAX_LEN)
+    "gptj": lambda: _gpt(hf.GPTJConfig, rotary_dim=4, **NO_ENDS),
+    "gpt_neo": lambda: _build(
+        hf.GPTNeoConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_layers=3,
+            num_heads=4,
+            attention_types=[[["global", "local", "local"], 1]],
+            window_size=WINDOW,
+            max_position_embeddings=MAX_LEN,
+            **NO_ENDS,
+        )
     ),
-    "mpt": lambda: _build(hf.MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=2, n_heads=4)),
+    "codegen": lambda: _gpt(hf.CodeGenConfig, rotary_dim=4, **NO_ENDS),
+    "xglm": lambda: _build(
+        hf.XGLMConfig(
+            vocab_size=VOCAB_SIZE,
+            d_model=32,
+            ffn_dim=48,
+            num_layers=3,
+            attention_heads=4,
+            max_position_embeddings=MAX_LEN,
+            **NO_ENDS,
+        )
+    ),
+}
+
+# Of these, models with a state per sequence.
+STATEFUL: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _build(
         hf.Mamba2Config(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=3,
             state_size=8,
             head_dim=8,
             num_heads=8,
             n_groups=2,
+            chunk_size=8,
+            **NO_ENDS,
         )
     ),
-    "qwen3_next": lambda: _build(
-        hf.Qwen3NextConfig(
-            **_size(
-                head_dim=16,
-                layer_types=["linear_attention", "linear_attention", "full_attention"],
-                linear_num_value_heads=4,
-                linear_num_key_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-            )
-        )
+    "mamba": lambda: _build(  # begins anew when it gets several tokens
+        hf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=3, state_size=8, **NO_ENDS)
     ),
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": lambda: _build(hf.Qwen3_5TextConfig(**_size(**_LINEAR))),
+    "jamba": _jamba,
+    "bamba": lambda: _build(hf.BambaConfig(**_size(**_MAMBA2, mamba_n_groups=1, attn_layer_indices=[1]))),
+    "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": lambda: _build(  # both kinds in every layer
+        hf.FalconH1Config(**_size(**_MAMBA2, mamba_d_ssm=64, mamba_n_groups=1, head_dim=8))
+    ),
+    "lfm2": lambda: _build(  # convolutions only
+        hf.Lfm2Config(**_size(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3))
+    ),
+}
+
+# Models it must refuse at load.
+REFUSED: dict[str, Callable[[], Any]] = {
     "bert": lambda: _build(
         hf.BertConfig(
             **_without("num_key_value_heads", "tie_word_embeddings", "pad_token_id"),
@@ -222,9 +304,28 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
+# Models it runs as well, each for something in its layers that others don't have.
+FURTHER: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: _build(
+        hf.Qwen3MoeConfig(**_size(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+    ),
+    "olmo": lambda: _build(hf.OlmoConfig(**_size(clip_qkv=2.0))),
+    "olmo2": lambda: _build(hf.Olmo2Config(**_size())),
+    "granite": lambda: _build(
+        hf.GraniteConfig(**_size(residual_multiplier=0.5, attention_multiplier=0.3, embedding_multiplier=2.0))
+    ),
+    "smollm3": lambda: _build(hf.SmolLM3Config(**_size(no_rope_layers=[1, 0, 1]))),
+    "glm4": lambda: _build(hf.Glm4Config(**_size(head_dim=16, attention_bias=True))),
+    "cohere": lambda: _build(hf.CohereConfig(**_size())),
+    "phi": lambda: _build(hf.PhiConfig(**_size(partial_rotary_factor=0.5))),
+    "odd_heads": lambda: _llama(head_dim=12),
+    "gemma": lambda: _build(hf.GemmaConfig(**_size(head_dim=8))),
+}
+
+
 def build(name: str) -> Any:
     """A fresh model of a family, equal at every call: float32, eval mode, on the CPU."""
-    return (FAMILIES | REFUSED)[name]()
+    return (FAMILIES | CACHED | STATEFUL | REFUSED | FURTHER)[name]()
 
 
 def save(name: str, directory: Path) -> Path:

@@ -743,8 +743,28 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "nothing left to compute of a cached prompt",
         "planner.rs",
-        "        (num_tokens - 1) / self.geometry.block_size\n",
-        "        num_tokens / self.geometry.block_size\n",
+        "{ (num_tokens - 1) / self.geometry.block_size }",
+        "{ num_tokens / self.geometry.block_size }",
+    ),
+    Mutant(
+        "a prefix is found without its state",
+        "planner.rs",
+        "if self.geometry.has_recurrent_state { 0 } else { (num_tokens",
+        "if false { 0 } else { (num_tokens",
+    ),
+    Mutant("a prefix is published without its state", "settle.rs", " && !self.geometry.has_recurrent_state", ""),
+    Mutant(
+        "any state is there again",
+        "planner.rs",
+        "has_recurrent_state { sequence.oldest_state }",
+        "has_recurrent_state { 0 }",
+    ),
+    Mutant("no state is there again", "planner.rs", "sequence.oldest_state = end - 1", "sequence.oldest_state = end"),
+    Mutant(
+        "the state of a step that failed is there",
+        "sequences.rs",
+        "        self.oldest_state = self.oldest_state.min(self.num_computed);\n",
+        "",
     ),
     Mutant(
         "a lookup finds more than an admission",
@@ -879,8 +899,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "full blocks are published late",
         "settle.rs",
-        "if num_full > sequence.num_published {",
-        "if num_full > sequence.num_published + 1 {",
+        "if num_full > sequence.num_published &&",
+        "if num_full > sequence.num_published + 1 &&",
     ),
     Mutant(
         "published again and again",
@@ -1277,7 +1297,12 @@ MUTANTS: list[Mutant] = [
         "if table.len() <= limit {",
     ),
     Mutant("the first of ids is refused", "planner.rs", "(0..=MAX_SEQUENCE_ID)", "(1..=MAX_SEQUENCE_ID)"),
-    Mutant("a position behind the last one is taken", "planner.rs", "(1..=limit as i64)", "(1..=limit as i64 + 1)"),
+    Mutant(
+        "a position behind the last one is taken",
+        "planner.rs",
+        "(least as i64..=limit as i64)",
+        "(least as i64..=limit as i64 + 1)",
+    ),
     Mutant("a write is of one block", "plans.rs", "push(blocks.len() as u32)", "push(1)"),
     Mutant("the next step has this one's number", "planner.rs", "        self.lease.next_step += 1;\n", ""),
     Mutant("the plan's counts are of before", "planner.rs", "        self.plan.counts = self.pool.counts();\n", ""),
@@ -2339,8 +2364,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a fork takes what its parent was promised",
         "planner.rs",
-        "                .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize)),\n",
-        ",\n",
+        "\n                    .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize))",
+        "",
     ),
     Mutant(
         "what is shared before it is computed is not guaranteed",

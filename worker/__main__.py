@@ -19,7 +19,16 @@ from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
 from quire.serving.server import run
-from quire.worker.config import DTYPE_NAMES, ByteSize, NewFile, StepRange, WorkerConfig, default_threads
+from quire.worker.config import (
+    ATTENTION_NAMES,
+    DTYPE_NAMES,
+    KV_DTYPE_NAMES,
+    ByteSize,
+    NewFile,
+    StepRange,
+    WorkerConfig,
+    default_threads,
+)
 
 log = logging.getLogger("quire.worker")
 
@@ -58,17 +67,35 @@ class WorkerCommand(ServerCommand):
 @option(
     "--memory-share",
     type=click.FloatRange(0, 1, min_open=True),
-    default=0.5,
+    show_default="0.5 on a CPU, 0.9 on a GPU",
     metavar="FRACTION",
-    help="Part of the free memory for the pool, if neither blocks nor bytes are given.",
+    help="If neither blocks nor bytes are given: on a CPU, part of the free memory for the pool; on a GPU, part of all "
+    "memory for the model, its largest step and the pool.",
 )
 @option("--block-size", type=click.IntRange(1, 1024), default=16, metavar="TOKENS", help="Tokens per block.")
-@option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights, activations and KV; auto: as saved.")
+@option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights and activations; auto: as saved.")
+@option(
+    "--kv-dtype",
+    type=click.Choice(KV_DTYPE_NAMES),
+    default="auto",
+    help="Keys and values; auto: as activations. float8 (e4m3) takes half the memory of 16 bits and is less exact.",
+)
 @option(
     "--device",
     default="auto",
     metavar="DEVICE",
     help="Where to compute: cpu, cuda, cuda:1; auto: a GPU if there is one.",
+)
+@option(
+    "--attention",
+    type=click.Choice(ATTENTION_NAMES),
+    default="auto",
+    help="What runs attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
+)
+@option(
+    "--cuda-graphs/--no-cuda-graphs",
+    default=True,
+    help="On a GPU, whether to replay steps of one token per sequence as CUDA graphs, if the model allows it.",
 )
 @option("--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's.")
 @option(
@@ -108,6 +135,12 @@ class WorkerCommand(ServerCommand):
 )
 @option("--revision", metavar="REVISION", help="The model's revision on the hub.")
 @option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")
+@option(
+    "--fuse/--no-fuse",
+    default=None,
+    show_default="where there is a GPU",
+    help="Run a model's layers in fewer, fused operations where they are of a known kind.",
+)
 @server_options(default_listen=DEFAULT_LISTEN)
 def main(
     server: ServerOptions, cachemgr: Address, cachemgr_dial: DialOptions, kv_cache_memory: int | None, **values: object

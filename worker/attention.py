@@ -9,12 +9,15 @@ How a step is cut, once per kind of mask:
 
     sequences with one query        in groups of similar length; a group gathers its keys into a reused workspace,
                                     padded to its longest, and runs as one call
-    a prompt from its first token   reads this step's own keys, no gather
+    a prompt from its first token   reads this step's own keys, if the caller has them: no gather
     a later part of a prompt        gathers from what its first query sees, then runs in tiles of queries
 
 Only slots of tokens that a window shows are read, and padding reads the null block: a NaN in a slot nobody owns stays
 there. Grouped query heads are folded into SDPA's query or batch dimension; enable_gqa leaves the flash path for bf16
-on a CPU. Softcap and sinks, which SDPA cannot express, take an exact form in float32.
+on a CPU. Softcap and sinks, which SDPA cannot express, take an exact form in float32. A pool of another dtype than the
+model's holds rounded keys and values, and whatever is read from it is in the model's dtype again.
+
+What runs on a GPU instead is quire.worker.triton_attention; what both have in common is AttentionStep.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from quire.worker.kv_pool import KVPool
+from quire.worker.kv_pool import KVPool, indexable
 from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
 from quire.worker.profiling import phase
 from quire.worker.step_batch import StepBatch
@@ -55,7 +58,7 @@ class _DecodeGroup:
     token_indices   [n]             int64, or None for all tokens of the batch in order
     slots           [n * span]      int64, slot 0 of the null block for padding
     hidden          [n, 1, 1, span] bool, True for padding, or None without padding
-    bias            [n, 1, 1, span] dtype of the pool, -inf for padding and 0 elsewhere, or None
+    bias            [n, 1, 1, span] dtype of queries, -inf for padding and 0 elsewhere, or None
     """
 
     num_seqs: int
@@ -70,7 +73,8 @@ class _DecodeGroup:
 class _PromptPart:
     """One sequence with several queries: tokens first .. first + count - 1 of the batch, at positions start and on.
 
-    slots are those of positions key_start .. start + count - 1, int64; None if these are the part's own tokens.
+    slots are those of positions key_start .. start + count - 1, int64; None if the part's own tokens are taken for
+    them.
     """
 
     first: int
@@ -110,9 +114,12 @@ class Workspace:
 
     def gather(self, name: str, pool: Tensor, slots: Tensor) -> Tensor:
         """Return the slots' contents, [len(slots), H, D], valid until the next gather under the same name."""
-        flat = pool.view(-1, *pool.shape[2:])
+        if not pool.is_contiguous():
+            return indexable(pool)[_places(slots, pool.shape[1])].view(pool.dtype)
+        flat = indexable(pool).view(-1, *pool.shape[2:])
         shape = (slots.shape[0], *pool.shape[2:])
-        return torch.index_select(flat, 0, slots, out=self._buffer(name, pool, shape[0] * flat[0].numel()).view(shape))
+        buffer = self._buffer(name, flat, shape[0] * flat[0].numel())
+        return torch.index_select(flat, 0, slots, out=buffer.view(shape)).view(pool.dtype)
 
     def _buffer(self, name: str, like: Tensor, size: int) -> Tensor:
         key = (name, like.dtype, like.device)
@@ -131,6 +138,9 @@ class Workspace:
 class AttentionStep:
     """What the attention of one step needs besides queries, keys and values. Plans are made once per kind of mask."""
 
+    min_block_size: ClassVar[int] = 1
+    """Of pools that it works on."""
+
     def __init__(
         self, batch: StepBatch, pool: KVPool, *, specs: Mapping[int, LayerSpec], workspace: Workspace | None = None
     ) -> None:
@@ -140,15 +150,72 @@ class AttentionStep:
         self.workspace = workspace or Workspace()
         key_bytes = max(spec.num_kv_heads * spec.k_head_dim for spec in specs.values()) * pool.dtype.itemsize
         self._group_tokens = max(1, GROUP_BYTES // key_bytes)
-        self._plans: dict[Mask, _Plan] = {}
+        self._plans: dict[tuple[Mask, torch.dtype, bool], _Plan] = {}
 
-    def plan(self, mask: Mask) -> _Plan:
-        plan = self._plans.get(mask)
+    @classmethod
+    def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
+        """Whether all it knows of lengths is which sequences run one token, so that a step can be captured."""
+        return False
+
+    @classmethod
+    def describe(cls, specs: Mapping[int, LayerSpec]) -> str:
+        """What runs which layers, for people."""
+        return "torch"
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Write the step's keys [T, H, Dk] and values [T, H, Dv] to the layer's slots."""
+        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slot_mapping=self.batch.slot_mapping)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        new_kv: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend to what the layer's slots hold, the step's own keys and values included: they are written already.
+
+        q           [T, Hq, Dk]     last dim contiguous
+        sinks       [Hq]            one more score per head, or None
+        new_kv      the step's own keys [T, H, Dk] and values [T, H, Dv], if the caller has them, which saves reading
+                    them back
+        returns     [T, Hq, Dv]     dtype of q
+        """
+        spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
+        if k_pool.dtype != q.dtype:  # what a prompt computes must not depend on how much of it was cached
+            new_kv = None
+        out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
+        score = _Score(scaling, softcap, sinks)
+        plan = self.plan(spec.mask, q.dtype, reads_new=new_kv is None)
+        for group in plan.decode_groups:
+            keys, values = self._gather(k_pool, v_pool, group.slots, q.dtype)
+            _attend_group(q, keys, values, group=group, score=score, out=out)
+        for part in plan.prompt_parts:
+            if part.slots is not None:
+                keys, values = self._gather(k_pool, v_pool, part.slots, q.dtype)
+            else:
+                assert new_kv is not None
+                keys, values = (x[part.first : part.first + part.count] for x in new_kv)
+            _attend_prompt(q, keys, values, part=part, mask=spec.mask, score=score, out=out)
+        return out
+
+    def _gather(self, k_pool: Tensor, v_pool: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys = self.workspace.gather("k", k_pool, slots)
+        values = self.workspace.gather("v", v_pool, slots)
+        return keys.to(dtype), values.to(dtype)
+
+    def plan(self, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
+        """How the step is cut under a mask, for queries of a dtype; reads_new: whether from the pool, always."""
+        key = (mask, dtype, reads_new)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[mask] = self._make_plan(mask)
+            plan = self._plans[key] = self._make_plan(mask, dtype, reads_new=reads_new)
         return plan
 
-    def _make_plan(self, mask: Mask) -> _Plan:
+    def _make_plan(self, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
         batch, block_size = self.batch, self.pool.block_size
         spans: dict[int, int] = {}
         parts = []
@@ -157,13 +224,13 @@ class AttentionStep:
             if count == 1:
                 spans[seq] = seq_len - mask.first_visible(seq_len - 1)
             else:
-                parts.append(_prompt_part(batch, mask, seq=seq, first=first, block_size=block_size))
+                gathers = reads_new or seq_len > count
+                parts.append(_prompt_part(batch, mask, seq=seq, first=first, block_size=block_size, gathers=gathers))
             first += count
         groups = group_by_span(spans, max_tokens=self._group_tokens)
         return _Plan(
             decode_groups=tuple(
-                _decode_group(batch, members, spans, block_size=block_size, bias_dtype=self.pool.dtype)
-                for members in groups
+                _decode_group(batch, members, spans, block_size=block_size, bias_dtype=dtype) for members in groups
             ),
             prompt_parts=tuple(parts),
         )
@@ -185,6 +252,16 @@ def attention_step(step: AttentionStep) -> Iterator[None]:
         _current_step.reset(token)
 
 
+def current_step() -> AttentionStep:
+    """The step that a forward in this context belongs to. Raises LookupError outside attention_step()."""
+    return _current_step.get()
+
+
+def running_step() -> AttentionStep | None:
+    """The step that runs in this context, or None outside of attention_step()."""
+    return _current_step.get(None)
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -200,36 +277,23 @@ def paged_attention(
     """What transformers calls for each layer: write this step's keys and values to the pool, then attend.
 
         query       [1, Hq, T, Dk]          rope applied
-        key, value  [1, H, T, Dk or Dv]     dtype of the pool; Hq is a multiple of H
+        key, value  [1, H, T, Dk or Dv]     dtype of the query; Hq is a multiple of H
         s_aux       [Hq]                    attention sinks: one more score per head in the softmax, without a value
         returns     [1, T, Hq, Dv], and None for the weights
 
-    Raises LookupError outside attention_step(), ValueError if a mask was built or the dtype is not the pool's.
+    Raises LookupError outside attention_step(), ValueError if a mask was built or dtypes differ.
     """
-    step = _current_step.get()
+    step = current_step()
     layer_idx: Any = module.layer_idx
-    spec = step.specs[layer_idx]
     if attention_mask is not None:
         raise ValueError(f"layer {layer_idx} got a mask: {ATTENTION_NAME} must not be registered as a mask function")
-    if key.dtype != step.pool.dtype:
-        raise ValueError(f"layer {layer_idx} makes keys of {key.dtype}, the pool holds {step.pool.dtype}")
+    if not query.dtype == key.dtype == value.dtype:
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"layer {layer_idx} makes queries, keys and values of {dtypes}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    k_pool, v_pool = step.pool.k(layer_idx), step.pool.v(layer_idx)
-    write_kv(k, v, k_pool, v_pool, slot_mapping=step.batch.slot_mapping)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    score = _Score(spec.scaling if scaling is None else scaling, softcap, s_aux)
-    plan = step.plan(spec.mask)
-    for group in plan.decode_groups:
-        keys = step.workspace.gather("k", k_pool, group.slots)
-        values = step.workspace.gather("v", v_pool, group.slots)
-        _attend_group(q, keys, values, group=group, score=score, out=out)
-    for part in plan.prompt_parts:
-        if part.slots is None:
-            keys, values = k[part.first : part.first + part.count], v[part.first : part.first + part.count]
-        else:
-            keys = step.workspace.gather("k", k_pool, part.slots)
-            values = step.workspace.gather("v", v_pool, part.slots)
-        _attend_prompt(q, keys, values, part=part, mask=spec.mask, score=score, out=out)
+    step.write(layer_idx, k, v)
+    scaling = step.specs[layer_idx].scaling if scaling is None else scaling
+    out = step.attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=s_aux, new_kv=(k, v))
     return out.unsqueeze(0), None
 
 
@@ -245,10 +309,27 @@ AttentionInterface.register(ATTENTION_NAME, _named_attention)
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slot_mapping: Tensor) -> None:
     """Scatter one step's keys and values into the block pool, in place. Shapes as in quire.kernels.reference.write_kv.
 
-    Slots must be distinct and in the pool; unlike the reference's, none may be -1. No sync.
+    They are rounded to the pool's dtype; what is beyond float8's range is stored as its greatest number. Slots must be
+    distinct and in the pool; unlike the reference's, none may be -1. No sync.
     """
-    k_pool.view(-1, *k_pool.shape[2:]).index_copy_(0, slot_mapping, k)
-    v_pool.view(-1, *v_pool.shape[2:]).index_copy_(0, slot_mapping, v)
+    for new, pool in ((k, k_pool), (v, v_pool)):
+        stored = indexable(_as_stored(new, pool.dtype))
+        if pool.is_contiguous():
+            indexable(pool).view(-1, *pool.shape[2:]).index_copy_(0, slot_mapping, stored)
+        else:
+            indexable(pool)[_places(slot_mapping, pool.shape[1])] = stored
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float8_e4m3fn:  # a cast of what is out of range gives NaN
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
+
+
+def _places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """The blocks of slots, and where in them."""
+    return slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
 
 
 def group_by_span(spans: Mapping[int, int], *, max_tokens: int) -> list[list[int]]:
@@ -293,12 +374,12 @@ def _decode_group(
     )
 
 
-def _prompt_part(batch: StepBatch, mask: Mask, *, seq: int, first: int, block_size: int) -> _PromptPart:
+def _prompt_part(batch: StepBatch, mask: Mask, *, seq: int, first: int, block_size: int, gathers: bool) -> _PromptPart:
     seq_len, count = batch.seq_lens_host[seq], batch.counts_host[seq]
     start = seq_len - count
     key_start = mask.first_visible(start)
     slots = None
-    if start > 0:
+    if gathers:
         positions = torch.arange(key_start, seq_len, device=batch.slot_mapping.device)
         slots = _slots(batch.block_tables[seq, None], positions[None], block_size=block_size)[0]
     return _PromptPart(first=first, count=count, start=start, key_start=key_start, slots=slots)

@@ -14,6 +14,8 @@ from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
+ATTENTION_NAMES = ("auto", "torch", "triton")
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -28,11 +30,14 @@ class WorkerConfig:
     model: str
     pool: str
     dtype: str
+    kv_dtype: str
     device: str
+    attention: str
+    cuda_graphs: bool
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
-    memory_share: float
+    memory_share: float | None
     max_model_len: int | None
     max_num_seqs: int
     max_step_tokens: int
@@ -41,6 +46,7 @@ class WorkerConfig:
     profile_steps: tuple[int, int]
     revision: str | None
     trust_remote_code: bool
+    fuse: bool | None
 
     @property
     def model_name(self) -> str:

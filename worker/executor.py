@@ -1,27 +1,32 @@
 """Runs steps on the device, one after the other: table changes, copies, one forward, one sample.
 
-Lives on the model thread. Decides nothing about ownership: block ids come from grants that have passed the gate.
+A step is launched, which gives a GPU all of its work, and later collected, which waits for it. The next step needs no
+more than the launch, since the tokens it goes on from stay on the device. Lives on the model thread. Decides nothing
+about ownership: block ids come from grants that have passed the gate.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
 from quire.worker.grants import Step
+from quire.worker.graphs import StaticDecode
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
 from quire.worker.sampler import Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
+from quire.worker.transfer import Moment, Readback, to_device
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,10 @@ class PoolDamagedError(Exception):
     """A grant could not be applied: what the blocks hold is not known any more, a new epoch has to begin."""
 
 
+class DeviceLostError(Exception):
+    """A GPU failed in the middle of its work. No later work of this process on it can succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural logarithms, of the model's own distribution."""
@@ -49,7 +58,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a step ended. Times in seconds; lists named alike belong together by index."""
+    """How a step ended. Times in seconds, on a GPU its own; lists named alike belong together by index."""
 
     step_number: int
     outcome: Outcome
@@ -62,6 +71,50 @@ class StepResult:
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What the device samples for a step: tokens and log-probabilities of seq_ids, num_asked as in read_logprobs."""
+
+    seq_ids: list[int]
+    num_asked: list[int | None]
+    sampled: Sampled
+    moments: tuple[Moment, Moment, Moment, Moment]
+    """Before the step, with its batch built, after the forward, after sampling."""
+
+
+class LaunchedStep:
+    """A step whose work the device has. `result` is what is known of it: its number and its outcome."""
+
+    def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
+        """To be made when all of the step's work was given to the device."""
+        self.result = result
+        self._sampling = sampling
+        self._readback = Readback(device, *(() if sampling is None else sampling.sampled.tensors()))
+
+    def collect(self) -> StepResult:
+        """Waits for the step to end; from any thread. Raises DeviceLostError if the device fails before that."""
+        try:
+            with phase("read tokens"):
+                arrived = self._readback.wait()
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
+        if self._sampling is None:
+            return self.result
+        tokens, *logprobs = arrived
+        assert tokens is not None
+        sampled = Sampled(tokens, *logprobs)
+        started, prepared, forwarded, ended = self._sampling.moments
+        return replace(
+            self.result,
+            sampled_ids=self._sampling.seq_ids,
+            sampled_tokens=sampled.tokens.tolist(),
+            logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
+            prepare_s=started.seconds_until(prepared),
+            forward_s=prepared.seconds_until(forwarded),
+            sample_s=forwarded.seconds_until(ended),
+        )
 
 
 @dataclass(slots=True)
@@ -80,9 +133,17 @@ class ExecutorStatistics:
 class Executor:
     """Owner of the pool, the block tables, the sampling state and the model."""
 
-    def __init__(self, model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, decode: StaticDecode | None = None
+    ) -> None:
+        """`decode` runs the steps that it takes, the model the others."""
         self._model = model
+        if model.states.max_num_seqs < max_num_seqs:
+            model.allocate_states(max_num_seqs)
         self._pool = pool
+        self._decode = decode
+        self.runs_ahead = model.device.type == "cuda"
+        """Whether it pays to launch a step before earlier ones are collected."""
         self._table = SequenceTable(
             max_num_seqs=max_num_seqs,
             max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
@@ -94,17 +155,32 @@ class Executor:
         self.profiler: StepProfiler | None = None
 
     def execute(self, step: Step) -> StepResult:
-        """Applies the grant, then computes. Raises PoolDamagedError if this or an earlier grant can't be applied.
+        """Launches and collects. Raises what these raise."""
+        with self._recorded(step):
+            return self._launch_or_stop(step).collect()
 
-        Anything that fails after that fails the step alone.
+    def launch(self, step: Step) -> LaunchedStep:
+        """Applies the grant, then gives the device what there is to compute.
+
+        Raises PoolDamagedError if this or an earlier grant can't be applied, DeviceLostError if the device has failed.
+        Anything else that fails after the grant was applied fails the step alone.
         """
-        if self.profiler is None:
-            return self._execute(step)
-        with self.profiler.step(step.grant.step_number):
-            return self._execute(step)
+        with self._recorded(step):
+            return self._launch_or_stop(step)
 
-    def _execute(self, step: Step) -> StepResult:
-        started = time.perf_counter()
+    def _recorded(self, step: Step) -> AbstractContextManager[None]:
+        """Around what belongs to the step in a trace, if there is one."""
+        return nullcontext() if self.profiler is None else self.profiler.step(step.grant.step_number)
+
+    def _launch_or_stop(self, step: Step) -> LaunchedStep:
+        try:
+            return self._launch(step)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"step {step.grant.step_number}: {error!r}") from error
+
+    def _launch(self, step: Step) -> LaunchedStep:
+        device = self._model.device
+        started = Moment(device)
         grant = step.grant
         if self._is_damaged:
             raise PoolDamagedError(f"step {grant.step_number}: an earlier step could not be applied")
@@ -112,6 +188,8 @@ class Executor:
         try:
             with phase("apply grant"):
                 self._apply(lease, grant)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
@@ -119,21 +197,25 @@ class Executor:
         outcome = self._refused_outcome(lease, step)
         if outcome is not None:
             result = StepResult(grant.step_number, outcome, failed_step=lease.last_failed_step)
+            launched = LaunchedStep(result, None, device)
         else:
-            result = self._try_to_compute(lease, step, started)
-        if grant.run_sequence_ids and result.outcome is not Outcome.COMPUTED:
+            launched = self._try_to_compute(lease, step, started)
+        if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
-        return result
+        return launched
 
-    def _try_to_compute(self, lease: LeaseRows, step: Step, started: float) -> StepResult:
-        number = step.grant.step_number
+    def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
+        number, device = step.grant.step_number, self._model.device
         if not step.grant.run_sequence_ids:
-            return StepResult(number, Outcome.COMPUTED, prepare_s=time.perf_counter() - started)
+            return LaunchedStep(StepResult(number, Outcome.COMPUTED), None, device)
         try:
-            return self._compute(lease, step, started)
+            sampling = self._compute(lease, step, started)
+            return LaunchedStep(StepResult(number, Outcome.COMPUTED), sampling, device)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             log.error("step failed step=%d error=%s", number, describe_exception(error))
-            return StepResult(number, Outcome.FAILED)
+            return LaunchedStep(StepResult(number, Outcome.FAILED), None, device)
 
     def fence_lease(self, lease_id: str) -> None:
         """Forgets a lease and its sequences."""
@@ -170,6 +252,7 @@ class Executor:
             child = self._table.fork(lease.rows[parent_id])
             self._table.trim_blocks(child, 0)
             self._sampler.fork(lease.rows[parent_id], child)
+            self._model.states.fork(lease.rows[parent_id], child)
             lease.rows[child_id] = child
         ends = [0]
         for count in grant.write_block_counts:
@@ -196,8 +279,8 @@ class Executor:
                 output_token_ids=sampling.output_token_ids,
             )
 
-    def _compute(self, lease: LeaseRows, step: Step, started: float) -> StepResult:
-        grant = step.grant
+    def _compute(self, lease: LeaseRows, step: Step, started: Moment) -> Sampling:
+        grant, device = step.grant, self._model.device
         rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
         with phase("prepare batch"):
             batch = build_step_batch(
@@ -208,50 +291,42 @@ class Executor:
                 counts=list(grant.run_token_counts),
                 token_ids=[step.given_tokens.get(index) for index in range(len(rows))],
             )
-        prepared = time.perf_counter()
+        prepared = Moment(device)
         with phase("forward"):
             logits = self._forward(grant, batch)
-        forwarded = time.perf_counter()
+        forwarded = Moment(device)
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
-        seq_ids = [grant.run_sequence_ids[index] for index in chosen]
-        tokens, logprobs = self._sample(
-            logits if len(chosen) == len(rows) else logits[chosen],
-            seq_ids,
-            rows=[rows[index] for index in chosen],
-            positions=[batch.seq_lens_host[index] for index in chosen],
-        )
-        return StepResult(
-            grant.step_number,
-            Outcome.COMPUTED,
-            sampled_ids=seq_ids,
-            sampled_tokens=tokens,
-            logprobs=logprobs,
-            prepare_s=prepared - started,
-            forward_s=forwarded - prepared,
-            sample_s=time.perf_counter() - forwarded,
+        if 0 < len(chosen) < len(rows):
+            logits = logits.index_select(0, to_device(torch.tensor(chosen, dtype=torch.int64), device))
+        rows = [rows[index] for index in chosen]
+        sampled = self._sample(logits, rows, positions=[batch.seq_lens_host[index] for index in chosen])
+        params = [self._sampler.params(row) for row in rows]
+        return Sampling(
+            seq_ids=[grant.run_sequence_ids[index] for index in chosen],
+            num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
+            sampled=sampled,
+            moments=(started, prepared, forwarded, Moment(device)),
         )
 
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
-        """Computes what the grant says; logits [B, V] of each run's last token."""
+        """Computes what the grant says; logits [B, V] of each run's last token, valid until the next forward."""
+        if self._decode is not None and self._decode.takes(batch):
+            return self._decode.forward(batch)
         return self._model.forward(batch, self._pool)
 
-    def _sample(
-        self, logits: Tensor, seq_ids: list[int], *, rows: list[int], positions: list[int]
-    ) -> tuple[list[int], list[TokenLogprobs]]:
-        """Chooses a token for each row of logits [rows, V], keeps it on the device for the next step, and reads it."""
+    def _sample(self, logits: Tensor, rows: list[int], *, positions: list[int]) -> Sampled:
+        """Chooses a token for each row of logits [rows, V], and keeps it on the device for the next step."""
         if not rows:
-            return [], []
+            return Sampled(torch.zeros(0, dtype=torch.int64))
         with phase("sample"):
             sampled = self._sampler.sample(logits, rows, positions)
             self._table.store_sampled(rows, sampled.tokens, positions)
-        params = [self._sampler.params(row) for row in rows]
-        num_asked = [None if row_params is None else row_params.num_logprobs for row_params in params]
-        with phase("read tokens"):
-            return sampled.tokens.tolist(), read_logprobs(sampled, seq_ids, num_asked)
+        return sampled
 
     def _remove(self, row: int) -> None:
         self._table.remove(row)
         self._sampler.clear(row)
+        self._model.states.clear(row)
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

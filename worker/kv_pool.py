@@ -6,18 +6,36 @@ here. Block 0 is the null block: its slots are zero, padding reads them, nobody 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.worker.probe import LayerSpec
+from quire.worker.transfer import to_device
+
+if TYPE_CHECKING:
+    from quire.kernels.block_copy import BlockRuns
 
 NULL_BLOCK = 0
 
 _MIB = 2**20
 _GIB = 2**30
+
+
+class KeptPerToken(Protocol):
+    """What one layer keeps of a token: a key and a value per head, or a key whose beginning is the value."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def k_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def values_in_keys(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +58,39 @@ class PoolSize:
     explanation: str
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes for a pool, and where they come from in a few words."""
+
+    num_bytes: int
+    origin: str
+
+
 class KVPool:
     """Keys and values of all layers, allocated once.
 
     Sizes: B blocks, S block size (tokens), per layer H kv heads and head dims Dk, Dv.
-        k(layer_idx)    [B, S, H, Dk]   contiguous, dtype and device of the pool
-        v(layer_idx)    [B, S, H, Dv]
+        k(layer_idx)    [B, S, H, Dk]   D contiguous, dtype and device of the pool
+        v(layer_idx)    [B, S, H, Dv]   a view of k(layer_idx) where values are in keys
+    In one tensor these are views of [B, layers, 2, H, S, D]: a block of all layers is one run of bytes, which is moved
+    at once, and so are a head's keys of a block. Otherwise each is a contiguous tensor of its own.
     """
 
     def __init__(
         self,
-        specs: Mapping[int, LayerSpec],
+        specs: Mapping[int, KeptPerToken],
         *,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        in_one_tensor: bool | None = None,
     ) -> None:
-        """Raises ValueError for a block count below 2 (one besides the null block) or a block size below 1."""
+        """in_one_tensor None: on a GPU, if all layers have one geometry.
+
+        Raises ValueError for a block count below 2 (one besides the null block), a block size below 1, or layers that
+        differ if they are to lie in one tensor.
+        """
         _check_at_least("num_blocks", num_blocks, 2)
         _check_at_least("block_size", block_size, 1)
         self.num_blocks = num_blocks
@@ -66,8 +99,32 @@ class KVPool:
         self.device = torch.device(device)
         self.bytes_per_block = bytes_per_block(specs, block_size, dtype)
         self._num_blocks_copied = 0
+        if in_one_tensor is None:
+            in_one_tensor = self.device.type == "cuda" and _have_one_geometry(specs)
+        self._block_tensors = self._allocate_one(specs) if in_one_tensor else self._allocate_each(specs)
+        self._runs = _block_runs(self._block_tensors) if kernels_run_on(self.device) and specs else None
+
+    def _allocate_one(self, specs: Mapping[int, KeptPerToken]) -> list[Tensor]:
+        if not _have_one_geometry(specs):
+            raise ValueError("the layers differ in kv heads or head dims: they do not fit one tensor")
+        spec = next(iter(specs.values()))
+        shape = (self.num_blocks, len(specs), 2, spec.num_kv_heads, self.block_size, spec.k_head_dim)
+        whole = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._k = {i: whole[:, number, 0].transpose(1, 2) for number, i in enumerate(sorted(specs))}
+        self._v = {i: whole[:, number, 1].transpose(1, 2) for number, i in enumerate(sorted(specs))}
+        self._has_values = dict.fromkeys(specs, True)
+        return [whole]
+
+    def _allocate_each(self, specs: Mapping[int, KeptPerToken]) -> list[Tensor]:
         self._k = {i: self._allocate(spec.num_kv_heads, spec.k_head_dim) for i, spec in specs.items()}
-        self._v = {i: self._allocate(spec.num_kv_heads, spec.v_head_dim) for i, spec in specs.items()}
+        self._v = {
+            i: self._k[i][..., : spec.v_head_dim]
+            if spec.values_in_keys
+            else self._allocate(spec.num_kv_heads, spec.v_head_dim)
+            for i, spec in specs.items()
+        }
+        self._has_values = {i: not spec.values_in_keys for i, spec in specs.items()}
+        return self.tensors()
 
     def _allocate(self, num_kv_heads: int, head_dim: int) -> Tensor:
         shape = (self.num_blocks, self.block_size, num_kv_heads, head_dim)
@@ -80,24 +137,30 @@ class KVPool:
         return self._v[layer_idx]
 
     def tensors(self) -> list[Tensor]:
-        """All K and V tensors, by rising layer index, K before V."""
-        return [tensor for i in sorted(self._k) for tensor in (self._k[i], self._v[i])]
+        """All memory, by rising layer index, K before V."""
+        by_layer = ((self._k[i], self._v[i]) if self._has_values[i] else (self._k[i],) for i in sorted(self._k))
+        return [tensor for tensors in by_layer for tensor in tensors]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every layer.
 
         Sources and targets must be disjoint, so that the order of the pairs cannot matter. Raises ValueError, with
         nothing copied, if they are not, if a target comes twice, or if a block is the null block or out of range.
-        Cost: two indexed operations per tensor, whatever the number of pairs.
+        Cost: one launch where kernels run, else two indexed operations per tensor, whatever the number of pairs.
         """
         if not pairs:
             return
         sources = [source for source, _ in pairs]
         targets = [target for _, target in pairs]
         self._check_copy(sources, targets)
-        index = torch.tensor([sources, targets], dtype=torch.int64).to(self.device, non_blocking=True)
-        for tensor in self.tensors():
-            tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
+        index = to_device(torch.tensor([sources, targets], dtype=torch.int64), self.device)
+        if self._runs is not None:
+            from quire.kernels.block_copy import copy_blocks
+
+            copy_blocks(self._runs, sources=index[0], targets=index[1])
+        else:
+            for tensor in map(indexable, self._block_tensors):
+                tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
         self._num_blocks_copied += len(pairs)
 
     def _check_copy(self, sources: list[int], targets: list[int]) -> None:
@@ -128,7 +191,7 @@ class KVPool:
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         total = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
         for number, tensor in enumerate(self.tensors()):
-            total = _mix(total + _byte_sum(tensor.index_select(0, index)) + number + 1)
+            total = _mix(total + _byte_sum(indexable(tensor).index_select(0, index)) + number + 1)
         return [int(value) & (2**63 - 1) for value in total.tolist()]
 
     def statistics(self) -> KVPoolStatistics:
@@ -144,12 +207,40 @@ class KVPool:
     def check_invariants(self) -> None:
         """Raises AssertionError if the null block holds anything but zeros. Waits for the device."""
         for tensor in self.tensors():
-            assert not bool(tensor[NULL_BLOCK].any()), "the null block was written"
+            assert not bool(indexable(tensor[NULL_BLOCK]).any()), "the null block was written"
 
 
-def bytes_per_block(specs: Mapping[int, LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether quire.kernels run there: on a GPU, or anywhere in Triton's interpreter if the environment says so."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or a view of float8 as uint8: torch does not index it on every device."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _have_one_geometry(specs: Mapping[int, KeptPerToken]) -> bool:
+    geometries = {(spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim) for spec in specs.values()}
+    return len(geometries) == 1 and all(k_head_dim == v_head_dim for _, k_head_dim, v_head_dim in geometries)
+
+
+def _block_runs(tensors: Sequence[Tensor]) -> BlockRuns | None:
+    """For the kernel that copies blocks, or None if theirs are of sizes that it does not take."""
+    from quire.kernels.block_copy import block_runs
+
+    try:
+        return block_runs(tensors)
+    except ValueError:
+        return None
+
+
+def bytes_per_block(specs: Mapping[int, KeptPerToken], block_size: int, dtype: torch.dtype) -> int:
     """Bytes one block takes over all layers, keys and values together."""
-    elements_per_token = sum(spec.num_kv_heads * (spec.k_head_dim + spec.v_head_dim) for spec in specs.values())
+    elements_per_token = sum(
+        spec.num_kv_heads * (spec.k_head_dim + (0 if spec.values_in_keys else spec.v_head_dim))
+        for spec in specs.values()
+    )
     return elements_per_token * block_size * dtype.itemsize
 
 
@@ -160,33 +251,64 @@ def size_pool(
     num_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
     memory_share: float = 0.9,
+    default: Budget | None = None,
 ) -> PoolSize:
-    """Decide how many blocks to allocate: num_blocks, or what fits the bytes given, or a share of what is free.
+    """Decide how many blocks to allocate: num_blocks, or what fits the bytes given, or `default`.
 
-    memory_share (0 < share <= 1) is the part of free_memory_bytes to take when neither of the others is given.
-    Raises ValueError, naming field, value and limit, if both are given, if what is asked for exceeds what is free, or
-    if fewer than 2 blocks (one besides the null block) fit.
+    default None is the share memory_share (0 < share <= 1) of free_memory_bytes. Raises ValueError, naming field, value
+    and limit, if both of the others are given, if what is asked for exceeds what is free, or if fewer than 2 blocks
+    (one besides the null block) fit.
     """
     if num_blocks is not None and kv_cache_memory_bytes is not None:
         raise ValueError(f"num_blocks={num_blocks} and kv_cache_memory_bytes={kv_cache_memory_bytes}: give one of them")
-    if not 0 < memory_share <= 1:
-        raise ValueError(f"memory_share={memory_share} is not in 0 < share <= 1")
+    if default is None:
+        default = share_of_free(memory_share, free_memory_bytes)
     if num_blocks is not None:
         return _size_by_count(num_blocks, bytes_per_block, free_memory_bytes)
     if kv_cache_memory_bytes is not None:
-        budget_bytes, origin = kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        budget = Budget(kv_cache_memory_bytes, "kv_cache_memory_bytes")
         _check_fits("kv_cache_memory_bytes", kv_cache_memory_bytes, free_memory_bytes)
     else:
-        budget_bytes = int(free_memory_bytes * memory_share)
-        origin = f"memory_share {memory_share:g} of {_readable(free_memory_bytes)} free"
-    fitting = budget_bytes // bytes_per_block
+        budget = default
+    fitting = max(0, budget.num_bytes) // bytes_per_block
     if fitting < 2:
         raise ValueError(
-            f"{origin}: {budget_bytes} bytes hold {fitting} blocks of {bytes_per_block} bytes; at least 2 are needed"
+            f"{budget.origin}: {budget.num_bytes} bytes hold {fitting} blocks of {bytes_per_block} bytes; "
+            "at least 2 are needed"
         )
     return PoolSize(
-        fitting, f"{origin}: {_readable(budget_bytes)} // {bytes_per_block} bytes per block = {fitting} blocks"
+        fitting,
+        f"{budget.origin}: {_readable(budget.num_bytes)} // {bytes_per_block} bytes per block = {fitting} blocks",
     )
+
+
+def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
+    """A share of the memory that is free: for a CPU, whose memory others use too.
+
+    Raises ValueError unless 0 < memory_share <= 1.
+    """
+    _check_share(memory_share)
+    origin = f"memory_share {memory_share:g} of {_readable(free_memory_bytes)} free"
+    return Budget(int(free_memory_bytes * memory_share), origin)
+
+
+def share_of_device(memory_share: float, *, total_bytes: int, used_bytes: int, step_bytes: int) -> Budget:
+    """What is left of a share of a GPU's memory: for the worker, which has the GPU to itself.
+
+    used_bytes is what is taken once the model is loaded, by whomever; step_bytes what a step of the most tokens takes
+    besides, measured. May be negative. Raises ValueError unless 0 < memory_share <= 1.
+    """
+    _check_share(memory_share)
+    return Budget(
+        int(total_bytes * memory_share) - used_bytes - step_bytes,
+        f"memory_share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use "
+        f"and {_readable(step_bytes)} for the largest step",
+    )
+
+
+def _check_share(memory_share: float) -> None:
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"memory_share={memory_share} is not in 0 < share <= 1")
 
 
 def _size_by_count(num_blocks: int, bytes_per_block: int, free_memory_bytes: int) -> PoolSize:

@@ -3,15 +3,18 @@
 A model is taken as it is: no list of names, no code of our own per architecture. What makes that safe is decided at
 load: the probe says whether every layer calls the registered attention function and with which mask, a rope that would
 look at the whole batch is pinned to positions alone, and a numeric self-check compares the result with the model's own
-attention. Whatever does not pass is refused with UnsupportedModel, naming the class and the reason.
+attention. A model of which not every layer calls that function keeps its own, over a cache that is the pool. Whatever
+does not pass is refused with UnsupportedModel, naming the class and the reason.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +24,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.worker.attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
-from quire.worker.kv_pool import KVPool
-from quire.worker.probe import LayerSpec, UnsupportedModel, probe
-from quire.worker.self_check import SHORTEST_TOKENS, TOLERANCE, eager_reference, find_disagreement
+from quire.worker.cached_model import CacheLayout, keeps_states, probe_cache, run_cached
+from quire.worker.fused_modules import swap_back
+from quire.worker.fused_steps import FusedSteps
+from quire.worker.fusion import FusionReport, fuse_model, unfused
+from quire.worker.kv_pool import KeptPerToken, KVPool
+from quire.worker.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.past_positions import PastPositions
+from quire.worker.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
+from quire.worker.self_check import (
+    CHECKED_SEQS,
+    SHORTEST_TOKENS,
+    TOLERANCE,
+    Disagreement,
+    eager_reference,
+    find_disagreement,
+)
+from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
 
 DTYPES = tuple(TOLERANCE)
@@ -41,10 +58,25 @@ class ModelNotFound(ValueError):
 class PagedModel:
     """A causal language model whose keys and values live in a KVPool."""
 
+    state_specs: Mapping[StateKey, StateSpec] = MappingProxyType({})
+    """What it keeps per sequence, besides keys and values."""
+    takes_any_kv_dtype = True
+    """Whether a pool may have another dtype than the model."""
+
     def __init__(
-        self, model: Any, *, specs: Mapping[int, LayerSpec], max_model_len: int, eos_token_ids: tuple[int, ...]
+        self,
+        model: Any,
+        *,
+        specs: Mapping[int, KeptPerToken],
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        step_kind: type[AttentionStep] = AttentionStep,
     ) -> None:
-        """`model` must have ATTENTION_NAME set as its attention implementation; load_model() sees to that."""
+        """`specs` are what the pool keeps, by layer: LayerSpecs if `model` has ATTENTION_NAME or LATENT_NAME set as its
+        attention implementation; load_model() sees to that.
+
+        step_kind is what runs the attention of its steps, and says which block sizes a pool may have.
+        """
         self.specs = dict(specs)
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
@@ -52,9 +84,29 @@ class PagedModel:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-        self.fingerprint = fingerprint(model)
+        # The same model fills a block differently when it keeps latents.
+        self.fingerprint = fingerprint(model) + (":latent" if any(s.values_in_keys for s in specs.values()) else "")
+        self.step_kind = step_kind
+        self.min_block_size = step_kind.min_block_size
+        self.fusion: FusionReport | None = None
         self._model = model
+        self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
+        self._counts_on = _counts_on_from_cache(model.config.get_text_config(decoder=True))
         self._workspace = Workspace()
+        self.allocate_states(0)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether a sequence can go on only from where it was left: of what it shares with others there is no state."""
+        return bool(self.state_specs)
+
+    def describe_attention(self) -> str:
+        """What runs it, for people."""
+        return self.step_kind.describe(self.attention_specs)
+
+    def allocate_states(self, max_num_seqs: int) -> None:
+        """Make room for the states of so many rows of a sequence table; none of them holds anything then."""
+        self.states = StateSlots(self.state_specs, max_num_seqs=max_num_seqs, device=self.device)
 
     def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
@@ -62,16 +114,65 @@ class PagedModel:
         Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over
         T packed tokens; the output layer runs on B of them. No sync, except in models that make one themselves.
         """
-        step = AttentionStep(batch, pool, specs=self.specs, workspace=self._workspace)
+        step = self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
         with torch.inference_mode(), attention_step(step):
             output = self._model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
+                past_key_values=PastPositions(batch.positions) if self._counts_on else None,
                 use_cache=False,
                 logits_to_keep=batch.last_indices,
             )
             logits: Tensor = output.logits[0].float()
         return logits
+
+    def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
+        """Hold forward(batch, pool) -> [B, vocab_size] against the model's own attention; see quire.worker.self_check.
+
+        Raises what one of them raises.
+        """
+        own_attention = eager_reference(self._model)
+        implementation = self._model.config._attn_implementation
+
+        def reference(token_ids: Tensor) -> Tensor:
+            self._model.set_attn_implementation("eager")
+            try:
+                return own_attention(token_ids)
+            finally:
+                self._model.set_attn_implementation(implementation)
+
+        return find_disagreement(
+            forward,
+            reference,
+            specs=self.specs,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+            min_block_size=self.min_block_size,
+        )
+
+
+class CachedModel(PagedModel):
+    """A model that runs with its own attention, over a cache that is the pool."""
+
+    takes_any_kv_dtype = False
+
+    def __init__(self, model: Any, *, layout: CacheLayout, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.state_specs = layout.states
+        self._layout = layout
+        super().__init__(model, specs=layout.layers, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
+
+    def describe_attention(self) -> str:
+        """See PagedModel.describe_attention."""
+        return "the model's own, over the pool as its cache"
+
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """See PagedModel.forward and run_cached(). Needs states allocated for the batch's rows, if there are any."""
+        with torch.inference_mode():
+            return run_cached(
+                self._model, batch, pool, layout=self._layout, states=self.states, workspace=self._workspace
+            )
 
 
 def load_model(
@@ -82,11 +183,14 @@ def load_model(
     max_model_len: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    step_kind: type[AttentionStep] = AttentionStep,
+    fused_steps: FusedSteps | None = None,
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
     dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope whose
-    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len.
+    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len. With fused_steps
+    modules are fused (quire.worker.fusion), and a pool has at least their block size.
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
@@ -100,22 +204,93 @@ def load_model(
     max_model_len = _model_len(config, max_model_len)
     model = _load_weights(source, config, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     model = model.eval().requires_grad_(False).to(device)
-    return prepare_model(model, max_model_len=max_model_len)
+    return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps)
 
 
-def prepare_model(model: Any, *, max_model_len: int) -> PagedModel:
+def prepare_model(
+    model: Any,
+    *,
+    max_model_len: int,
+    step_kind: type[AttentionStep] = AttentionStep,
+    fused_steps: FusedSteps | None = None,
+) -> PagedModel:
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
 
+    fused_steps as for load_model(); a model that fails the self-check when fused runs as it is.
     Raises UnsupportedModel as load_model() does.
     """
     model.set_attn_implementation("eager")
     pin_rope(model, max_model_len)
     _choose_experts_implementation(model)
-    specs = probe(model)
-    model.set_attn_implementation(ATTENTION_NAME)
-    paged = PagedModel(model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model))
-    _check_against_own_attention(paged, model)
+    try:
+        specs = probe(model)
+    except OffTheInterface as off:
+        return _prepare_cached(model, off.reason, max_model_len=max_model_len)
+    latent = latent_specs(model, specs)
+    if latent is not None:
+        keep_latents(model)
+        with suppress(UnsupportedModel):
+            return _prepare_paged(model, latent, implementation=LATENT_NAME, max_model_len=max_model_len)
+    try:
+        return _prepare_paged(
+            model,
+            specs,
+            implementation=ATTENTION_NAME,
+            max_model_len=max_model_len,
+            step_kind=step_kind,
+            fused_steps=fused_steps,
+        )
+    except UnsupportedModel as refused:
+        model.set_attn_implementation("eager")
+        if not keeps_states(model):
+            raise
+        return _prepare_cached(model, refused.reason, max_model_len=max_model_len)
+
+
+def _prepare_paged(
+    model: Any,
+    specs: Mapping[int, LayerSpec],
+    *,
+    implementation: str,
+    max_model_len: int,
+    step_kind: type[AttentionStep] = AttentionStep,
+    fused_steps: FusedSteps | None = None,
+) -> PagedModel:
+    model.set_attn_implementation(implementation)
+    paged = PagedModel(
+        model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
+    )
+    if fused_steps is None or not _fuse(paged, model, specs, fused_steps):
+        _check_against_own_attention(paged)
     return paged
+
+
+def _fuse(paged: PagedModel, model: Any, specs: Mapping[int, LayerSpec], steps: FusedSteps) -> bool:
+    """Fuse, and keep it if the fused model passes the self-check: its reference is the model's own modules."""
+    unfused_block_size = paged.min_block_size
+    paged.min_block_size = max(unfused_block_size, steps.min_block_size)
+    try:
+        paged.fusion = fuse_model(model, specs, max_model_len=paged.max_model_len, steps=steps)
+        _check_against_own_attention(paged)
+    except UnsupportedModel as error:
+        swap_back(model)
+        paged.min_block_size = unfused_block_size
+        paged.fusion = unfused(model, error.reason)
+        return False
+    return True
+
+
+def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
+    """`why` it does not run on the registered attention function. Raises UnsupportedModel with both reasons."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        layout = probe_cache(model)
+        cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model))
+        _check_against_own_attention(cached)
+    except UnsupportedModel as refused:
+        reason = f"{why}; with its own attention over the pool, {refused.reason}"
+        raise UnsupportedModel(refused.model_class, reason) from refused
+    return cached
 
 
 def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -171,11 +346,12 @@ def _longest_model_len(text_config: Any) -> int | None:
     if "dynamic" in str(rope.get("rope_type")):
         return None
     length: int | None = getattr(text_config, "max_position_embeddings", None)
-    # Llama 4 scales queries by the index in the batch and not by position_ids, from floor_scale tokens on.
-    floor_scale = getattr(text_config, "floor_scale", None)
-    if getattr(text_config, "attn_temperature_tuning", False) and floor_scale:
-        return int(floor_scale) if length is None else min(length, int(floor_scale))
     return length
+
+
+def _counts_on_from_cache(text_config: Any) -> bool:
+    """Llama 4 scales queries by the index in the batch behind what is cached, and not by position_ids."""
+    return bool(getattr(text_config, "attn_temperature_tuning", False))
 
 
 def _load_weights(
@@ -265,26 +441,10 @@ def _choose_experts_implementation(model: Any) -> None:
     raise UnsupportedModel(type(model).__name__, f"its experts do not run on {model.device.type} ({'; '.join(errors)})")
 
 
-def _check_against_own_attention(paged: PagedModel, model: Any) -> None:
-    own_attention = eager_reference(model)
-
-    def reference(token_ids: Tensor) -> Tensor:
-        model.set_attn_implementation("eager")
-        try:
-            return own_attention(token_ids)
-        finally:
-            model.set_attn_implementation(ATTENTION_NAME)
-
+def _check_against_own_attention(paged: PagedModel) -> None:
+    paged.allocate_states(CHECKED_SEQS)
     try:
-        disagreement = find_disagreement(
-            paged.forward,
-            reference,
-            specs=paged.specs,
-            vocab_size=paged.vocab_size,
-            max_model_len=paged.max_model_len,
-            dtype=paged.dtype,
-            device=paged.device,
-        )
+        disagreement = paged.find_disagreement(paged.forward)
     except Exception as error:
         reason = f"the self-check failed with {type(error).__name__}: {_first_line(error)}"
         raise UnsupportedModel(paged.architecture, reason) from error

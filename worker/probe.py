@@ -40,6 +40,10 @@ class UnsupportedModel(ValueError):
         self.reason = reason
 
 
+class OffTheInterface(UnsupportedModel):
+    """Not every layer calls attention through transformers' AttentionInterface."""
+
+
 @dataclass(frozen=True, slots=True)
 class Causal:
     """A query at position p sees positions 0 .. p."""
@@ -84,6 +88,8 @@ class LayerSpec:
     scaling: float
     softcap: float | None
     has_sinks: bool
+    values_in_keys: bool = False
+    """A token's value is the first v_head_dim of its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +137,10 @@ class _Recorder:
 def probe(model: Any) -> dict[int, LayerSpec]:
     """Return what each layer of a causal language model asks of its attention, by layer index.
 
-    Raises UnsupportedModel if a layer makes no attention call through transformers' AttentionInterface, or more than
-    one, or asks for a mask other than causal, sliding or chunked. The model's attention implementation is the same
-    after the call as before. Cost: one forward of one token, and a few milliseconds per distinct mask.
+    Raises OffTheInterface if a layer makes no attention call through transformers' AttentionInterface, and
+    UnsupportedModel if one makes more than one, or asks for a mask other than causal, sliding or chunked. The model's
+    attention implementation is the same after the call as before. Cost: one forward of one token, and a few
+    milliseconds per distinct mask.
     """
     model_class = type(model).__name__
     calls = _record_calls(model)
@@ -172,20 +179,16 @@ def _check_every_layer_called_once(calls: list[_AttentionCall], model: Any) -> N
     model_class = type(model).__name__
     num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     if not calls:
-        raise UnsupportedModel(
-            model_class,
-            f"none of its {num_layers} layers calls attention through transformers' AttentionInterface, "
-            "so its keys and values cannot be kept in a block pool",
+        raise OffTheInterface(
+            model_class, f"none of its {num_layers} layers calls attention through transformers' AttentionInterface"
         )
     if any(call.layer_idx is None for call in calls):
         raise UnsupportedModel(model_class, "its attention modules carry no layer_idx")
     called = [call.layer_idx for call in calls if call.layer_idx is not None]
     missing = sorted(set(range(num_layers)) - set(called))
     if missing:
-        raise UnsupportedModel(
-            model_class,
-            f"{len(missing)} of its {num_layers} layers (first: {missing[0]}) made no attention call; layers with "
-            "other state than keys and values (recurrent, linear attention) are not kept",
+        raise OffTheInterface(
+            model_class, f"{len(missing)} of its {num_layers} layers (first: {missing[0]}) made no attention call"
         )
     if len(called) != num_layers:
         raise UnsupportedModel(model_class, f"{len(called)} attention calls in one forward of {num_layers} layers")

@@ -19,13 +19,26 @@ from quire.serving.dialing import Dialer
 from quire.serving.metrics import MetricsPage
 from quire.serving.server import CannotStartError, Server, StopSignals
 from quire.worker.attachment import Attachment
+from quire.worker.attention import AttentionStep
 from quire.worker.config import WorkerConfig
 from quire.worker.errors import DOMAIN
 from quire.worker.executor import Executor
+from quire.worker.fused_steps import choose_steps
 from quire.worker.gate import Gate
-from quire.worker.kv_pool import KVPool, bytes_per_block, size_pool
+from quire.worker.graphs import StaticDecode, capture_decode
+from quire.worker.kv_pool import (
+    Budget,
+    KVPool,
+    PoolSize,
+    bytes_per_block,
+    kernels_run_on,
+    share_of_device,
+    share_of_free,
+    size_pool,
+)
 from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, load_model
+from quire.worker.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.profiling import StepProfiler
 from quire.worker.roles import ROLES
 from quire.worker.runner import ModelThread
@@ -37,6 +50,10 @@ from quire.worker.verify import VerifyingExecutor
 log = logging.getLogger("quire.worker")
 
 SERVICE_NAME = "quire.compute.v1.WorkerService"
+MAX_BLOCKS = 2**24  # that a pool can be registered with
+
+# By default, of what is free on a CPU, and of all that a GPU has.
+MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 async def serve(config: WorkerConfig, signals: StopSignals) -> None:
@@ -48,12 +65,12 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:
-            model, pool = await thread.submit(lambda: load(config))
+            model, pool, decode = await thread.submit(lambda: load(config))
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
         executor_kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
-        executor = executor_kind(model, pool, max_num_seqs=config.max_num_seqs)
+        executor = executor_kind(model, pool, max_num_seqs=config.max_num_seqs, decode=decode)
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
             stack.push_async_callback(thread.submit, executor.profiler.stop)  # if it ends before they have run
@@ -71,7 +88,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             stack.enter_context(
                 MetricsPage(config.server.metrics_listen, lambda: metric_families(steps, attachment), security=security)
             )
-        servicer = WorkerServicer(steps, attachment, describe_model(config, model), geometry)
+        servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
         server.run_alongside(attachment.run())
@@ -88,34 +105,64 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
     log.info("serving addresses=%s", ",".join(map(str, server.addresses)))
 
 
-def load(config: WorkerConfig) -> tuple[PagedModel, KVPool]:
-    """The model, checked, and its pool. Raises what load_model and size_pool raise."""
+def load(config: WorkerConfig) -> tuple[PagedModel, KVPool, StaticDecode | None]:
+    """The model, checked, its pool, and its decode steps as graphs. Raises what load_model and size_pool raise."""
     quiet_transformers()
     device = torch.device(pick_device(config.device))
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     model = load_model(
         config.model,
-        dtype=dtype,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         device=device,
         max_model_len=config.max_model_len,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        step_kind=pick_attention(config.attention, device, block_size=config.block_size),
+        fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse),
     )
-    size = size_pool(
-        bytes_per_block=bytes_per_block(model.specs, config.block_size, model.dtype),
-        free_memory_bytes=free_memory_bytes(device),
+    if model.fusion is not None:
+        log.info("%s", model.fusion)
+    model.allocate_states(config.max_num_seqs)
+    kv_dtype = pick_kv_dtype(config.kv_dtype, model.dtype)
+    if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
+        has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
+        raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
+    size = size_of_pool(config, model, kv_dtype)
+    log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
+    log.info("attention: %s", model.describe_attention())
+    log.info("pool: %s", size.explanation)
+    if model.has_recurrent_state:
+        log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
+    pool = KVPool(model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype, device=device)
+    decode = None
+    if device.type == "cuda" and config.cuda_graphs:
+        decode = capture_decode(model, pool, max_num_seqs=config.max_num_seqs)
+    return model, pool, decode
+
+
+def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> PoolSize:
+    """Raises what size_pool raises."""
+    block_bytes = bytes_per_block(model.specs, config.block_size, kv_dtype)
+    if not block_bytes:
+        return size_empty_pool(config, model.max_model_len)
+    budget, free_bytes = pool_budget(config, model, kv_dtype)
+    return size_pool(
+        bytes_per_block=block_bytes,
+        free_memory_bytes=free_bytes,
         num_blocks=config.num_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        memory_share=config.memory_share,
+        default=budget,
     )
-    log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
-    log.info("pool: %s", size.explanation)
-    pool = KVPool(
-        model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=model.dtype, device=device
-    )
-    return model, pool
+
+
+def size_empty_pool(config: WorkerConfig, max_model_len: int) -> PoolSize:
+    """Blocks of a model that keeps nothing per token: they only count, and there are enough for every sequence."""
+    blocks_per_seq = -(-max_model_len // config.block_size)
+    num_blocks = config.num_blocks or min(1 + config.max_num_seqs * blocks_per_seq, MAX_BLOCKS)
+    return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
 
 
 def quiet_transformers() -> None:
@@ -132,25 +179,71 @@ def pick_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that a pool on this device could take now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:
+    """What runs attention. Raises ValueError if Triton is asked for and can't run, or not with this block size."""
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return AttentionStep
+    if not kernels_run_on(device):
+        raise ValueError(
+            f"--attention triton: it needs a GPU, and the device is {device.type} (for tests it runs in Triton's "
+            "interpreter, with TRITON_INTERPRET=1)"
+        )
+    from quire.kernels.launching import BLOCK_SIZES
+    from quire.worker.triton_attention import TritonAttentionStep
+
+    if block_size in BLOCK_SIZES:
+        return TritonAttentionStep
+    allowed = ", ".join(map(str, BLOCK_SIZES))
+    if name == "triton":
+        raise ValueError(f"--attention triton: --block-size {block_size} is not one of {allowed}")
+    log.warning(
+        "attention runs in torch, which is slow on a GPU: --block-size %d is not one of %s", block_size, allowed
+    )
+    return AttentionStep
+
+
+def pick_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The pool's dtype; "auto" is the model's."""
+    if name == "auto":
+        return model_dtype
+    dtype: torch.dtype = torch.float8_e4m3fn if name == "float8" else getattr(torch, name)
+    return dtype
+
+
+def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> tuple[Budget, int]:
+    """Bytes for the pool by --memory-share, and bytes that it could take at most. On a GPU runs the largest step."""
+    device = model.device
+    share = MEMORY_SHARE.get(device.type, MEMORY_SHARE["cpu"]) if config.memory_share is None else config.memory_share
+    if device.type != "cuda":
+        free_bytes = int(psutil.virtual_memory().available)
+        return share_of_free(share, free_bytes), free_bytes
+    step_bytes = peak_memory_bytes(
+        device,
+        lambda: run_largest_step(
+            model,
+            max_step_tokens=config.max_step_tokens,
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+        ),
+    )
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    budget = share_of_device(share, total_bytes=total_bytes, used_bytes=total_bytes - free_bytes, step_bytes=step_bytes)
+    return budget, free_bytes - step_bytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe_model(config: WorkerConfig, model: PagedModel) -> ModelDescription:
+def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> ModelDescription:
     return ModelDescription(
         name=config.model_name,
         architecture=model.architecture,
         tokenizer=config.tokenizer,
         end_token_ids=model.eos_token_ids,
         dtype=dtype_name(model.dtype),
-        kv_dtype=dtype_name(model.dtype),
+        kv_dtype=dtype_name(pool.dtype),
         device=str(model.device),
     )
 
@@ -164,5 +257,6 @@ def describe_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> atta
         max_sequence_tokens=model.max_model_len,
         vocabulary_size=model.vocab_size,
         model=config.model_name,
-        model_fingerprint=f"{model.fingerprint}:{dtype_name(model.dtype)}",
+        model_fingerprint=f"{model.fingerprint}:{dtype_name(pool.dtype)}",
+        has_recurrent_state=model.has_recurrent_state,
     )

@@ -1,4 +1,9 @@
-"""The model thread: runs what it is given in order, so that the gRPC loop never waits for the device."""
+"""The model thread: runs what it is given in order, so that the gRPC loop never waits for the device.
+
+Work that a device does by itself once it is launched goes through two threads: the model thread launches it and turns
+to the next, and the collector waits for it to end. So a GPU has its next step before it is done with one, however long
+the host takes to tell. Whatever is not launched in this way begins when all that was launched has ended.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,14 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
+
+# Pieces of work that are launched and not collected: one that the device is at, and one to go on with.
+MAX_UNCOLLECTED = 2
 
 
 class ModelThread:
@@ -21,8 +30,10 @@ class ModelThread:
         self._num_waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._thread.start()
+        self._uncollected: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MAX_UNCOLLECTED)
+        threading.Thread(target=self._run, name="model", daemon=True).start()
+        threading.Thread(target=self._collect, name="collector", daemon=True).start()
 
     @property
     def num_waiting(self) -> int:
@@ -34,20 +45,55 @@ class ModelThread:
 
         The future's callbacks run in order too. Cancelling it does not cancel the work.
         """
-        future: asyncio.Future[Result] = self._loop.create_future()
-        self._num_waiting += 1
-        self._idle.clear()
+        future = self._expect(self._loop.create_future())
 
         def run() -> None:
-            try:
-                result = work()
-            except Exception as error:
-                settle = functools.partial(future.set_exception, error)
-            else:
-                settle = functools.partial(future.set_result, result)
-            self._loop.call_soon_threadsafe(self._ended, future, settle)
+            with self._nothing_uncollected():
+                self._settle(future, work)
 
         self._queue.put(run)
+        return future
+
+    def submit_ahead(self, launch: Callable[[], Callable[[], Result]]) -> asyncio.Future[Result]:
+        """As submit(), for work in two halves: `launch`, on the model thread, returns what waits for the result.
+
+        That runs on the collector, while the model thread launches what was submitted next, at most MAX_UNCOLLECTED.
+        """
+        future = self._expect(self._loop.create_future())
+
+        def run() -> None:
+            self._room.acquire()
+            try:
+                collect = launch()
+            except Exception as error:
+                collect = functools.partial(_raise, error)
+            self._uncollected.put(functools.partial(self._settle, future, collect))
+
+        self._queue.put(run)
+        return future
+
+    def _settle(self, future: asyncio.Future[Result], work: Callable[[], Result]) -> None:
+        try:
+            result = work()
+        except Exception as error:
+            settle = functools.partial(future.set_exception, error)
+        else:
+            settle = functools.partial(future.set_result, result)
+        self._loop.call_soon_threadsafe(self._ended, future, settle)
+
+    @contextmanager
+    def _nothing_uncollected(self) -> Iterator[None]:
+        """Waits for all that was launched; on the model thread, so nothing is launched meanwhile."""
+        for _ in range(MAX_UNCOLLECTED):
+            self._room.acquire()
+        try:
+            yield
+        finally:
+            self._room.release(MAX_UNCOLLECTED)
+
+    def _expect(self, future: asyncio.Future[Result]) -> asyncio.Future[Result]:
+        self._num_waiting += 1
+        self._idle.clear()
         return future
 
     async def idle(self) -> None:
@@ -55,7 +101,7 @@ class ModelThread:
         await self._idle.wait()
 
     def stop(self) -> None:
-        """Ends the thread after the work given so far; does not wait for it."""
+        """Ends the threads after the work given so far; does not wait for it."""
         self._queue.put(None)
 
     def _ended(self, future: asyncio.Future[Result], settle: Callable[[], None]) -> None:
@@ -68,3 +114,13 @@ class ModelThread:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+        self._uncollected.put(None)
+
+    def _collect(self) -> None:
+        while (collect := self._uncollected.get()) is not None:
+            collect()
+            self._room.release()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.worker.transfer import to_device
+
 MAX_LOGPROBS = 20
 
 # On a CPU a sort costs far more than a selection: top-p looks at so many of the likeliest tokens first, and sorts all
@@ -110,6 +112,9 @@ class Sampled:
     chosen_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.tokens, self.chosen_logprobs, self.top_ids, self.top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,7 @@ class Sampler:
         params.validate()
         self._check_row(row)
         if params.has_penalties:
-            self._seen_tokens()[row] = self._flags(prompt_token_ids, output_token_ids).to(self.device)
+            self._seen_tokens()[row] = to_device(self._flags(prompt_token_ids, output_token_ids), self.device)
         self._params[row] = params
         self._planned = None
 
@@ -417,7 +422,7 @@ def _subset(
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype)[:, None].to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype)[:, None], device)
 
 
 def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -431,7 +436,7 @@ def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
     if threshold is not None:
         weights.masked_fill_(scores < threshold, 0)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = torch.from_numpy(uniforms).to(logits.device, non_blocking=True)[:, None] * cumulative[:, -1:]
+    target = to_device(torch.from_numpy(uniforms), logits.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     # A parallel sum need not rise everywhere, so a search in it may end on a token that has no weight.
     return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest)[:, 0]

@@ -12,6 +12,7 @@ run over shuffled blocks of a pool full of NaN, one of them in chunks while the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.worker.kv_pool import KVPool
+from quire.worker.kv_pool import KeptPerToken, KVPool
 from quire.worker.probe import Chunked, LayerSpec, Sliding
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -29,6 +30,7 @@ BLOCK_SIZE = 4
 # The long sequence outgrows every window, up to a length that a big model still runs at once on a CPU or a GPU.
 LONGEST_TOKENS = {"cpu": 64, "cuda": 512}
 SHORTEST_TOKENS = 8
+CHECKED_SEQS = 3
 
 # Largest difference of logits, relative to the largest logit. Below float32 the median position counts and not the
 # worst: rounding may send one token to another expert.
@@ -55,28 +57,31 @@ def find_disagreement(
     forward: Callable[[StepBatch, KVPool], Tensor],
     reference: Callable[[Tensor], Tensor],
     *,
-    specs: Mapping[int, LayerSpec],
+    specs: Mapping[int, KeptPerToken],
     vocab_size: int,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    min_block_size: int = 1,
 ) -> Disagreement | None:
     """Compare forward(batch, pool) -> [B, vocab] with reference(token_ids [L]) -> [L, vocab]; None if they agree.
 
-    Needs max_model_len >= SHORTEST_TOKENS. Cost: two forwards of some hundred tokens at most, and a pool for them.
+    Needs max_model_len >= SHORTEST_TOKENS. Blocks are of BLOCK_SIZE tokens, or of min_block_size if that is more.
+    Cost: two forwards of some hundred tokens at most, and a pool for them.
     """
     lengths = _lengths(specs, max_model_len, device)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
     expected = [reference(tokens).float() for tokens in sequences]
-    table, pool = _scratch(lengths, specs=specs, dtype=dtype, device=device, generator=generator)
+    block_size = max(BLOCK_SIZE, min_block_size)
+    table, pool = _scratch(lengths, specs=specs, block_size=block_size, dtype=dtype, device=device, generator=generator)
     errors: list[tuple[float, int, int]] = []
     done = [0] * len(sequences)
     for counts in _steps(lengths[0]):
         seqs = [seq for seq, count in enumerate(counts) if count]
         batch = build_step_batch(
             table,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             rows=seqs,
             starts=[done[seq] for seq in seqs],
             counts=[counts[seq] for seq in seqs],
@@ -90,9 +95,10 @@ def find_disagreement(
     return _judge(errors, dtype)
 
 
-def _lengths(specs: Mapping[int, LayerSpec], max_model_len: int, device: torch.device) -> list[int]:
-    sizes = [spec.mask.window for spec in specs.values() if isinstance(spec.mask, Sliding)]
-    sizes += [spec.mask.chunk for spec in specs.values() if isinstance(spec.mask, Chunked)]
+def _lengths(specs: Mapping[int, KeptPerToken], max_model_len: int, device: torch.device) -> list[int]:
+    masks = [spec.mask for spec in specs.values() if isinstance(spec, LayerSpec)]
+    sizes = [mask.window for mask in masks if isinstance(mask, Sliding)]
+    sizes += [mask.chunk for mask in masks if isinstance(mask, Chunked)]
     longest = LONGEST_TOKENS.get(device.type, LONGEST_TOKENS["cpu"])
     wanted = max([24, *(size + 3 * BLOCK_SIZE for size in sizes)])
     return [min(wanted, longest, max_model_len), SHORTEST_TOKENS, 3]
@@ -106,17 +112,18 @@ def _steps(longest: int) -> list[tuple[int, int, int]]:
 def _scratch(
     lengths: Sequence[int],
     *,
-    specs: Mapping[int, LayerSpec],
+    specs: Mapping[int, KeptPerToken],
+    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
 ) -> tuple[SequenceTable, KVPool]:
     """A pool full of NaN but for its null block, and a table with a shuffled block list per sequence."""
-    needed = [-(-length // BLOCK_SIZE) for length in lengths]
-    pool = KVPool(specs, num_blocks=sum(needed) + 1, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+    needed = [-(-length // block_size) for length in lengths]
+    pool = KVPool(specs, num_blocks=sum(needed) + 1, block_size=block_size, dtype=dtype, device=device)
     for tensor in pool.tensors():
         tensor[1:].fill_(float("nan"))
-    table = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device=device)
+    table = SequenceTable(max_num_seqs=CHECKED_SEQS, max_blocks_per_seq=max(needed), device=device)
     block_ids = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
     for count in needed:
         table.stage_blocks(table.add(), 0, [block_ids.pop() for _ in range(count)])
@@ -142,10 +149,13 @@ def _judge(errors: list[tuple[float, int, int]], dtype: torch.dtype) -> Disagree
 def eager_reference(model: Any) -> Callable[[Tensor], Tensor]:
     """The model with its own attention: one whole sequence, no cache. The caller sets the attention implementation."""
 
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
     def reference(token_ids: Tensor) -> Tensor:
-        positions = torch.arange(token_ids.shape[0], device=token_ids.device)
+        positions = torch.arange(token_ids.shape[0], device=token_ids.device)[None]
+        arguments = {"position_ids": positions} if takes_positions else {}
         with torch.inference_mode():
-            logits: Tensor = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
+            logits: Tensor = model(input_ids=token_ids[None], use_cache=False, **arguments).logits[0]
         return logits
 
     return reference

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kv_pool import NULL_BLOCK
+from quire.worker.transfer import to_device
 
 
 class SequenceTableFull(RuntimeError):
@@ -121,8 +122,8 @@ class SequenceTable:
         values = self._host_tables.reshape(-1)[index]
         self.block_tables.view(-1).index_copy_(
             0,
-            torch.from_numpy(index).to(self.device, non_blocking=True),
-            torch.from_numpy(values).to(self.device, non_blocking=True),
+            to_device(torch.from_numpy(index), self.device),
+            to_device(torch.from_numpy(values), self.device),
         )
         self._staged.clear()
         self._num_flushes += 1
@@ -136,7 +137,7 @@ class SequenceTable:
             if row not in self._num_blocks:
                 raise KeyError(row)
             self._last_token_position[row] = position
-        index = torch.tensor(list(rows), dtype=torch.int64).to(self.device, non_blocking=True)
+        index = to_device(torch.tensor(list(rows), dtype=torch.int64), self.device)
         self.last_token.index_copy_(0, index, tokens)
 
     def block_ids(self, row: int) -> list[int]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.sequence_table import SequenceTable
+from quire.worker.transfer import to_device
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 
@@ -42,7 +43,8 @@ class StepBatch:
         cu_seqlens_q    [B+1]   int32
         last_indices    [B]     int64, index of each sequence's last token in this batch
 
-    seq_lens_host and counts_host (B each; counts are tokens run in this step) are the same numbers without a sync.
+    seq_lens_host and counts_host (B each; counts are tokens run in this step) are the same numbers without a sync;
+    rows_host are the sequences' rows of the table.
     """
 
     input_ids: Tensor
@@ -54,6 +56,7 @@ class StepBatch:
     last_indices: Tensor
     seq_lens_host: tuple[int, ...]
     counts_host: tuple[int, ...]
+    rows_host: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,7 @@ def build_step_batch(
         last_indices=device_cu_seqlens[1:] - 1,
         seq_lens_host=seq_lens,
         counts_host=tuple(counts),
+        rows_host=tuple(rows),
     )
 
 
@@ -143,7 +147,7 @@ def _check(
 def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> tuple[Tensor, ...]:
     """Send integer lists as one int64 buffer; return a view of each on the device."""
     packed = torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
-    return torch.split(packed.to(device, non_blocking=True), [len(part) for part in parts])
+    return torch.split(to_device(packed, device), [len(part) for part in parts])
 
 
 def _slots(table: SequenceTable, token_rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

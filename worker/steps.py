@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Reason, Refused
-from quire.worker.executor import Executor, Outcome, PoolDamagedError, StepResult
+from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.gate import Gate
 from quire.worker.grants import Step, decode_grant, decode_step
 from quire.worker.runner import ModelThread
@@ -26,6 +26,12 @@ REPORTED_OUTCOMES = {
     Outcome.FAILED: attach_pb2.STEP_OUTCOME_FAILED,
     Outcome.PRIOR_FAILED: attach_pb2.STEP_OUTCOME_FAILED,
     Outcome.SKIPPED: attach_pb2.STEP_OUTCOME_SKIPPED,
+}
+
+# What no new epoch of this process helps against: the next process begins one.
+WHY_STOPPING: dict[type[BaseException], str] = {
+    OwnershipViolation: "the worker stops: it was to break an invariant",
+    DeviceLostError: "the worker stops: its device has failed",
 }
 
 
@@ -109,6 +115,7 @@ class Steps:
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
         self.on_violation: Callable[[BaseException], None] = lambda error: None
+        """Called with an error after which this process must not go on."""
 
     @property
     def num_in_flight(self) -> int:
@@ -141,12 +148,18 @@ class Steps:
     def _run(self, step: Step) -> asyncio.Future[EndedStep]:
         accepted = time.perf_counter()
 
+        def launch() -> Callable[[], EndedStep]:
+            queue_s = time.perf_counter() - accepted
+            launched = self._executor.launch(step)
+            return lambda: EndedStep(launched.collect(), queue_s)
+
         def execute() -> EndedStep:
             queue_s = time.perf_counter() - accepted
             return EndedStep(self._executor.execute(step), queue_s)
 
         epoch = self.gate.epoch
-        running = self._thread.submit(execute)
+        ahead = self._executor.runs_ahead
+        running = self._thread.submit_ahead(launch) if ahead else self._thread.submit(execute)
         ended: asyncio.Future[EndedStep] = asyncio.get_running_loop().create_future()
         running.add_done_callback(lambda future: self._ended(step.grant, epoch, future, ended))
         return ended
@@ -159,11 +172,11 @@ class Steps:
         ended: asyncio.Future[EndedStep],
     ) -> None:
         error = running.exception()
-        if isinstance(error, OwnershipViolation):
+        if isinstance(error, (OwnershipViolation, DeviceLostError)):
             log.critical("%s", error)
             self.on_violation(error)
             if not ended.cancelled():
-                ended.set_exception(Refused(Reason.SHUTTING_DOWN, "the worker stops: it was to break an invariant"))
+                ended.set_exception(Refused(Reason.SHUTTING_DOWN, WHY_STOPPING[type(error)]))
             return
         if error is not None:
             self._damaged(error, epoch)

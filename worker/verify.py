@@ -34,6 +34,7 @@ from quire.cache.v1 import grant_pb2
 from quire.worker.executor import Executor, LeaseRows, Outcome, PoolDamagedError, StepResult
 from quire.worker.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.grants import Step
+from quire.worker.graphs import StaticDecode
 from quire.worker.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.model import PagedModel
 from quire.worker.step_batch import StepBatch
@@ -319,10 +320,13 @@ class OwnershipVerifier:
 
 class VerifyingExecutor(Executor):
     """An Executor that refuses a step with OwnershipViolation before it touches what is not its sequences', and each
-    one after it. Waits for the device in every step."""
+    one after it. Waits for the device in every step: what one sampled is held against the next one."""
 
-    def __init__(self, model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> None:
-        super().__init__(model, pool, max_num_seqs=max_num_seqs)
+    def __init__(
+        self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, decode: StaticDecode | None = None
+    ) -> None:
+        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+        self.runs_ahead = False
         self._verifier = OwnershipVerifier(num_blocks=pool.num_blocks, block_size=pool.block_size)
 
     def execute(self, step: Step) -> StepResult:

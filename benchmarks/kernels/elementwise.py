@@ -19,7 +19,8 @@ from quire.kernels.block_copy import block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
-from quire.kernels.qkv_prologue import make_rope_table, qkv_prologue
+from quire.kernels.qkv_prologue import qkv_prologue
+from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, sample
 from quire.kernels.silu_mul import silu_mul
 

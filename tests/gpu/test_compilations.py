@@ -1,13 +1,10 @@
 """After a warm-up of a few steps nothing compiles any more, whatever the lengths, batches and table widths."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import triton
+from compilations import compilations
 from kernel_batch import Batch, Shape
 
 SHAPES = {
@@ -16,22 +13,6 @@ SHAPES = {
         16, 8, 64, kv_dtype=torch.float8_e4m3fn, window=100, hidden=512, intermediate=1024, vocab_size=4096
     ),
 }
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of kernels that compile, or are loaded from Triton's cache, within the block."""
-    names: list[str] = []
-
-    def note(*, fn: Any, **_: Any) -> None:
-        names.append(fn.name)
-
-    runtime = triton.knobs.runtime
-    before, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, note
-    try:
-        yield names
-    finally:
-        runtime.jit_post_compile_hook = before
 
 
 def step(batch: Batch) -> None:

@@ -157,6 +157,17 @@ def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:
     assert all(min(row["seconds"]) > 0 and row["mib"] > 0 for row in written["recovery"])
 
 
+def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
+    written, _ = run_quick("launches", tmp_path)
+    (row,) = written["rows"]
+    assert row["family"] == "Llama"
+    assert row["report"].startswith("fused (")
+    assert "not fused" not in row["report"]
+    if written["counted"].endswith("an estimate"):  # on a GPU a product may be several kernels
+        assert row["fused"] == {"per_layer": 8, "besides": 4}
+        assert row["own"] == {"per_layer": 39, "besides": 21}
+
+
 def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
     assert all(f'"{name}"' in source for name in NAMES)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from model_zoo import VOCAB_SIZE, build, save
 
-from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
+from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams, WorkerClient
 from quire.client.launch import LocalServices
+from quire.compute.v1.worker_service_pb2 import GetModelResponse
 
 FAMILIES = (
     "llama",
@@ -30,7 +31,13 @@ FAMILIES = (
     "gpt_neox",
     "mixtral",
     "gpt_oss",
+    "deepseek_v3",
+    "llama4_temperature",
+    "bloom",
+    "gptj",
 )
+# With a state per sequence: nothing is found, and each preemption computes from the first token.
+STATEFUL = ("mamba2", "qwen3_next")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
 NUM_NEW = 16
@@ -70,22 +77,47 @@ async def generate(address: str, prompts: list[list[int]]) -> tuple[list[Complet
         return completions, engine.statistics()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
 def test_tokens_equal_generate(family: str, tmp_path: Path) -> None:
     prompts = make_prompts()
     expected = expected_tokens(build(family), prompts) * 2
     model = save(family, tmp_path / family)
-    with LocalServices.start(model=model, num_blocks=NUM_BLOCKS, extra_worker_args=WORKER_ARGS) as services:
+    arguments = (*WORKER_ARGS, "--max-model-len", "96")
+    with LocalServices.start(model=model, num_blocks=NUM_BLOCKS, extra_worker_args=arguments) as services:
         completions, statistics = asyncio.run(generate(services.cachemgr_address, prompts))
     for completion, tokens in zip(completions, expected, strict=True):
         for sample in completion.samples:
             assert sample.token_ids == tokens
     scheduler = statistics.scheduler
     assert scheduler.preemptions > 0
-    assert scheduler.cached_tokens > 0
-    assert scheduler.forks == 4
+    assert (scheduler.cached_tokens > 0) == (family not in STATEFUL)
+    assert 0 < scheduler.forks <= 4
+    assert scheduler.forks == 4 or family in STATEFUL
     assert scheduler.failed_steps == 0
     assert statistics.recoveries == 0
+
+
+def test_keys_and_values_in_float8(tmp_path: Path) -> None:
+    """Rounded, so with tokens of their own, but the same whether a prefix is computed at once, in parts, or found."""
+    prompts = make_prompts()
+
+    async def ask(services: LocalServices) -> tuple[list[Completion], EngineStatistics, GetModelResponse]:
+        worker = WorkerClient(services.worker_address)
+        model = await worker.get_model()
+        await worker.close()
+        return *await generate(services.cachemgr_address, prompts), model
+
+    args = (*WORKER_ARGS, "--kv-dtype", "float8")
+    model = save("llama", tmp_path / "llama")
+    with LocalServices.start(model=model, num_blocks=NUM_BLOCKS, extra_worker_args=args) as services:
+        completions, statistics, described = asyncio.run(ask(services))
+    tokens = [[sample.token_ids for sample in completion.samples] for completion in completions]
+    assert tokens[: len(prompts)] == tokens[len(prompts) :]
+    assert statistics.scheduler.cached_tokens > 0
+    assert described.dtype == "float32"
+    assert described.kv_dtype == "float8_e4m3fn"
+    assert described.geometry.block_bytes == BLOCK_SIZE * 3 * 2 * 2 * 8
+    assert described.geometry.model_fingerprint.endswith(":float8_e4m3fn")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("family", "named"), [("bloom", "BloomForCausalLM"), ("mamba2", "Mamba2ForCausalLM")])
+@pytest.mark.parametrize(("family", "named"), [("bert", "BertLMHeadModel"), ("t5", "T5ForConditionalGeneration")])
 def test_a_model_it_can_not_run_is_refused(family: str, named: str, tmp_path: Path) -> None:
     line = last_line(start(tmp_path, "--model", str(save(family, tmp_path)), "--max-model-len", "64"))
     assert re.search(rf"can't start: .*{named}", line)
@@ -38,8 +38,20 @@ def test_a_model_it_can_not_run_is_refused(family: str, named: str, tmp_path: Pa
         (("--model", str(DEMO_MODEL), "--num-blocks", "99999999"), "num_blocks=99999999"),
         (("--model", str(DEMO_MODEL), "--num-blocks", "8", "--kv-cache-memory", "1M"), "give one of them"),
         (("--model", str(DEMO_MODEL), "--num-blocks", "8", "--max-model-len", "9999999"), "max_model_len"),
+        (
+            ("--model", str(DEMO_MODEL), "--device", "cpu", "--attention", "triton"),
+            "--attention triton: it needs a GPU",
+        ),
     ],
-    ids=["no folder", "too many blocks", "blocks and bytes", "too long"],
+    ids=["no folder", "too many blocks", "blocks and bytes", "too long", "no GPU"],
 )
 def test_settings_that_can_not_be_are_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in last_line(start(tmp_path, *arguments))
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(("--fuse",), True), (("--no-fuse",), False), ((), False)])
+def test_a_cpu_fuses_for_who_asks_for_it(arguments: tuple[str, ...], says: bool, tmp_path: Path) -> None:
+    """Seen in what it logs before it finds that the pool does not fit."""
+    done = start(tmp_path, "--model", str(DEMO_MODEL), "--num-blocks", "99999999", *arguments)
+    assert "num_blocks=99999999" in last_line(done)
+    assert bool(re.search(r"fused \(torch\): norm \d+ of \d+, attention", done.stderr)) == says

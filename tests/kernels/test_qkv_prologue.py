@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference_prologue
-from quire.kernels.qkv_prologue import make_rope_table, prologue_variant, qkv_prologue
+from quire.kernels.qkv_prologue import prologue_variant, qkv_prologue
+from quire.kernels.rope_table import make_rope_table
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from torch import nn
 
 from quire.kernels import reference
 from quire.worker import attention
-from quire.worker.attention import AttentionStep, attention_step, group_by_span, paged_attention
+from quire.worker.attention import AttentionStep, attention_step, current_step, group_by_span, paged_attention
 from quire.worker.kv_pool import KVPool
 from quire.worker.probe import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.sequence_table import SequenceTable
@@ -114,7 +114,9 @@ def make_case(
     sequences: list[tuple[int, int]],
     *,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     block_size: int = BLOCK_SIZE,
+    in_one_tensor: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(3)
 
@@ -122,9 +124,17 @@ def make_case(
         return torch.randn(shape, generator=generator).to(dtype)
 
     needed = [-(-(start + count) // block_size) for start, count in sequences]
-    pool = KVPool({0: spec}, num_blocks=sum(needed) + 4, block_size=block_size, dtype=dtype, device="cpu")
+    kv_dtype = kv_dtype or dtype
+    pool = KVPool(
+        {0: spec},
+        num_blocks=sum(needed) + 4,
+        block_size=block_size,
+        dtype=kv_dtype,
+        device="cpu",
+        in_one_tensor=in_one_tensor,
+    )
     for tensor in pool.tensors():
-        tensor[1:].fill_(float("nan"))
+        tensor[1:] = torch.full(tensor[1:].shape, float("nan")).to(kv_dtype)
     block_ids = (torch.randperm(pool.num_blocks - 1, generator=generator) + 1).tolist()
     table = SequenceTable(max_num_seqs=len(sequences) + 1, max_blocks_per_seq=max(needed) + 2, device="cpu")
     for blocks in needed:
@@ -133,7 +143,7 @@ def make_case(
         for position in range(start):
             block_id = table.block_ids(row)[position // block_size]
             for tensor in pool.tensors():
-                tensor[block_id, position % block_size] = random(*tensor.shape[2:])
+                tensor[block_id, position % block_size] = random(*tensor.shape[2:]).to(kv_dtype)
     batch = build_step_batch(
         table,
         block_size=block_size,
@@ -169,6 +179,47 @@ def test_equals_the_reference_in_bfloat16(spec: LayerSpec) -> None:
     out = case.run()
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[torch.bfloat16], rtol=2e-2)
+
+
+@pytest.mark.parametrize("spec", [SPECS["causal"], SPECS["sliding with sinks"]], ids=["sdpa", "exact"])
+def test_one_tensor_of_all_layers_changes_nothing(spec: LayerSpec) -> None:
+    case = make_case(spec, BATCHES["all at once"], in_one_tensor=True)
+    expected = make_case(spec, BATCHES["all at once"]).expected()
+    torch.testing.assert_close(case.run().double(), expected, atol=TOLERANCE[torch.float32], rtol=1e-5)
+    case.pool.check_invariants()
+
+
+@pytest.mark.parametrize("in_one_tensor", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_a_pool_of_another_dtype_holds_rounded_keys_and_values(kv_dtype: torch.dtype, in_one_tensor: bool) -> None:
+    """Also of a prompt that could attend to its own: what is cached of it later must give the same."""
+    case = make_case(CAUSAL, BATCHES["all at once"], kv_dtype=kv_dtype, in_one_tensor=in_one_tensor)
+    case.k[0, 0, 0] = 1000.0  # which float8 has no number for
+    out = case.run()
+    limit = torch.finfo(kv_dtype).max
+    for pool, new in ((case.pool.k(0), case.k), (case.pool.v(0), case.v)):
+        stored = pool.float().flatten(0, 1).index_select(0, case.batch.slot_mapping)
+        assert torch.equal(stored, new.clamp(-limit, limit).to(kv_dtype).float())
+    as_read = make_case(CAUSAL, BATCHES["all at once"])
+    as_read.pool.k(0).copy_(case.pool.k(0).float())
+    as_read.pool.v(0).copy_(case.pool.v(0).float())
+    as_read.k, as_read.v = case.k.clamp(-limit, limit).to(kv_dtype).float(), case.v.to(kv_dtype).float()
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), as_read.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_attend_reads_from_the_pool_what_it_is_not_given(spec: LayerSpec) -> None:
+    """As a caller needs it that writes keys and values itself."""
+    case = make_case(spec, BATCHES["all at once"])
+    step = AttentionStep(case.batch, case.pool, specs={0: spec})
+    with attention_step(step):
+        assert current_step() is step
+    step.write(0, case.k, case.v)
+    out = step.attend(0, case.q, scaling=spec.scaling, softcap=spec.softcap, sinks=case.sinks)
+    torch.testing.assert_close(out.double(), case.expected(), atol=TOLERANCE[torch.float32], rtol=1e-5)
+    with pytest.raises(LookupError):
+        current_step()
 
 
 @pytest.mark.parametrize("spec", [SPECS["causal"], SPECS["sliding"], SPECS["softcap"]], ids=["sdpa", "window", "exact"])
@@ -247,7 +298,7 @@ def test_refuses_a_mask_and_another_dtype() -> None:
     with attention_step(AttentionStep(case.batch, case.pool, specs={0: CAUSAL})):
         with pytest.raises(ValueError, match="layer 0 got a mask"):
             paged_attention(module, q, k, v, torch.zeros(1, 1, 3, 3))
-        with pytest.raises(ValueError, match=r"bfloat16, the pool holds torch\.float32"):
+        with pytest.raises(ValueError, match=r"torch\.float32, torch\.bfloat16 and"):
             paged_attention(module, q, k.bfloat16(), v, None)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from quire.kernels import reference
-from quire.worker.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, size_pool
+from quire.worker.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, share_of_device, size_pool
 from quire.worker.probe import Causal, LayerSpec
 
 BLOCK_SIZE = 4
@@ -191,3 +193,89 @@ class TestSize:
     def test_what_cannot_be_is_refused(self, arguments: dict[str, float], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             size_pool(bytes_per_block=100, free_memory_bytes=1000, **arguments)  # type: ignore[arg-type]
+
+
+class TestOneTensor:
+    """Layers of one geometry in one tensor, [blocks, layers, 2, H, S, D]."""
+
+    UNIFORM: ClassVar = {i: spec(i, num_kv_heads=2, k_head_dim=8, v_head_dim=8) for i in (0, 3)}
+
+    def pools(self, dtype: torch.dtype = torch.float32) -> tuple[KVPool, KVPool]:
+        """The same content in one tensor, and in one each."""
+        one, each = (
+            KVPool(
+                self.UNIFORM,
+                num_blocks=7,
+                block_size=BLOCK_SIZE,
+                dtype=dtype,
+                device="cpu",
+                in_one_tensor=in_one_tensor,
+            )
+            for in_one_tensor in (True, False)
+        )
+        generator = torch.Generator().manual_seed(0)
+        for tensors in zip(one.tensors(), each.tensors(), strict=True):
+            content = torch.randn(tensors[0][1:].shape, generator=generator).to(dtype)
+            for tensor in tensors:
+                tensor[1:] = content
+        return one, each
+
+    def test_a_block_is_one_run_of_bytes_and_a_heads_keys_in_it_too(self) -> None:
+        one, each = self.pools()
+        keys = one.k(3)
+        assert keys.shape == each.k(3).shape
+        assert keys.stride() == (2 * 2 * 2 * 4 * 8, 8, 4 * 8, 1)
+        assert keys.data_ptr() - one.k(0).data_ptr() == 2 * one.bytes_per_block // 4
+        assert one.statistics() == each.statistics()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+    def test_copies_and_checksums_are_those_of_single_tensors(self, dtype: torch.dtype) -> None:
+        one, each = self.pools(dtype)
+        blocks = list(range(7))
+        assert one.checksum_blocks(blocks) == each.checksum_blocks(blocks)
+        assert len(set(one.checksum_blocks(blocks))) == 7
+        for pool in (one, each):
+            pool.copy_blocks([(1, 4), (2, 6)])
+            pool.check_invariants()
+            assert pool.checksum_blocks([4, 6]) == pool.checksum_blocks([1, 2])
+        assert one.checksum_blocks(blocks) == each.checksum_blocks(blocks)
+
+    def test_a_written_null_block_is_noticed_in_float8(self) -> None:
+        one, _ = self.pools(torch.float8_e4m3fn)
+        one.v(3)[0, 2, 1, 5] = 1.0
+        with pytest.raises(AssertionError, match="null block"):
+            one.check_invariants()
+
+    def test_layers_that_differ_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match="the layers differ"):
+            KVPool(SPECS, num_blocks=3, block_size=4, dtype=torch.float32, device="cpu", in_one_tensor=True)
+
+
+class TestShareOfDevice:
+    GIB = 1 << 30
+
+    def test_leaves_what_is_in_use_and_what_a_step_takes(self) -> None:
+        budget = share_of_device(0.9, total_bytes=140 * self.GIB, used_bytes=17 * self.GIB, step_bytes=3 * self.GIB)
+        assert budget.num_bytes == 106 * self.GIB
+        assert budget.origin == (
+            "memory_share 0.9 of 140.00 GiB, less 17.00 GiB in use and 3.00 GiB for the largest step"
+        )
+        size = size_pool(bytes_per_block=1 << 21, free_memory_bytes=120 * self.GIB, default=budget)
+        assert size.num_blocks == 106 * 512
+        assert size.explanation.endswith("largest step: 106.00 GiB // 2097152 bytes per block = 54272 blocks")
+
+    def test_nothing_left_is_said(self) -> None:
+        budget = share_of_device(0.5, total_bytes=1000, used_bytes=600, step_bytes=100)
+        assert budget.num_bytes == -200
+        with pytest.raises(ValueError, match="the largest step: -200 bytes hold 0 blocks of 10 bytes; at least 2"):
+            size_pool(bytes_per_block=10, free_memory_bytes=300, default=budget)
+
+    def test_what_is_asked_for_comes_first(self) -> None:
+        budget = share_of_device(0.5, total_bytes=1000, used_bytes=600, step_bytes=100)
+        assert size_pool(bytes_per_block=10, free_memory_bytes=300, num_blocks=30, default=budget).num_blocks == 30
+        with pytest.raises(ValueError, match="310 bytes asked for, 300 bytes free"):
+            size_pool(bytes_per_block=10, free_memory_bytes=300, num_blocks=31, default=budget)
+
+    def test_refuses_a_share_out_of_range(self) -> None:
+        with pytest.raises(ValueError, match="memory_share=2 is not in"):
+            share_of_device(2, total_bytes=1, used_bytes=0, step_bytes=0)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel, classify_mask, probe
+from quire.worker.probe import (
+    Causal,
+    Chunked,
+    LayerSpec,
+    Mask,
+    OffTheInterface,
+    Sliding,
+    UnsupportedModel,
+    classify_mask,
+    probe,
+)
 
 SLIDING, CHUNKED = Sliding(zoo.WINDOW), Chunked(zoo.WINDOW)
 MASKS: dict[str, list[Mask]] = {
@@ -19,6 +29,7 @@ MASKS: dict[str, list[Mask]] = {
     "phi3": [SLIDING] * 3,
     "gpt_oss": [SLIDING, Causal(), SLIDING],
     "llama4": [CHUNKED, CHUNKED, Causal()],
+    "llama4_temperature": [CHUNKED, CHUNKED, Causal()],
 }
 
 
@@ -68,18 +79,26 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bloom", "BloomForCausalLM is not supported: none of its 2 layers calls attention through"),
-        ("falcon", "FalconForCausalLM is not supported: none of its 2 layers"),
-        ("gptj", "GPTJForCausalLM is not supported: none of its 2 layers"),
-        ("mpt", "MptForCausalLM is not supported: none of its 2 layers"),
-        ("mamba2", "Mamba2ForCausalLM is not supported: none of its 2 layers"),
+        ("bloom", "BloomForCausalLM is not supported: none of its 3 layers calls attention through"),
+        ("falcon", "FalconForCausalLM is not supported: none of its 3 layers"),
+        ("gptj", "GPTJForCausalLM is not supported: none of its 3 layers"),
+        ("mpt", "MptForCausalLM is not supported: none of its 3 layers"),
+        ("mamba2", "Mamba2ForCausalLM is not supported: none of its 3 layers"),
         ("qwen3_next", r"Qwen3NextForCausalLM is not supported: 2 of its 3 layers \(first: 0\) made no attention call"),
-        ("bert", "BertLMHeadModel is not supported: layer 0 asks for an unknown mask"),
     ],
 )
-def test_models_that_cannot_run_are_refused(name: str, message: str) -> None:
-    with pytest.raises(UnsupportedModel, match=message):
+def test_models_off_the_interface_are_refused(name: str, message: str) -> None:
+    with pytest.raises(OffTheInterface, match=message):
         probe(zoo.build(name))
+
+
+def test_a_mask_of_another_kind_is_refused_for_good() -> None:
+    """Not OffTheInterface: a model that looks ahead must not be tried with its own attention."""
+    with pytest.raises(
+        UnsupportedModel, match="BertLMHeadModel is not supported: layer 0 asks for an unknown mask"
+    ) as e:
+        probe(zoo.build("bert"))
+    assert not isinstance(e.value, OffTheInterface)
 
 
 def test_a_window_that_contradicts_the_mask_is_refused() -> None:

@@ -36,6 +36,8 @@ pub struct Geometry {
     pub max_sequence_tokens: usize,
     pub vocab_size: usize,
     pub model_fingerprint: Vec<u8>,
+    /// The model keeps a state per sequence that no block holds: nothing is shared by prefix.
+    pub has_recurrent_state: bool,
 }
 
 impl Geometry {
@@ -482,6 +484,7 @@ pub(crate) mod tests {
             max_sequence_tokens: 64,
             vocab_size: 100,
             model_fingerprint: b"f".to_vec(),
+            has_recurrent_state: false,
         }
     }
 
@@ -493,8 +496,17 @@ pub(crate) mod tests {
             Bench::with_policy("lru", num_usable)
         }
 
+        /// For a model with a state per sequence.
+        pub(crate) fn with_states(num_usable: usize) -> Bench {
+            Bench::of(Geometry { has_recurrent_state: true, ..geometry(num_usable) }, "lru")
+        }
+
         fn with_policy(policy: &str, num_usable: usize) -> Bench {
-            let mut books = Books::new(geometry(num_usable), policy).unwrap();
+            Bench::of(geometry(num_usable), policy)
+        }
+
+        fn of(geometry: Geometry, policy: &str) -> Bench {
+            let mut books = Books::new(geometry, policy).unwrap();
             ["a", "b"].iter().for_each(|lease_id| books.open_lease(lease_id, b"", 30.0));
             Bench(books)
         }

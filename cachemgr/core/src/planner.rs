@@ -111,6 +111,11 @@ impl<'a> StepPlanner<'a> {
         i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())
     }
 
+    /// Positions before this one can't be computed again: the state that they begin with is gone.
+    fn oldest_state(&self, sequence: &Sequence) -> usize {
+        if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 }
+    }
+
     fn room(&self) -> Room<'_> {
         Room { geometry: self.geometry, pool: self.pool, tenant: self.asker.tenant }
     }
@@ -192,7 +197,8 @@ impl<'a> StepPlanner<'a> {
         };
         let block_size = self.geometry.block_size;
         let sequence = self.table.get(row);
-        refuse_if!(refuse_position(trim.seq_id, trim.num_tokens, sequence.num_tokens));
+        let least = self.oldest_state(sequence).max(1);
+        refuse_if!(refuse_position(trim.seq_id, trim.num_tokens, least, sequence.num_tokens));
         let num_tokens = trim.num_tokens as usize;
         let has_reservation = sequence.reserved_tokens > 0;
         if has_reservation {
@@ -220,8 +226,12 @@ impl<'a> StepPlanner<'a> {
         let parent = self.find(fork.parent_id);
         let refusal = match parent {
             None => Some(sequence_not_found(fork.parent_id)),
-            Some(row) => refuse_position(fork.parent_id, fork.num_tokens, self.table.get(row).num_tokens)
-                .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize)),
+            Some(row) => {
+                let sequence = self.table.get(row);
+                let least = self.oldest_state(sequence) + 1;
+                refuse_position(fork.parent_id, fork.num_tokens, least, sequence.num_tokens)
+                    .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize))
+            }
         };
         let mut num_children = 0;
         for &child_id in &fork.child_ids {
@@ -430,6 +440,7 @@ impl<'a> StepPlanner<'a> {
         let is_given = sequence.sampled_position != Some(start) || num_tokens > 1;
         let samples = sequence.num_tokens == end;
         sequence.num_scheduled = end;
+        sequence.oldest_state = end - 1;
         if samples {
             sequence.num_tokens = end + 1;
             sequence.sampled_position = Some(end);
@@ -555,9 +566,9 @@ impl<'a> StepPlanner<'a> {
         (found, num_published)
     }
 
-    /// Blocks of a prompt that may be found: at least one token is left to compute.
+    /// Blocks of a prompt that may be found: at least one token is left to compute. None where a state goes with them.
     fn num_sharable(&self, num_tokens: usize) -> usize {
-        (num_tokens - 1) / self.geometry.block_size
+        if self.geometry.has_recurrent_state { 0 } else { (num_tokens - 1) / self.geometry.block_size }
     }
 
     /// The block at this index of a table that a step in flight of the lease, or this one, fills: the first such block.
@@ -620,13 +631,13 @@ fn sequence_not_found(seq_id: i64) -> Refusal {
     Refusal::new(Reason::SequenceNotFound, format!("the lease holds no sequence {seq_id}")).with("sequence_id", seq_id)
 }
 
-fn refuse_position(seq_id: i64, value: i64, limit: usize) -> Option<Refusal> {
-    if (1..=limit as i64).contains(&value) {
+fn refuse_position(seq_id: i64, value: i64, least: usize, limit: usize) -> Option<Refusal> {
+    if (least as i64..=limit as i64).contains(&value) {
         return None;
     }
-    let message = format!("position {value} of sequence {seq_id} must be 1 to {limit}");
+    let message = format!("position {value} of sequence {seq_id} must be {least} to {limit}");
     let refusal = Refusal::new(Reason::PositionOutOfRange, message);
-    Some(refusal.with("sequence_id", seq_id).with("value", value).with("limit", limit))
+    Some(refusal.with("sequence_id", seq_id).with("value", value).with("least", least).with("limit", limit))
 }
 
 /// Only known tokens can be computed, or the one token that is being sampled.
@@ -713,6 +724,24 @@ mod tests {
             refusal(bench.admit(2, &[5, 6, 7])),
             "sequence 2 needs 2 blocks; 1 are free or evictable, 0 retired"
         );
+    }
+
+    #[test]
+    fn a_sequence_with_a_state_finds_nothing_and_goes_back_one_token_at_most() {
+        let mut bench = Bench::with_states(20);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        assert_eq!(bench.admit(2, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0], "not what a step fills");
+        bench.settle();
+        assert_eq!(bench.admit(3, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0], "nor what one has filled");
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b""), 0);
+        assert_eq!(reasons(&bench.fork(1, &[4], 4)), [(PlanItem::Fork, 4, Reason::PositionOutOfRange)]);
+        assert_eq!(reasons(&bench.trim(1, 3)), [(PlanItem::Trim, 1, Reason::PositionOutOfRange)]);
+        assert_eq!(reasons(&bench.fork(1, &[4], 5)), []);
+        assert_eq!(reasons(&bench.fork(4, &[5], 4)), [(PlanItem::Fork, 5, Reason::PositionOutOfRange)], "not run yet");
+        assert_eq!(bench.extend(4, 1, &[]).run_starts, [4]);
+        assert_eq!(reasons(&bench.trim(1, 4)), []);
+        assert_eq!(bench.extend(1, 1, &[9]).run_starts, [4]);
+        assert_eq!(bench.0.violations(), [""; 0]);
     }
 
     #[test]

@@ -413,7 +413,7 @@ impl PyBooks {
 impl PyBooks {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist.
     #[new]
-    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, directory = None))]
+    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, has_recurrent_state = false, directory = None))]
     fn new(
         py: Python<'_>,
         num_blocks: usize,
@@ -423,11 +423,18 @@ impl PyBooks {
         vocab_size: usize,
         model_fingerprint: &str,
         policy: &str,
+        has_recurrent_state: bool,
         directory: Option<PathBuf>,
     ) -> PyResult<PyBooks> {
-        let model_fingerprint = model_fingerprint.as_bytes().to_vec();
-        let geometry =
-            Geometry { block_size, num_blocks, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint };
+        let geometry = Geometry {
+            block_size,
+            num_blocks,
+            max_sequences,
+            max_sequence_tokens,
+            vocab_size,
+            model_fingerprint: model_fingerprint.as_bytes().to_vec(),
+            has_recurrent_state,
+        };
         let begin = Record::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
         let books = ReportedBooks::begin(&begin).ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
         let mut books = PyBooks(Recorder::new(books, None));

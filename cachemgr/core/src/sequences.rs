@@ -42,6 +42,8 @@ pub struct Sequence {
     pub num_writable: usize,
     /// Where the token stands that the worker sampled last, or is sampling: it can be run without being named.
     pub sampled_position: Option<usize>,
+    /// Where a model with a state per sequence can go on computing, from here on: before the token that ran last.
+    pub oldest_state: usize,
     pub released: bool,
     /// The most tokens it will ever have, guaranteed; 0: best effort.
     pub reserved_tokens: usize,
@@ -79,6 +81,7 @@ impl Sequence {
             num_published,
             num_writable: 0,
             sampled_position: None,
+            oldest_state: 0,
             released: false,
             reserved_tokens: 0,
             num_reserved: 0,
@@ -114,6 +117,7 @@ impl Sequence {
             num_published,
             num_writable: 0,
             sampled_position: self.sampled_position.filter(|position| *position < num_tokens),
+            oldest_state: self.oldest_state,
             released: false,
             reserved_tokens: 0,
             num_reserved: 0,
@@ -175,6 +179,7 @@ impl Sequence {
     /// What steps in flight were to compute and sample will not come: back to what was reported.
     pub fn forget_uncomputed(&mut self) {
         self.num_scheduled = self.num_computed;
+        self.oldest_state = self.oldest_state.min(self.num_computed);
         self.num_tokens = self.num_known();
         self.num_writable = 0;
         self.sampled_position = self.sampled_position.filter(|position| *position < self.tokens.len());
@@ -359,8 +364,9 @@ mod tests {
         for (sampled_position, left) in [(Some(3), None), (Some(5), None), (Some(2), Some(2)), (None, None)] {
             let mut sequence = sequence_of(&[1, 2, 3]);
             (sequence.num_tokens, sequence.num_scheduled, sequence.num_computed) = (6, 5, 2);
-            (sequence.num_writable, sequence.sampled_position) = (16, sampled_position);
+            (sequence.num_writable, sequence.sampled_position, sequence.oldest_state) = (16, sampled_position, 4);
             sequence.forget_uncomputed();
+            assert_eq!(sequence.oldest_state, 2);
             assert_eq!((sequence.num_tokens, sequence.num_scheduled, sequence.num_computed), (3, 2, 2));
             assert_eq!((sequence.num_writable, sequence.sampled_position), (0, left));
         }

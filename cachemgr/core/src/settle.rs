@@ -137,7 +137,7 @@ impl Settlement<'_> {
             let sequence = self.table.get_mut(*row);
             sequence.num_computed = sequence.num_computed.max(*end);
             let num_full = sequence.num_computed.min(sequence.num_known()) / self.geometry.block_size;
-            if num_full > sequence.num_published {
+            if num_full > sequence.num_published && !self.geometry.has_recurrent_state {
                 published.push((*row, num_full));
             }
         }

@@ -265,12 +265,15 @@ class PoolGeometry(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
     """Blocks, the null block 0 included: 2 to 2^24."""
     block_bytes: _builtins.int
-    """Bytes of KV in one block, all layers together."""
+    """Bytes of KV in one block, all layers together. 0 for a model that keeps
+    only states per sequence.
+    """
     max_sequence_count: _builtins.int
     """The most sequences the worker keeps block tables for."""
     max_sequence_tokens: _builtins.int
@@ -283,6 +286,11 @@ class PoolGeometry(_message.Message):
     """Identity of the weights. Equal fingerprints compute equal KV; it roots the
     prefix hashes.
     """
+    has_recurrent_state: _builtins.bool
+    """The model keeps a state per sequence that no block holds (state spaces,
+    linear attention). Then nothing is found in the prefix cache, and a
+    sequence goes on from where it was computed, or from the token before.
+    """
     def __init__(
         self,
         *,
@@ -294,10 +302,11 @@ class PoolGeometry(_message.Message):
         vocabulary_size: _builtins.int = ...,
         model: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
+        has_recurrent_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

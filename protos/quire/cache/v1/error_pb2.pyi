@@ -50,8 +50,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     sequence_id, index (in the list given), value, limit.
     """
     ERROR_REASON_POSITION_OUT_OF_RANGE: _ErrorReason.ValueType  # 6
-    """INVALID_ARGUMENT. A position lies outside of the sequence. Metadata:
-    sequence_id, value, limit.
+    """INVALID_ARGUMENT. A position lies outside of the sequence, or before what
+    a model with a state per sequence can go back to. Metadata: sequence_id,
+    value, least, limit.
     """
     ERROR_REASON_POOL_NOT_FOUND: _ErrorReason.ValueType  # 10
     """NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:
@@ -185,8 +186,9 @@ ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5
 sequence_id, index (in the list given), value, limit.
 """
 ERROR_REASON_POSITION_OUT_OF_RANGE: ErrorReason.ValueType  # 6
-"""INVALID_ARGUMENT. A position lies outside of the sequence. Metadata:
-sequence_id, value, limit.
+"""INVALID_ARGUMENT. A position lies outside of the sequence, or before what
+a model with a state per sequence can go back to. Metadata: sequence_id,
+value, least, limit.
 """
 ERROR_REASON_POOL_NOT_FOUND: ErrorReason.ValueType  # 10
 """NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:

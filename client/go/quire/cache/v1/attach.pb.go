@@ -516,7 +516,8 @@ type PoolGeometry struct {
 	BlockSizeTokens int32 `protobuf:"varint,1,opt,name=block_size_tokens,json=blockSizeTokens,proto3" json:"block_size_tokens,omitempty"`
 	// Blocks, the null block 0 included: 2 to 2^24.
 	BlockCount int32 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	// Bytes of KV in one block, all layers together.
+	// Bytes of KV in one block, all layers together. 0 for a model that keeps
+	// only states per sequence.
 	BlockBytes int64 `protobuf:"varint,3,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
 	// The most sequences the worker keeps block tables for.
 	MaxSequenceCount int32 `protobuf:"varint,4,opt,name=max_sequence_count,json=maxSequenceCount,proto3" json:"max_sequence_count,omitempty"`
@@ -529,8 +530,12 @@ type PoolGeometry struct {
 	// Identity of the weights. Equal fingerprints compute equal KV; it roots the
 	// prefix hashes.
 	ModelFingerprint string `protobuf:"bytes,8,opt,name=model_fingerprint,json=modelFingerprint,proto3" json:"model_fingerprint,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The model keeps a state per sequence that no block holds (state spaces,
+	// linear attention). Then nothing is found in the prefix cache, and a
+	// sequence goes on from where it was computed, or from the token before.
+	HasRecurrentState bool `protobuf:"varint,9,opt,name=has_recurrent_state,json=hasRecurrentState,proto3" json:"has_recurrent_state,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *PoolGeometry) Reset() {
@@ -617,6 +622,13 @@ func (x *PoolGeometry) GetModelFingerprint() string {
 		return x.ModelFingerprint
 	}
 	return ""
+}
+
+func (x *PoolGeometry) GetHasRecurrentState() bool {
+	if x != nil {
+		return x.HasRecurrentState
+	}
+	return false
 }
 
 // The pool is accepted.
@@ -1113,7 +1125,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\"T\n" +
 	"\rLeaseProgress\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
-	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xc6\x02\n" +
+	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xf6\x02\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1124,7 +1136,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x13max_sequence_tokens\x18\x05 \x01(\x05R\x11maxSequenceTokens\x12'\n" +
 	"\x0fvocabulary_size\x18\x06 \x01(\x05R\x0evocabularySize\x12\x14\n" +
 	"\x05model\x18\a \x01(\tR\x05model\x12+\n" +
-	"\x11model_fingerprint\x18\b \x01(\tR\x10modelFingerprint\"\xa3\x01\n" +
+	"\x11model_fingerprint\x18\b \x01(\tR\x10modelFingerprint\x12.\n" +
+	"\x13has_recurrent_state\x18\t \x01(\bR\x11hasRecurrentState\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +

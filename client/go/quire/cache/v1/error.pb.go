@@ -45,8 +45,9 @@ const (
 	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
 	// sequence_id, index (in the list given), value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 5
-	// INVALID_ARGUMENT. A position lies outside of the sequence. Metadata:
-	// sequence_id, value, limit.
+	// INVALID_ARGUMENT. A position lies outside of the sequence, or before what
+	// a model with a state per sequence can go back to. Metadata: sequence_id,
+	// value, least, limit.
 	ErrorReason_ERROR_REASON_POSITION_OUT_OF_RANGE ErrorReason = 6
 	// NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:
 	// pool.

@@ -1,0 +1,67 @@
+"""Whole fused models on the kernels: what the model's own modules say, and who decides that kernels run."""
+
+from __future__ import annotations
+
+import model_zoo as zoo
+import pytest
+import torch
+from paged_run import run
+
+from quire.kernels.launching import BLOCK_SIZES
+from quire.worker.fused_steps import KERNEL_BLOCK_SIZES, KernelSteps, TorchSteps, choose_steps
+from quire.worker.model import PagedModel, prepare_model
+
+PROMPTS = [[5, 3, 11, 60], [90, 2, 7, 7, 40]]
+NUM_LAYERS, MAX_MODEL_LEN, NEW_TOKENS = 2, 24, 2
+ALL = (NUM_LAYERS, NUM_LAYERS)
+
+# The interpreter says so where a GPU goes on with an infinity, and so with a zero.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+def prepare(name: str, device: torch.device, dtype: torch.dtype, *, fused: bool) -> PagedModel:
+    """With fewer layers than the zoo's: a program takes the interpreter some milliseconds."""
+    model = zoo.build(name).to(dtype).to(device)
+    model.model.layers = model.model.layers[:NUM_LAYERS]
+    model.config.num_hidden_layers = NUM_LAYERS
+    return prepare_model(model, max_model_len=MAX_MODEL_LEN, fused_steps=KernelSteps() if fused else None)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_fused_model_says_what_its_own_modules_say(name: str, device: torch.device) -> None:
+    fused = prepare(name, device, torch.float32, fused=True)
+    assert fused.fusion is not None
+    assert fused.fusion.steps == "kernels"
+    assert fused.fusion.swapped["attention"] == fused.fusion.swapped["layer"] == ALL
+    tokens, expected = run(prepare(name, device, torch.float32, fused=False), PROMPTS, NEW_TOKENS, block_size=16)
+    greedy, actual = run(fused, PROMPTS, NEW_TOKENS, block_size=16)
+    assert greedy == tokens
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def test_a_fused_model_in_bfloat16(device: torch.device) -> None:
+    """Its self-check is the comparison."""
+    fused = prepare("qwen2", device, torch.bfloat16, fused=True)
+    assert fused.fusion is not None
+    assert fused.fusion.swapped == {"norm": (5, 5), "attention": ALL, "mlp": ALL, "layer": ALL}
+    _, logits = run(fused, PROMPTS, 2, block_size=16)
+    assert bool(logits.isfinite().all())
+
+
+def test_heads_that_kernels_do_not_take_run_as_they_are(device: torch.device) -> None:
+    """Head dim 12 is no multiple of 8: the rest is fused."""
+    fused = prepare("odd_heads", device, torch.float32, fused=True)
+    assert fused.fusion is not None
+    assert fused.fusion.swapped["attention"] == (0, NUM_LAYERS)
+    assert fused.fusion.swapped["mlp"] == fused.fusion.swapped["layer"] == ALL
+    (reason,) = {reason for _, reason in fused.fusion.unmatched}
+    assert reason == "its trial failed with ValueError: k_pool has head dim 12, not a multiple of 8 in 8 .. 256"
+
+
+def test_kernels_run_where_triton_does(device: torch.device) -> None:
+    assert KERNEL_BLOCK_SIZES == BLOCK_SIZES
+    assert isinstance(choose_steps(device, block_size=16, wanted=None), KernelSteps)
+    assert isinstance(choose_steps(device, block_size=16, wanted=True), KernelSteps)
+    assert choose_steps(device, block_size=16, wanted=False) is None
+    assert choose_steps(device, block_size=8, wanted=None) is None
+    assert isinstance(choose_steps(device, block_size=8, wanted=True), TorchSteps)

@@ -1,0 +1,86 @@
+"""Runs a PagedModel on a few ragged sequences, greedily or on given tokens, and keeps every step's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.worker.kv_pool import KVPool
+from quire.worker.model import PagedModel
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import build_step_batch
+
+MAX_LEN = 64
+
+
+def run(
+    model: PagedModel, prompts: list[list[int]], num_new: int, *, block_size: int, forced: list[list[int]] | None = None
+) -> tuple[list[list[int]], Tensor]:
+    """Prompts, of 4 tokens or more, in parts, the last half a prompt behind; then decodes. A pool full of NaN.
+
+    Returns each sequence's tokens, prompt included, and the logits [steps with all sequences, B, vocab]. With `forced`,
+    whole sequences, their tokens are run whatever the logits say.
+    """
+    per_seq = -(-MAX_LEN // block_size)
+    device = model.device
+    pool = KVPool(
+        model.specs,
+        num_blocks=len(prompts) * per_seq + 1,
+        block_size=block_size,
+        dtype=model.dtype,
+        device=device,
+    )
+    for tensor in pool.tensors():
+        tensor[1:].fill_(float("nan"))
+    table = SequenceTable(max_num_seqs=len(prompts), max_blocks_per_seq=per_seq, device=device)
+    order = (torch.randperm(len(prompts) * per_seq, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+    rows = [table.add() for _ in prompts]
+    for row in rows:
+        table.stage_blocks(row, 0, [order.pop() for _ in range(per_seq)])
+    tokens = [list(each) for each in forced or prompts]
+    done = [0] * len(prompts)
+
+    def step(counts: list[int]) -> Tensor:
+        seqs = [i for i, count in enumerate(counts) if count]
+        batch = build_step_batch(
+            table,
+            block_size=block_size,
+            rows=[rows[i] for i in seqs],
+            starts=[done[i] for i in seqs],
+            counts=[counts[i] for i in seqs],
+            token_ids=[tokens[i][done[i] : done[i] + counts[i]] for i in seqs],
+        )
+        for i in seqs:
+            done[i] += counts[i]
+        return model.forward(batch, pool)
+
+    halves = [(len(prompt) + 1) // 2 for prompt in prompts]
+    step([*halves[:-1], 0])
+    step([*(1 for _ in prompts[:-1]), halves[-1]])
+    everything = []
+    for number in range(num_new):
+        counts = [len(p) - d for p, d in zip(prompts, done, strict=True)] if number == 0 else [1] * len(prompts)
+        logits = step(counts)
+        everything.append(logits)
+        if forced is None:
+            for each, token in zip(tokens, logits.argmax(-1).tolist(), strict=True):
+                each.append(token)
+    pool.check_invariants()
+    return tokens, torch.stack(everything)
+
+
+def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    """Prompt and greedy tokens, by transformers with its own attention."""
+    model.set_attn_implementation("eager")
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_new,
+        do_sample=False,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0].tolist()
+    return tokens

@@ -1,0 +1,130 @@
+"""Steps launched before earlier ones are collected: the same tokens as one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import model_zoo as zoo
+import numpy as np
+import pytest
+import torch
+
+from quire.cache.v1 import grant_pb2
+from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
+from quire.worker.grants import RowSampling, Step
+from quire.worker.kv_pool import KVPool
+from quire.worker.model import PagedModel, prepare_model
+from quire.worker.sampler import SamplingParams
+from quire.worker.transfer import Moment, Readback, to_device
+
+BLOCK_SIZE = 4
+PROMPTS = {1: [5, 9, 2, 11, 3, 8], 2: [7, 1]}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    return prepare_model(zoo.build("llama"), max_model_len=64)
+
+
+def executor(model: PagedModel) -> Executor:
+    pool = KVPool(model.specs, num_blocks=12, block_size=BLOCK_SIZE, dtype=model.dtype, device="cpu")
+    return Executor(model, pool, max_num_seqs=4)
+
+
+def grant(number: int, **fields: object) -> grant_pb2.StepGrant:
+    return grant_pb2.StepGrant(lease_id="lease", step_number=number, **fields)  # type: ignore[arg-type]
+
+
+def make_step(
+    step_grant: grant_pb2.StepGrant, *given: list[int], sampling: dict[int, RowSampling] | None = None
+) -> Step:
+    tokens = {index: np.array(ids, dtype=np.int32) for index, ids in enumerate(given)}
+    return Step(step_grant, tokens, sampling or {})
+
+
+def steps() -> list[Step]:
+    """Two prompts, one of them in parts; then decodes, whose tokens stay on the device."""
+    blocks = {
+        "write_sequence_ids": [1, 2],
+        "write_first_indexes": [0, 0],
+        "write_block_counts": [3, 3],
+        "write_block_ids": [3, 9, 1, 7, 2, 4],
+    }
+    runs = {"run_sequence_ids": [1, 2]}
+    drawn = {2: RowSampling(SamplingParams(temperature=1.0, seed=3, num_logprobs=2))}
+    first = grant(1, **blocks, **runs, run_starts=[0, 0], run_token_counts=[4, 2], run_samples=[False, True])
+    second = grant(2, **runs, run_starts=[4, 2], run_token_counts=[2, 1], run_samples=[True, True])
+    decodes = [
+        grant(number, **runs, run_starts=[3 + number, number], run_token_counts=[1, 1], run_samples=[True, True])
+        for number in (3, 4)
+    ]
+    return [
+        make_step(first, PROMPTS[1][:4], PROMPTS[2], sampling=drawn),
+        make_step(second, PROMPTS[1][4:]),
+        *(make_step(decode) for decode in decodes),
+    ]
+
+
+def without_times(result: StepResult) -> StepResult:
+    return replace(result, prepare_s=0.0, forward_s=0.0, sample_s=0.0)
+
+
+def test_steps_launched_ahead_say_what_steps_one_by_one_say(model: PagedModel) -> None:
+    one_by_one = executor(model)
+    expected = [one_by_one.execute(step) for step in steps()]
+    ahead = executor(model)
+    launched = [ahead.launch(step) for step in steps()]
+    results = [each.collect() for each in launched]
+    assert list(map(without_times, results)) == list(map(without_times, expected))
+    assert [result.sampled_ids for result in results] == [[2], [1, 2], [1, 2], [1, 2]]
+    assert [len(each.top) for each in results[1].logprobs] == [2]
+    assert all(result.forward_s > 0 for result in results)
+    assert not ahead.runs_ahead
+
+
+def test_a_step_behind_one_that_failed_is_known_to_fail_at_launch(model: PagedModel) -> None:
+    broken = executor(model)
+    first, second, *_ = steps()
+    without_tokens = Step(first.grant, {}, first.sampling)
+    failed, behind = broken.launch(without_tokens), broken.launch(second)
+    assert failed.collect().outcome is Outcome.FAILED
+    assert behind.collect() == StepResult(2, Outcome.PRIOR_FAILED, failed_step=1)
+
+
+def test_a_grant_that_cannot_be_applied_damages_the_pool(model: PagedModel) -> None:
+    damaged = executor(model)
+    with pytest.raises(PoolDamagedError):
+        damaged.launch(make_step(grant(1, released_sequence_ids=[7])))
+    with pytest.raises(PoolDamagedError, match="an earlier step"):
+        damaged.launch(steps()[0])
+
+
+class LostModel:
+    """What a forward does on a GPU that has failed."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+
+def test_a_lost_device_is_no_failed_step(model: PagedModel) -> None:
+    pool = KVPool(model.specs, num_blocks=12, block_size=BLOCK_SIZE, dtype=model.dtype, device="cpu")
+    lost = Executor(LostModel(model), pool, max_num_seqs=4)  # type: ignore[arg-type]
+    with pytest.raises(DeviceLostError, match=r"step 1: .*illegal memory access"):
+        lost.launch(steps()[0])
+
+
+def test_transfers_on_a_cpu_are_there_at_once() -> None:
+    values = torch.arange(3)
+    assert to_device(values, CPU) is values
+    assert Readback(CPU, values, None).wait() == (values, None)
+    assert Readback(CPU).wait() == ()
+    begin = Moment(CPU)
+    assert begin.seconds_until(Moment(CPU)) >= 0

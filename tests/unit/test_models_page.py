@@ -1,0 +1,23 @@
+"""docs/models.md is of the families that the tests run."""
+
+import re
+from pathlib import Path
+
+import model_zoo as zoo
+
+PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
+
+
+def test_every_family_is_there_and_equal() -> None:
+    ran, refused = PAGE.split("## What was run")[1].split("## What is refused")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| .* \| (\S+) \|$", ran, re.M)
+    assert [name for name, _, _ in rows] == [*zoo.FAMILIES, *zoo.CACHED, *zoo.STATEFUL]
+    assert {outcome for _, _, outcome in rows} == {"equal"}
+    assert re.findall(r"^\| `(\w+)` \|", refused, re.M) == [name for name in zoo.REFUSED if name != "t5"]
+
+
+def test_how_a_family_runs_is_what_its_place_says() -> None:
+    for name, runs, shares in re.findall(r"^\| `(\w+)` \| \w+ \| ([^|]+) \| .* \| (yes|no) \| equal \|$", PAGE, re.M):
+        kinds = {"packed": zoo.FAMILIES, "packed, latents": zoo.FAMILIES, "cache": zoo.CACHED}
+        assert name in kinds.get(runs, zoo.STATEFUL)
+        assert (shares == "no") == (name in zoo.STATEFUL)

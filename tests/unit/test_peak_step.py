@@ -1,0 +1,38 @@
+"""The largest step: what it consists of, and that it runs."""
+
+import model_zoo as zoo
+import pytest
+import torch
+
+from quire.worker.model import prepare_model
+from quire.worker.peak_step import largest_counts, run_largest_step
+from quire.worker.step_batch import StepBatch
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "max_num_seqs", "max_model_len", "counts"),
+    [
+        (100, 4, 1000, [97, 1, 1, 1]),
+        (100, 4, 40, [40, 40, 19, 1]),
+        (100, 2, 40, [40, 40]),
+        (3, 256, 40, [1, 1, 1]),
+    ],
+)
+def test_tokens_of_each_sequence(
+    max_step_tokens: int, max_num_seqs: int, max_model_len: int, counts: list[int]
+) -> None:
+    assert largest_counts(max_step_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len) == counts
+
+
+def test_runs_all_of_it_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare_model(zoo.build("llama"), max_model_len=32)
+    batches: list[StepBatch] = []
+    forward = type(model).forward
+
+    def note(self: object, batch: StepBatch, pool: object) -> torch.Tensor:
+        batches.append(batch)
+        return forward(self, batch, pool)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(model), "forward", note)
+    run_largest_step(model, max_step_tokens=50, max_num_seqs=3, block_size=16, kv_dtype=torch.float8_e4m3fn)
+    assert [batch.counts_host for batch in batches] == [(32, 17, 1)]

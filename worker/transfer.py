@@ -1,0 +1,63 @@
+"""Between host and device: integers of a step there, sampled tokens back, and the time at which the device got where.
+
+On a GPU neither direction makes the host wait: memory on the host is pinned, and what comes back is there once an event
+has happened. On a CPU everything has happened by the time a call returns.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return host values on the device. No sync: from memory that is not pinned, a copy would wait for its turn."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class Readback:
+    """Tensors on their way to the host: what they hold when the device is done with all work given to it before."""
+
+    def __init__(self, device: torch.device, *tensors: Tensor | None) -> None:
+        """Cost: a copy each into pinned memory; no sync. Without tensors there is still the device to wait for.
+
+        A thread that waits leaves its core to others.
+        """
+        self._tensors = tuple(None if tensor is None else _to_host(tensor) for tensor in tensors)
+        self._arrived = None
+        if device.type == "cuda":
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> tuple[Tensor | None, ...]:
+        """The tensors, on the CPU. Raises what the device failed with since the copies were queued."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensors
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Moment:
+    """When the device is done with all work given to it so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_s = time.perf_counter()
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def seconds_until(self, later: Moment) -> float:
+        """To a later moment of the same device, which must be in the past."""
+        if self._event is None or later._event is None:
+            return later._host_s - self._host_s
+        return float(self._event.elapsed_time(later._event)) / 1000

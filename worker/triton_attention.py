@@ -1,0 +1,211 @@
+"""Attention of a step in Triton's kernels: what quire.worker.attention is in torch.
+
+Sequences with one query go through the decode kernels, under a work list that all layers with the same mask share, and
+the others through the prefill kernel; a step of both is two launches a layer. Lengths are read on the device: beyond
+which sequences have one query, nothing here depends on what the host knows, so a step of fixed sizes can be captured.
+
+Layers whose sizes the kernels don't take run in torch, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cache_write import write_kv
+from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.launching import BLOCK_SIZES, MAX_HEAD_DIM
+from quire.kernels.paged_decode import num_decode_programs, paged_decode
+from quire.kernels.paged_prefill import paged_prefill
+from quire.worker.attention import AttentionStep, Workspace
+from quire.worker.kv_pool import KVPool
+from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
+from quire.worker.step_batch import StepBatch
+from quire.worker.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """n sequences of a step, all of one query or all of several.
+
+    tokens          which of the step's: a range, or [N] int64
+    block_tables    [n, M]  int32
+    seq_lens        [n]     int32
+    cu_seqlens_q    [n+1]   int32, from 0, or None for one query each
+    """
+
+    tokens: slice | Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[self.tokens] if isinstance(self.tokens, slice) else x.index_select(0, self.tokens)
+
+
+@lru_cache
+def why_torch(spec: LayerSpec) -> str | None:
+    """Why the kernels can't run this layer's attention, or None if they can."""
+    for head_dim in (spec.k_head_dim, spec.v_head_dim):
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+            return f"head dim {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if spec.scaling <= 0:
+        return f"scaling {spec.scaling:g} is not above 0"
+    return None
+
+
+class TritonAttentionStep(AttentionStep):
+    """An AttentionStep whose pool has one of BLOCK_SIZES."""
+
+    min_block_size = min(BLOCK_SIZES)
+
+    def __init__(
+        self, batch: StepBatch, pool: KVPool, *, specs: Mapping[int, LayerSpec], workspace: Workspace | None = None
+    ) -> None:
+        super().__init__(batch, pool, specs=specs, workspace=workspace)
+        self._decodes, self._prompts = _divide(batch)
+        self._decode_plans: dict[tuple[Mask, int], DecodePlan] = {}
+
+    @classmethod
+    def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
+        """See AttentionStep.reads_lengths_on_device: unless a layer runs in torch."""
+        return all(why_torch(spec) is None for spec in specs.values())
+
+    @classmethod
+    def describe(cls, specs: Mapping[int, LayerSpec]) -> str:
+        """See AttentionStep.describe."""
+        in_torch = {layer_idx: why for layer_idx, spec in specs.items() if (why := why_torch(spec)) is not None}
+        exceptions = "".join(f"; layer {layer_idx} in torch: {why}" for layer_idx, why in in_torch.items())
+        return f"triton in {len(specs) - len(in_torch)} of {len(specs)} layers{exceptions}"
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """See AttentionStep.write. A slot of -1 skips its token."""
+        if why_torch(self.specs[layer_idx]) is not None:
+            super().write(layer_idx, k, v)
+            return
+        k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
+        k, v = (_for_kernels(x, k_pool.dtype) for x in (k, v))
+        write_kv(k, v, k_pool, v_pool, slot_mapping=self.batch.slot_mapping)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        new_kv: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See AttentionStep.attend. Rows of a sequence whose length on the device is 0 become 0. No sync."""
+        spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
+        if why_torch(spec) is not None:
+            return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv)
+        queries = _for_kernels(q, k_pool.dtype)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        out = queries.new_empty(*queries.shape[:2], v_pool.shape[3])
+        window, chunk = _bounds(spec.mask)
+        if self._decodes is not None:
+            part = self._decodes
+            result = paged_decode(
+                part.take(queries), k_pool, v_pool, block_tables=part.block_tables, seq_lens=part.seq_lens,
+                plan=self._decode_plan(spec, part), scaling=scaling, softcap=softcap, sinks=sinks,
+                out=_view(out, part),
+            )  # fmt: skip
+            _put(result, out, part)
+        if self._prompts is not None:
+            part = self._prompts
+            assert part.cu_seqlens_q is not None
+            result = paged_prefill(
+                part.take(queries), k_pool, v_pool, block_tables=part.block_tables, seq_lens=part.seq_lens,
+                cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap,
+                sinks=sinks, out=_view(out, part),
+            )  # fmt: skip
+            _put(result, out, part)
+        return out.to(q.dtype)
+
+    def _decode_plan(self, spec: LayerSpec, part: _Part) -> DecodePlan:
+        num_programs = num_decode_programs(
+            num_query_heads=spec.num_query_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=max(spec.k_head_dim, spec.v_head_dim),
+            kv_itemsize=self.pool.dtype.itemsize,
+            device=part.seq_lens.device,
+        )
+        plan = self._decode_plans.get((spec.mask, num_programs))
+        if plan is None:
+            window, chunk = _bounds(spec.mask)
+            plan = self._decode_plans[spec.mask, num_programs] = build_decode_plan(
+                part.seq_lens,
+                block_tables=part.block_tables,
+                block_size=self.pool.block_size,
+                num_programs=num_programs,
+                window=window,
+                chunk=chunk,
+            )
+        return plan
+
+
+def _divide(batch: StepBatch) -> tuple[_Part | None, _Part | None]:
+    """The sequences with one query and the others; None where there are none."""
+    decodes = [seq for seq, count in enumerate(batch.counts_host) if count == 1]
+    prompts = [seq for seq, count in enumerate(batch.counts_host) if count > 1]
+    return _part(batch, decodes, ragged=False), _part(batch, prompts, ragged=True)
+
+
+def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | None:
+    if not seqs:
+        return None
+    begin, end = seqs[0], seqs[-1] + 1
+    if end - begin > len(seqs):
+        return _scattered_part(batch, seqs, ragged=ragged)
+    firsts = [0, *accumulate(batch.counts_host)]
+    cu_seqlens_q = batch.cu_seqlens_q[begin : end + 1]
+    return _Part(
+        tokens=slice(firsts[begin], firsts[end]),
+        block_tables=batch.block_tables[begin:end],
+        seq_lens=batch.seq_lens[begin:end],
+        cu_seqlens_q=(cu_seqlens_q if begin == 0 else cu_seqlens_q - firsts[begin]) if ragged else None,
+    )
+
+
+def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part:
+    """Of sequences with others in between. Cost: one transfer, and a copy of their lengths and tables."""
+    firsts = [0, *accumulate(batch.counts_host)]
+    tokens = [token for seq in seqs for token in range(firsts[seq], firsts[seq + 1])]
+    cu_seqlens = [0, *accumulate(batch.counts_host[seq] for seq in seqs)]
+    packed = to_device(torch.tensor([*seqs, *tokens, *cu_seqlens], dtype=torch.int64), batch.seq_lens.device)
+    device_seqs, device_tokens, device_cu_seqlens = torch.split(packed, [len(seqs), len(tokens), len(cu_seqlens)])
+    return _Part(
+        tokens=device_tokens,
+        block_tables=batch.block_tables.index_select(0, device_seqs),
+        seq_lens=batch.seq_lens.index_select(0, device_seqs),
+        cu_seqlens_q=device_cu_seqlens.to(torch.int32) if ragged else None,
+    )
+
+
+def _bounds(mask: Mask) -> tuple[int | None, int | None]:
+    """A mask as the kernels' window and chunk."""
+    return mask.window if isinstance(mask, Sliding) else None, mask.chunk if isinstance(mask, Chunked) else None
+
+
+def _for_kernels(x: Tensor, pool_dtype: torch.dtype) -> Tensor:
+    """x in the pool's dtype, unless that is float8, which the kernels convert; the last dim contiguous."""
+    if pool_dtype.itemsize > 1:
+        x = x.to(pool_dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _view(out: Tensor, part: _Part) -> Tensor | None:
+    """Where a kernel can write the part's rows of out itself."""
+    return out[part.tokens] if isinstance(part.tokens, slice) else None
+
+
+def _put(result: Tensor, out: Tensor, part: _Part) -> None:
+    if not isinstance(part.tokens, slice):
+        out.index_copy_(0, part.tokens, result)
