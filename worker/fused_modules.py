@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.worker.attention import running_step
+from quire.worker.attention import AttentionStep, running_step
 from quire.worker.fused_steps import FusedSteps, Norm, Rope
+from quire.worker.profiling import phase
 
 
 class Projection:
@@ -148,6 +149,10 @@ class FusedAttention:
         step = running_step()
         if step is None:
             return self._own(hidden_states, *arguments, **keywords)
+        with phase(f"attention {self._parts.layer_idx}"):
+            return self._run(step, hidden_states), None
+
+    def _run(self, step: AttentionStep, hidden_states: Tensor) -> Tensor:
         parts, pool, batch = self._parts, step.pool, step.batch
         q = self._steps.qkv_prologue(
             parts.qkv(hidden_states.view(-1, hidden_states.shape[-1])),
@@ -159,7 +164,8 @@ class FusedAttention:
             norms=parts.norms,
         )
         result = step.attend(parts.layer_idx, q, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks)
-        return parts.output(result.flatten(1)).view(*hidden_states.shape[:-1], -1), None
+        output: Tensor = parts.output(result.flatten(1))
+        return output.view(*hidden_states.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True)

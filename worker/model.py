@@ -230,7 +230,14 @@ def prepare_model(
     if latent is not None:
         keep_latents(model)
         with suppress(UnsupportedModel):
-            return _prepare_paged(model, latent, implementation=LATENT_NAME, max_model_len=max_model_len)
+            return _prepare_paged(
+                model,
+                latent,
+                expanded=specs,
+                implementation=LATENT_NAME,
+                max_model_len=max_model_len,
+                fused_steps=fused_steps,
+            )
     try:
         return _prepare_paged(
             model,
@@ -253,14 +260,16 @@ def _prepare_paged(
     *,
     implementation: str,
     max_model_len: int,
+    expanded: Mapping[int, LayerSpec] | None = None,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
 ) -> PagedModel:
+    """`expanded` is what the layers ask of attention, if that is not what the pool keeps."""
     model.set_attn_implementation(implementation)
     paged = PagedModel(
         model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
     )
-    if fused_steps is None or not _fuse(paged, model, specs, fused_steps):
+    if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
     return paged
 

@@ -46,6 +46,8 @@ def run_largest_step(
     )
     logits = model.forward(batch, pool)
     sampler.sample(logits, rows, positions=counts)
+    for row in rows:
+        model.states.clear(row)
 
 
 def largest_counts(max_step_tokens: int, *, max_num_seqs: int, max_model_len: int) -> list[int]:
