@@ -1110,8 +1110,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "promised tokens kept after a failure",
         "sequences.rs",
-        "        self.num_scheduled = self.num_computed;\n        self.num_tokens = self.num_known();\n",
-        "        self.num_scheduled = self.num_computed;\n",
+        ".min(self.num_computed);\n        self.num_tokens = self.num_known();\n",
+        ".min(self.num_computed);\n",
     ),
     Mutant(
         "scheduled tokens kept after a failure", "sequences.rs", "        self.num_scheduled = self.num_computed;\n", ""
