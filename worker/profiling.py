@@ -3,7 +3,7 @@
 Ranges are named by `phase`, which costs next to nothing while nothing is recorded:
 
     step N
-      apply grant       block tables, copies, restores
+      apply grant       block tables, copies
       prepare batch     the step's integers, sent to the device
       forward
         attention L     of layer L: keys and values to their slots, then attention
@@ -61,6 +61,8 @@ class StepProfiler:
         if self._profile is None:
             return
         _recording = False
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the last step may only be launched
         self._profile.stop()
         num_recorded = self._num_seen - self._first + 1
         try:

@@ -55,9 +55,8 @@ WORKER_ARGS = (
     *("--max-num-seqs", "16", "--max-step-tokens", str(MAX_STEP_TOKENS)),
 )
 PROCESSES = ("cachemgr", "worker", "client")
-LIMITS_PER_HOUR = {"rss_mib": 24.0, "fds": 2.0, "threads": 2.0}
-"""The most that a reading may rise in an hour once warm. A single step up in the middle of the 45 minutes that are
-judged is a line of 2 an hour: gRPC's pool adds a thread when all of its are busy, and keeps it."""
+LIMITS_PER_HOUR = {"rss_mib": 24.0, "fds": 2.0, "threads": 1.0}
+"""The most that a reading may rise in an hour once warm."""
 SHORTEST_JUDGED_S = 120.0
 """A line through less than this says nothing of an hour."""
 

@@ -25,7 +25,7 @@ from quire.client.launch import (
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 STAND_INS: dict[str, Any] = {"cachemgr_target": STAND_IN, "worker_target": STAND_IN}
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
