@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import model_zoo as zoo  # noqa: E402
-from executor_driver import FORKED, MAX_MODEL_LEN, generate, make_prompts, run_mixed  # noqa: E402
+from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed  # noqa: E402
 
 from quire.worker.model import CachedModel, PagedModel, pin_rope, prepare_model  # noqa: E402
 from quire.worker.probe import LayerSpec, UnsupportedModel  # noqa: E402
@@ -105,7 +105,7 @@ def per_token(model: PagedModel) -> str:
 def is_equal(name: str, model: PagedModel) -> bool:
     found, forked = run_mixed(model, NEW_TOKENS)
     own = reference(name)
-    expected = [generate(own, prompt, NEW_TOKENS) for prompt in make_prompts()]
+    expected = [zoo.generate(own, prompt, NEW_TOKENS) for prompt in make_prompts()]
     return found == expected and forked == [expected[i] for i in FORKED]
 
 

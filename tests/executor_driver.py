@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -163,17 +162,3 @@ def run_mixed(model: PagedModel, num_new: int) -> tuple[list[list[int]], list[li
         driver.pool.check_invariants()
         model.states.check_invariants()
     raise AssertionError("count() has no end")
-
-
-def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Prompt and greedy tokens of transformers alone, by whole forwards."""
-    out = model.generate(
-        torch.tensor([prompt], device=model.device),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
-        max_new_tokens=num_new,
-        do_sample=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0].tolist()
-    return tokens

@@ -333,3 +333,20 @@ def save(name: str, directory: Path) -> Path:
     folder = Path(directory, name)
     build(name).save_pretrained(folder)
     return folder
+
+
+def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    """Prompt and greedy tokens of transformers alone, by whole forwards.
+
+    With its cache Phi-3 drops what it holds where a longrope changes.
+    """
+    out = model.generate(
+        torch.tensor([prompt], device=model.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
+        max_new_tokens=num_new,
+        do_sample=False,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0].tolist()
+    return tokens

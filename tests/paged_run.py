@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -69,18 +67,3 @@ def run(
                 each.append(token)
     pool.check_invariants()
     return tokens, torch.stack(everything)
-
-
-def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Prompt and greedy tokens, by transformers with its own attention."""
-    model.set_attn_implementation("eager")
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=num_new,
-        do_sample=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0].tolist()
-    return tokens

@@ -8,7 +8,7 @@ from typing import Any, cast
 import model_zoo as zoo
 import pytest
 import torch
-from executor_driver import FORKED, MAX_MODEL_LEN, ExecutorDriver, generate, make_prompts, run_mixed
+from executor_driver import FORKED, MAX_MODEL_LEN, ExecutorDriver, make_prompts, run_mixed
 
 from quire.worker import cached_model
 from quire.worker.cached_model import CacheLayout, cut_step
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     assert model.has_recurrent_state == (name in zoo.STATEFUL)
     found, forked = run_mixed(model, NEW_TOKENS)
     own = zoo.build(name)
-    expected = [generate(own, prompt, NEW_TOKENS) for prompt in make_prompts()]
+    expected = [zoo.generate(own, prompt, NEW_TOKENS) for prompt in make_prompts()]
     assert found == expected
     assert forked == [expected[i] for i in FORKED]
     assert len({token for tokens in found for token in tokens[-NEW_TOKENS:]}) > 5
@@ -146,7 +146,7 @@ def test_a_block_may_be_filled_and_read_in_one_step(name: str) -> None:
     for _ in range(3):
         driver.step([(stream, 1) for stream in (*followers, other, fifth, first)])
     for stream, length in [(first, 12), (followers[0], 20), (followers[1], 13), (other, 12), (fifth, 10)]:
-        assert stream.tokens == generate(own, stream.tokens[:length], 4)
+        assert stream.tokens == zoo.generate(own, stream.tokens[:length], 4)
 
 
 class TestStates:
@@ -172,7 +172,7 @@ class TestStates:
         monkeypatch.undo()
         for count in (5, 1, 1):
             assert driver.step([(stream, count)]) is Outcome.COMPUTED
-        assert stream.tokens == generate(zoo.build(name), prompt, 3)
+        assert stream.tokens == zoo.generate(zoo.build(name), prompt, 3)
 
     def test_a_position_without_a_state_fails_the_step_alone(self, caplog: pytest.LogCaptureFixture) -> None:
         driver = ExecutorDriver(prepared("mamba2"))
@@ -191,7 +191,7 @@ class TestStates:
         stream = driver.admit(make_prompts()[0])
         for count in (3, 2, 1):
             driver.step([(stream, count)])
-        assert stream.tokens == generate(zoo.build("qwen3_next"), make_prompts()[0], 2)
+        assert stream.tokens == zoo.generate(zoo.build("qwen3_next"), make_prompts()[0], 2)
 
     def test_a_sequence_that_is_released_leaves_nothing(self) -> None:
         model = prepared("mamba2")

@@ -7,7 +7,7 @@ from typing import Any
 import model_zoo as zoo
 import pytest
 import torch
-from executor_driver import FORKED, MAX_MODEL_LEN, generate, make_prompts, run_mixed
+from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed
 
 from quire.worker import latent_attention
 from quire.worker.kv_pool import KVPool, bytes_per_block
@@ -20,7 +20,7 @@ LATENTS = ["deepseek_v2", "deepseek_v3"]
 def run(model: PagedModel, name: str) -> None:
     found, forked = run_mixed(model, 8)
     own = zoo.build(name)
-    expected = [generate(own, prompt, 8) for prompt in make_prompts()]
+    expected = [zoo.generate(own, prompt, 8) for prompt in make_prompts()]
     assert (found, forked) == (expected, [expected[i] for i in FORKED])
 
 
@@ -45,7 +45,7 @@ def test_with_a_bias_it_keeps_keys_and_values() -> None:
     assert not any(spec.values_in_keys for spec in model.specs.values())
     assert ":" not in model.fingerprint
     found, _ = run_mixed(model, 4)
-    assert found == [generate(build(), prompt, 4) for prompt in make_prompts()]
+    assert found == [zoo.generate(build(), prompt, 4) for prompt in make_prompts()]
 
 
 def test_what_does_not_agree_on_latents_is_run_on_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,20 +122,6 @@ def reference_model(name: str) -> Any:
     return model
 
 
-def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Prompt and greedy tokens, by whole forwards: Phi-3 drops its cache where a longrope changes."""
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=num_new,
-        do_sample=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0].tolist()
-    return tokens
-
-
 # Tokens per step and sequence; a sequence whose list has run out decodes. Sequence i enters at step i // 2.
 CHUNKS = [[3, 2], [7, 26], [12], [1], [9, 1, 10]]
 
@@ -167,7 +153,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     driver = Driver(prepare_model(zoo.build(name), max_model_len=MAX_MODEL_LEN))
     run_ragged(driver, NEW_TOKENS)
     own = reference_model(name)
-    expected = [generate(own, prompt, NEW_TOKENS) for prompt in prompts()]
+    expected = [zoo.generate(own, prompt, NEW_TOKENS) for prompt in prompts()]
     assert [stream.tokens for stream in driver.streams] == expected
     assert len({token for stream in driver.streams for token in stream.tokens[-NEW_TOKENS:]}) > 10
     driver.pool.check_invariants()
@@ -188,8 +174,8 @@ def test_a_fork_goes_on_from_shared_blocks(name: str, length: int) -> None:
         driver.step([(parent, 1), (child, 1)])
     own = reference_model(name)
     prompt = prompts()[1][:length]
-    assert parent.tokens == generate(own, prompt, 10)
-    assert child.tokens == generate(own, [*prompt, other], 9)
+    assert parent.tokens == zoo.generate(own, prompt, 10)
+    assert child.tokens == zoo.generate(own, [*prompt, other], 9)
     assert driver.table.block_ids(parent.row)[:3] == driver.table.block_ids(child.row)[:3]
 
 
@@ -200,7 +186,7 @@ def test_a_forked_row_reads_its_last_token_on_the_device() -> None:
     child = driver.fork(parent)
     for _ in range(3):
         driver.step([(child, 1), (parent, 1)])
-    assert child.tokens == parent.tokens == generate(reference_model("llama"), prompts()[2], 4)
+    assert child.tokens == parent.tokens == zoo.generate(reference_model("llama"), prompts()[2], 4)
 
 
 def test_transformers_builds_neither_mask_nor_cache() -> None:
@@ -241,7 +227,7 @@ def test_a_saved_checkpoint_loads(name: str, tmp_path: Path) -> None:
     driver = Driver(loaded)
     stream = driver.admit(prompts()[0])
     driver.step([(stream, 5)])
-    assert stream.tokens == generate(reference_model(name), prompts()[0], 1)
+    assert stream.tokens == zoo.generate(reference_model(name), prompts()[0], 1)
 
 
 class TestSelfCheck:
@@ -384,7 +370,7 @@ def test_a_rope_pinned_to_a_short_length_is_the_original() -> None:
         driver.step([(stream, 5)])
         for _ in range(10):
             driver.step([(stream, 1)])
-        assert stream.tokens == generate(zoo.build(name), prompts()[0], 11)
+        assert stream.tokens == zoo.generate(zoo.build(name), prompts()[0], 11)
 
 
 class TestFingerprint:
