@@ -146,6 +146,7 @@ class OrderedStream(Generic[Request, Response]):
         self._reader: asyncio.Task[None] | None = None
         self._waiting: deque[tuple[asyncio.Future[Response], asyncio.TimerHandle]] = deque()
         self._write_lock = asyncio.Lock()
+        self._is_open = False  # the server has been reached
 
     async def send(self, request: Request) -> asyncio.Future[Response]:
         """Write a request; returns when it is on its way. The future gets its answer, or a QuireError."""
@@ -157,7 +158,7 @@ class OrderedStream(Generic[Request, Response]):
             late = loop.call_later(self._timeout_s, self._on_late)
             self._waiting.append((future, late))
             try:
-                await call.write(request)
+                await self._write(call, request, future)
             except grpc.aio.AioRpcError as error:
                 self._break(decode_rpc_error(error))
             except asyncio.InvalidStateError:
@@ -165,8 +166,29 @@ class OrderedStream(Generic[Request, Response]):
             except asyncio.CancelledError:
                 # Written in part or not at all: the order of answers can't be relied on any more.
                 self._break(Unavailable("a request was given up while it was written"))
-                raise
+                # gRPC says this also to who writes on a stream that was broken meanwhile: no wish of our caller.
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
             return future
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[Any, Any], request: Request, answer: asyncio.Future[Response]
+    ) -> None:
+        """Returns also if the stream is broken meanwhile, so that there is an answer already."""
+        if not self._is_open:
+            # gRPC lets who writes wait for ever if the stream is cancelled before it is open.
+            opening = asyncio.create_task(call.wait_for_connection())
+            opening.add_done_callback(_retrieve)
+            either: tuple[asyncio.Future[Any], ...] = (opening, answer)
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                opening.cancel()
+            if answer.done():
+                return
+            opening.result()
+            self._is_open = True
+        await call.write(request)
 
     async def close(self) -> None:
         """End the stream; requests that wait get Unavailable."""
@@ -177,6 +199,7 @@ class OrderedStream(Generic[Request, Response]):
 
     def _open(self) -> grpc.aio.StreamStreamCall[Any, Any]:
         self._call = self._open_call()
+        self._is_open = False
         self._reader = asyncio.create_task(self._read(self._call))
         return self._call
 

@@ -460,7 +460,9 @@ class Engine:
                 self._deliver()
                 self._wake.clear()
                 await self._wake.wait()
-        except Exception as error:
+        except BaseException as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the engine is closed
             _log.exception("the engine's loop has died: %s", self.statistics())
             stopped = EngineStopped(f"the engine's loop has died: {error!r}")
             stopped.__cause__ = error
@@ -613,6 +615,8 @@ class Engine:
         if request is None:
             return
         text = request.texts[sequence.index]
+        if text.met_stop_string:
+            return  # it was sampled before that was known
         piece = text.push(event.token_id, reason)
         if text.met_stop_string:
             reason = FinishReason.STOP

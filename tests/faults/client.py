@@ -5,14 +5,18 @@ Speaks JSON lines over the harness's socket. From it: {"task", "requests", "canc
     {"task", "request", "sample", "tokens", "finish"}      what is new of a sample
     {"task", "request", "error"}                           how a request ended instead
     {"task", "done": statistics}                           all requests have ended and the engine is closed
+
+On SIGUSR1 it writes to its log what each of its tasks waits for; on SIGUSR2 what each thread does, whatever hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
+import signal
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -40,15 +44,24 @@ class Client:
         self._cachemgr = cachemgr
         self._writer = writer
         self._requests = make_requests()
+        self._running: Engine | None = None
+
+    def describe(self) -> None:
+        """Writes what everybody waits for to the log."""
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.stderr)
+        if self._running is not None:
+            log.info("%s", self._running.statistics())
 
     async def run(self, order: dict[str, Any]) -> None:
         """One task, from a new engine to its end."""
-        engine = await self._open_engine()
+        engine = self._running = await self._open_engine()
         try:
             await asyncio.gather(*(self._request(engine, order, index) for index in order["requests"]))
             statistics = engine.statistics()
         finally:
             await engine.close()
+            self._running = None
         self._say(task=order["task"], done=asdict(statistics))
 
     async def _open_engine(self) -> Engine:
@@ -96,6 +109,7 @@ async def serve(name: str, cachemgr: str, socket: str) -> None:
     reader, writer = await asyncio.open_unix_connection(socket)
     writer.write(json.dumps({"client": name}).encode() + b"\n")
     client = Client(cachemgr, writer)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, client.describe)
     while order := json.loads(await reader.readline() or b"null"):
         await client.run(order)
     writer.close()
@@ -103,6 +117,7 @@ async def serve(name: str, cachemgr: str, socket: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Arguments: the client's name, cachemgr's address, the harness's socket."""
+    faulthandler.register(signal.SIGUSR2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(serve(*arguments))
 

@@ -48,6 +48,7 @@ START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 5.0
 AUDIT_PERIOD_S = 0.1
+DESCRIBING_S = 1.0
 WORKER_SLOTS = (0, 1)
 SIGNS = (
     *("violated", "Traceback", "never retrieved", "was destroyed", "pool damaged", "CRITICAL", "step failed"),
@@ -409,6 +410,8 @@ class Harness:
             _, late = await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
             if late:
                 outcome.failures.append(f"{len(late)} clients not done within {END_TIMEOUT_S:g} s")
+                outcome.failures.append(f"then: {await self._describe()}")
+                await self._ask_what_clients_wait_for()
             outcome.not_reached, self._pending = len(self._pending), []
             await self._heal()
             for task in set(tasks) - late:
@@ -580,6 +583,13 @@ class Harness:
             return f"{error.code().name}: {error.details()}"
         pool.ClearField("geometry")
         return " ".join(f"pool: {pool} worker: {worker}".split())
+
+    async def _ask_what_clients_wait_for(self) -> None:
+        """Their logs say it then."""
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            for client in self._clients.values():
+                client.child.send(number)
+            await asyncio.sleep(DESCRIBING_S)
 
     async def _until(
         self, what: str, condition: Callable[[], Any], timeout_s: float, *, is_failure: bool = False

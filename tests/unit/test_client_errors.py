@@ -1,6 +1,7 @@
 """Reasons become exceptions; calls and streams over a real gRPC server in this process, which does as a test says."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -160,15 +161,18 @@ class Cache(cache_service_pb2_grpc.CacheServiceServicer):
 
 
 class Worker(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Answers steps once `release` says so, and breaks when told."""
+    """Reads steps while `reads` is set, answers what `answers` gets, and breaks when told."""
 
     def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
         self.seen: list[bytes] = []
         self.arrived = asyncio.Event()
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
 
     async def RunSteps(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async def read() -> None:
+            await self.reads.wait()
             async for request in requests:
                 self.seen.append(request.step.grant.grant)
                 self.arrived.set()
@@ -391,6 +395,69 @@ def test_a_broken_stream_fails_every_step_on_it_and_the_next_opens_another(tmp_p
         await client.close()
 
     with_server(tmp_path, body)
+
+
+@pytest.mark.parametrize("accident", ["late", "too many answers"])
+def test_a_stream_that_breaks_while_a_request_is_written_is_an_error_of_that_request(
+    tmp_path: Path, accident: str
+) -> None:
+    """gRPC tells who writes that it was cancelled: who believed it would end, and say nothing."""
+
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = WorkerClient(address, retry=QUICK, step_timeout_s=0.2 if accident == "late" else 20.0)
+        worker.reads.clear()
+        writing = asyncio.create_task(client.run(step_request(bytes(2**23))))  # more than goes to one who does not read
+        if accident == "too many answers":
+            worker.answers.put_nowait(answer(1))
+            worker.answers.put_nowait(answer(2))
+        step = await writing
+        if accident == "late":
+            with pytest.raises(Unavailable, match="no answer within"):
+                await step.result()
+        worker.reads.set()
+        step = await client.run(step_request(b"a"))
+        worker.answers.put_nowait(answer(3))
+        assert (await step.result()).step_number == 3
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_request_that_is_given_up_while_it_is_written_breaks_the_stream(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = WorkerClient(address, retry=QUICK)
+        first = await client.run(step_request(b"a"))
+        await worker.arrived.wait()
+        worker.reads.clear()
+        await client.hang_up()
+        writing = asyncio.create_task(client.run(step_request(bytes(2**23))))
+        await asyncio.wait([writing], timeout=0.1)
+        assert writing.cancel()
+        await asyncio.wait([writing])
+        assert writing.cancelled()
+        with pytest.raises(Unavailable, match="closed"):
+            await first.result()
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05])
+def test_a_server_that_never_says_a_word_is_late(tmp_path: Path, timeout_s: float) -> None:
+    """It has accepted the connection, so that is no error; and the first request waits for the stream to be open."""
+
+    async def body() -> None:
+        client = WorkerClient(f"unix:{tmp_path}/s", retry=QUICK, step_timeout_s=timeout_s)
+        for _ in range(2):
+            step = await asyncio.wait_for(client.run(step_request(b"a")), 20)
+            with pytest.raises(Unavailable, match="no answer within"):
+                await step.result()
+        await client.close()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        asyncio.run(body())
 
 
 def test_closing_fails_what_waits(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Services:
     """
 
     def __init__(self) -> None:
-        self.plan_errors: deque[Exception] = deque()
+        self.plan_errors: deque[BaseException] = deque()
         self.result_errors: deque[QuireError] = deque()
         self.lease_errors: deque[QuireError] = deque()
         self.poison = -1
@@ -353,6 +353,24 @@ def test_a_stop_string_ends_a_sample_and_is_not_shown() -> None:
         assert completion.samples[0].finish_reason is FinishReason.STOP
         await turns()
         assert services.sequences == {}
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize("late_by", range(4))
+def test_nothing_comes_after_a_stop_string(late_by: int) -> None:
+    """Also if the next token is there already: steps are taken together while a plan is not answered."""
+
+    async def body(engine: Engine, services: Services) -> None:
+        num_tokens = len(SCRIPT[: SCRIPT.index("STOP") + len("STOP")].encode())
+        reading = asyncio.create_task(read(engine.generate("a\n", greedy(num_tokens + 9, stop=("STOP",)))))
+        services.can_renew = True
+        while services.steps_sent < num_tokens + late_by:
+            await asyncio.sleep(0)
+        services.plan_errors.append(Unavailable("away"))
+        chunks = await reading
+        assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.STOP]
 
     with_engine(body)
 
@@ -794,9 +812,10 @@ def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
     with_engine(body)
 
 
-def test_a_loop_that_dies_tells_everybody() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError("a bug")], ids=type)
+def test_a_loop_that_dies_tells_everybody(error: BaseException) -> None:
     async def body(engine: Engine, services: Services) -> None:
-        services.plan_errors.append(RuntimeError("a bug"))
+        services.plan_errors.append(error)
         both = [asyncio.create_task(engine.complete([name], greedy(5))) for name in ("a\n", "b\n")]
         for task in both:
             with pytest.raises(EngineStopped, match="a bug"):
