@@ -83,6 +83,7 @@ class ServiceProcess:
         self._exited = threading.Event()
         self._exited.set()
         self._on_exit: Callable[[], None] | None = None
+        self._watch: threading.Thread | None = None
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +110,8 @@ class ServiceProcess:
     def wait_serving(self, timeout_s: float) -> None:
         """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
         # On a thread of its own: a KeyboardInterrupt out of the midst of a call leaves gRPC's locks taken for ever.
-        # It ends by itself when the process does.
+        # It ends by itself when the process does, and is waited for then: gRPC is not to be left in the midst of
+        # something when the interpreter ends.
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def watch() -> None:
@@ -120,7 +122,8 @@ class ServiceProcess:
             else:
                 outcome.put(None)
 
-        threading.Thread(target=watch, name=f"health-{self.name}", daemon=True).start()
+        self._watch = threading.Thread(target=watch, name=f"health-{self.name}", daemon=True)
+        self._watch.start()
         error = outcome.get()
         if error is not None:
             raise error
@@ -146,6 +149,7 @@ class ServiceProcess:
             self._process.terminate()
             if not self.wait_exited(timeout_s):
                 self.kill()
+        self._await_watch()
         return self.returncode
 
     def kill(self) -> int | None:
@@ -154,6 +158,10 @@ class ServiceProcess:
             self._process.kill()
             self.wait_exited()
         return self.returncode
+
+    def _await_watch(self) -> None:
+        if self._watch is not None and self._watch.is_alive():
+            self._watch.join(STOP_TIMEOUT_S)
 
     def restart(self, timeout_s: float = WORKER_START_TIMEOUT_S) -> None:
         """Ends it if it runs, starts it with the same command and waits until it serves. Raises LaunchError."""
