@@ -34,12 +34,13 @@ def normal_lengths(generator: np.random.Generator, count: int) -> Lengths:
 
 
 class Books:
-    """A pool of num_blocks blocks and one lease on it."""
+    """A pool of num_blocks blocks, perhaps with a host tier, and one lease on it."""
 
-    def __init__(self, num_blocks: int, *, block_size: int) -> None:
+    def __init__(self, num_blocks: int, *, block_size: int, num_host_blocks: int = 0) -> None:
         geometry = Geometry(
             block_size=block_size,
             num_blocks=num_blocks + 1,
+            num_host_blocks=num_host_blocks,
             block_bytes=1,
             max_sequences=2**20,
             max_sequence_tokens=2**20,

@@ -3,10 +3,11 @@
     quire bench pressure
 
 The engine's scheduler and cachemgr's books, through their messages, two steps in flight as the engine has them; time is
-counted in steps and no model runs, so that every run and every machine gives the same. Three ways with the same
+counted in steps and no model runs, so that every run and every machine gives the same. Four ways with the same
 requests: a pool with room for all, as a reference; the engine's own, which admits whoever fits and preempts the last
-arrived, whose tokens are computed again; and admissions that declare the longest length, so that cachemgr admits them
-only where it is reserved, and nobody is preempted.
+arrived, whose tokens are computed again; the same with a host tier that has room for everybody, where preempted
+sequences are kept, copies being taken for free; and admissions that declare the longest length, so that cachemgr admits
+them only where it is reserved, and nobody is preempted.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class Result:
     num_wasted: int
     """Tokens that were computed before, or for nobody."""
     num_preemptions: int
+    num_offloads: int
+    num_restored: int
+    """Tokens that came back from the host tier."""
     first_token_steps: list[int]
     last_token_steps: list[int]
     speeds: list[float]
@@ -104,10 +108,10 @@ def draw_requests(count: int) -> list[Request]:
 class Run:
     """One way of serving the requests."""
 
-    def __init__(self, way: str, num_blocks: int, *, reserves: bool) -> None:
+    def __init__(self, way: str, num_blocks: int, *, num_host_blocks: int, reserves: bool) -> None:
         self._way = way
         self._num_blocks = num_blocks
-        self._books = Books(num_blocks, block_size=BLOCK_SIZE)
+        self._books = Books(num_blocks, block_size=BLOCK_SIZE, num_host_blocks=num_host_blocks)
         self._reserves = reserves
         self._scheduler = Scheduler(
             SchedulerLimits(
@@ -117,6 +121,7 @@ class Run:
                 num_blocks=num_blocks,
                 max_sequence_tokens=2**16,
                 vocabulary_size=2**16,
+                num_host_blocks=num_host_blocks,
             )
         )
         self._flight: deque[tuple[Step, Any]] = deque()
@@ -211,6 +216,8 @@ class Run:
             num_computed=counters.scheduled_tokens,
             num_wasted=counters.scheduled_tokens - needed,
             num_preemptions=counters.preemptions,
+            num_offloads=counters.offloads,
+            num_restored=counters.restored_tokens,
             first_token_steps=[self._first[number] for number in numbers],
             last_token_steps=[self._last[number] for number in numbers],
             speeds=[round(request.num_new / self._last[request.number], 4) for request in requests],
@@ -222,15 +229,16 @@ def measure(quick: bool, progress: Progress) -> Findings:
     requests = draw_requests(QUICK_REQUESTS if quick else NUM_REQUESTS)
     num_blocks = max(request.num_blocks for request in requests) * 2 if quick else NUM_BLOCKS
     ways = [
-        ("room for all", ROOMY_BLOCKS, False),
-        ("preempt, recompute", num_blocks, False),
-        ("reserve the longest", num_blocks, True),
+        ("room for all", ROOMY_BLOCKS, 0, False),
+        ("preempt, recompute", num_blocks, 0, False),
+        ("preempt, host tier", num_blocks, ROOMY_BLOCKS, False),
+        ("reserve the longest", num_blocks, 0, True),
     ]
     task = progress.add_task("", total=len(ways) * len(requests))
     results = []
-    for way, blocks, reserves in ways:
+    for way, blocks, host_blocks, reserves in ways:
         progress.update(task, description=way)
-        run = Run(way, blocks, reserves=reserves)
+        run = Run(way, blocks, num_host_blocks=host_blocks, reserves=reserves)
         results.append(run.serve(requests, lambda: progress.advance(task)))
     figures = {
         "block_size": BLOCK_SIZE,
@@ -240,7 +248,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "states": STATES,
         "results": [asdict(result) | {"fairness": result.fairness} for result in results],
     }
-    notes = ["Offload to host memory is missing: there is no host tier yet."]
+    notes = ["What copies to the host tier take is not counted: steps are."]
     return Findings([result_table(requests, results)], figures, lambda: plot(results[1:]), notes)
 
 
@@ -254,6 +262,8 @@ def result_table(requests: Sequence[Request], results: Sequence[Result]) -> Any:
         made.add_row(name, *map(cell, results))
 
     add("preemptions", lambda result: f"{result.num_preemptions:,}")
+    add("of these to the host tier", lambda result: f"{result.num_offloads:,}")
+    add("tokens restored from there", lambda result: f"{result.num_restored:,}")
     add("tokens computed", lambda result: f"{result.num_computed:,}")
     add("of these wasted", lambda result: f"{result.num_wasted:,} ({percent(result.num_wasted / result.num_computed)})")
     add("steps until all have ended", lambda result: f"{result.num_steps:,}")
@@ -267,7 +277,7 @@ def result_table(requests: Sequence[Request], results: Sequence[Result]) -> Any:
 
 def plot(results: Sequence[Result]) -> Figure:
     """Blocks by state over the steps, a panel per way."""
-    figure, panels = pyplot.subplots(len(results), 1, figsize=(10, 5.2), sharex=True)
+    figure, panels = pyplot.subplots(len(results), 1, figsize=(10, 7.2), sharex=True)
     colours = ("tab:blue", "tab:cyan", "tab:orange", "0.8", "white")
     for axes, result in zip(panels, results, strict=True):
         steps = range(0, len(result.blocks), max(1, len(result.blocks) // MOST_DRAWN))

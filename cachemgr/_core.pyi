@@ -6,7 +6,7 @@ Token ids, sequence ids and counts go in as bytes, 4 each, little-endian.
 from pathlib import Path
 from typing import final
 
-from quire.cachemgr.blocks import BlockCounts
+from quire.cachemgr.blocks import BlockCounts, HostBlockCounts
 from quire.cachemgr.errors import Refusal
 from quire.cachemgr.plans import Admission, RefusedItem, StepRequest
 
@@ -44,6 +44,8 @@ class StepPlan:
     @property
     def released_ids(self) -> list[int]: ...
     @property
+    def offloaded_ids(self) -> list[int]: ...
+    @property
     def fork_parent_ids(self) -> list[int]: ...
     @property
     def fork_child_ids(self) -> list[int]: ...
@@ -59,6 +61,14 @@ class StepPlan:
     def copy_sources(self) -> list[int]: ...
     @property
     def copy_targets(self) -> list[int]: ...
+    @property
+    def offload_sources(self) -> list[int]: ...
+    @property
+    def offload_targets(self) -> list[int]: ...
+    @property
+    def restore_sources(self) -> list[int]: ...
+    @property
+    def restore_targets(self) -> list[int]: ...
     @property
     def run_seq_ids(self) -> list[int]: ...
     @property
@@ -76,11 +86,17 @@ class StepPlan:
     @property
     def admitted_cached_counts(self) -> list[int]: ...
     @property
+    def restored_ids(self) -> list[int]: ...
+    @property
+    def restored_counts(self) -> list[int]: ...
+    @property
     def has_refusals(self) -> bool: ...
     @property
     def refusals(self) -> list[RefusedItem]: ...
     @property
     def counts(self) -> BlockCounts: ...
+    @property
+    def host_counts(self) -> HostBlockCounts | None: ...
     def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
         """A serialised StepGrant."""
 
@@ -115,6 +131,10 @@ class SequenceView:
     def num_blocks(self) -> int: ...
     @property
     def block_table(self) -> list[int]: ...
+    @property
+    def is_offloaded(self) -> bool: ...
+    @property
+    def host_blocks(self) -> list[int]: ...
 
 @final
 class PinView:
@@ -194,6 +214,7 @@ class Books:
         cls,
         *,
         num_blocks: int,
+        num_host_blocks: int,
         block_size: int,
         max_sequences: int,
         max_sequence_tokens: int,
@@ -279,6 +300,9 @@ class Books:
     def num_cached_tokens(self, tokens: bytes, salt: bytes, tenant: str) -> int: ...
     def block_counts(self) -> tuple[int, int, int, int]:
         """Free, cached, active and retired ones."""
+
+    def host_block_counts(self) -> tuple[int, int, int]:
+        """Free, held and retired blocks of the host tier."""
 
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash."""

@@ -22,3 +22,11 @@ class BlockCounts(NamedTuple):
     cached: int
     active: int
     retired: int
+
+
+class HostBlockCounts(NamedTuple):
+    """Blocks of the host tier by state; they add up to all of them."""
+
+    free: int
+    held: int
+    retired: int

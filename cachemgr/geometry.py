@@ -28,6 +28,8 @@ class Geometry:
     model_fingerprint: str
     has_recurrent_state: bool = False
     """A state per sequence that no block holds: nothing is shared by prefix."""
+    num_host_blocks: int = 0
+    """Of the host tier; 0: there is none."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cachemgr._core import POLICIES, Books, Explanation, PinView, SequenceView, StepPlan, StepView
-from quire.cachemgr.blocks import BlockCounts, BlockState
+from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, Refusal, invalid, lease_not_found, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import ExpiryQueue, Lease, LeaseOrder, LeaseState, page_key
@@ -90,8 +90,12 @@ class LedgerStatistics:
     """The present state of a pool, and what happened in its epoch."""
 
     counts: BlockCounts
+    host_counts: HostBlockCounts | None
+    """None: there is no host tier."""
     num_leases: int
     num_sequences: int
+    num_offloaded: int
+    """Sequences in the host tier."""
     num_held_tokens: int
     """Tokens in active blocks, each block counted once."""
     num_table_entries: int
@@ -114,6 +118,11 @@ class LedgerStatistics:
     """Sequences that were released to make room and came back; they do not count as admissions."""
     resumed_tokens: int
     resumed_cached_tokens: int
+    offloads: int
+    restores: int
+    offloaded_blocks: int
+    restored_blocks: int
+    """Copied to the host tier and back."""
     num_reserved_blocks: int
     """Guaranteed to sequences with a reservation, and not held yet."""
     num_pinned_blocks: int
@@ -147,6 +156,7 @@ class Ledger:
         self._listeners = listeners
         self._books = books or Books(
             num_blocks=geometry.num_blocks,
+            num_host_blocks=geometry.num_host_blocks,
             block_size=geometry.block_size,
             max_sequences=geometry.max_sequences,
             max_sequence_tokens=geometry.max_sequence_tokens,
@@ -433,6 +443,10 @@ class Ledger:
     def counts(self) -> BlockCounts:
         return BlockCounts(*self._books.block_counts())
 
+    def host_counts(self) -> HostBlockCounts | None:
+        """Of the host tier; None if there is none."""
+        return HostBlockCounts(*self._books.host_block_counts()) if self.geometry.num_host_blocks else None
+
     def block(self, block_id: int) -> tuple[BlockState, int, int, bytes | None]:
         """State, references, pins and prefix hash of a block."""
         state, ref_count, pin_count, prefix_hash = self._books.block(block_id)
@@ -496,6 +510,7 @@ class Ledger:
         """Cost: O(sequences)."""
         return LedgerStatistics(
             counts=self.counts(),
+            host_counts=self.host_counts(),
             num_leases=len(self._leases),
             num_sequences=sum(map(self._books.num_sequences, self._leases)),
             num_held_tokens=self._books.num_held_tokens(),

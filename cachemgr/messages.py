@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cachemgr import statuses
 from quire.cachemgr._core import LEAST_WORTH, MOST_WORTH, Explanation, PinView, SequenceView, StepPlan
-from quire.cachemgr.blocks import BlockCounts, BlockState
+from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
 from quire.cachemgr.geometry import Geometry
@@ -24,6 +24,7 @@ from quire.cachemgr.plans import (
     Fork,
     PlanItem,
     RefusedItem,
+    Restore,
     Retention,
     ReturnHint,
     StepRequest,
@@ -46,9 +47,11 @@ MAX_RETENTION_S = 86_400.0
 MAX_EXPECTED_S = 86_400.0
 
 PLAN_ITEMS = {
+    PlanItem.OFFLOAD: cache_service_pb2.PLAN_ITEM_OFFLOAD,
     PlanItem.TRIM: cache_service_pb2.PLAN_ITEM_TRIM,
     PlanItem.FORK: cache_service_pb2.PLAN_ITEM_FORK,
     PlanItem.EXTEND: cache_service_pb2.PLAN_ITEM_EXTEND,
+    PlanItem.RESTORE: cache_service_pb2.PLAN_ITEM_RESTORE,
     PlanItem.ADMISSION: cache_service_pb2.PLAN_ITEM_ADMISSION,
 }
 BLOCK_STATES = {
@@ -102,11 +105,13 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
     return StepRequest(
         releases=request.release_sequence_ids,
         return_hints=[decode_return_hint(hint) for hint in request.return_hints],
+        offloads=request.offload_sequence_ids,
         trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
         forks=[decode_fork(fork) for fork in request.forks],
         extend_ids=int32_bytes(extends.sequence_ids),
         extend_token_counts=int32_bytes(extends.token_counts),
         appends=decode_appends(extends),
+        restores=[decode_restore(restore) for restore in request.restores],
         admissions=[decode_admission(admission) for admission in request.admissions],
         admission_token_budget=request.admission_token_budget,
         admission_reserve=request.admission_reserve_block_count,
@@ -118,9 +123,11 @@ def check_plan_size(request: cache_service_pb2.PlanStepRequest) -> None:
     sizes = (
         ("release_sequence_ids", len(request.release_sequence_ids)),
         ("return_hints", len(request.return_hints)),
+        ("offload_sequence_ids", len(request.offload_sequence_ids)),
         ("trim_sequence_ids", len(request.trim_sequence_ids)),
         ("forks.child_sequence_ids", sum(len(fork.child_sequence_ids) for fork in request.forks)),
         ("extends.sequence_ids", len(request.extends.sequence_ids)),
+        ("restores", len(request.restores)),
         ("admissions", len(request.admissions)),
     )
     for name, size in sizes:
@@ -160,6 +167,11 @@ def decode_return_hint(hint: cache_service_pb2.ReturnHint) -> ReturnHint:
         case "not_expected" if hint.not_expected:
             return ReturnHint(hint.sequence_id, None)
     raise CallRefused(invalid("return_hints.hint", "not set", "expected_in, or not_expected: true"))
+
+
+def decode_restore(restore: cache_service_pb2.Restore) -> Restore:
+    require_not_negative("restores.max_compute_token_count", restore.max_compute_token_count)
+    return Restore(restore.sequence_id, restore.max_compute_token_count)
 
 
 def decode_admission(admission: cache_service_pb2.Admission, name: str = "admissions") -> Admission:
@@ -251,6 +263,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         "max_sequence_count": (message.max_sequence_count, 1, 2**31 - 1),
         "max_sequence_tokens": (message.max_sequence_tokens, 1, 2**31 - 1),
         "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
+        "host_block_count": (message.host_block_count, 0, 0 if message.has_recurrent_state else MAX_BLOCKS),
     }
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
@@ -265,6 +278,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         model=message.model,
         model_fingerprint=message.model_fingerprint,
         has_recurrent_state=message.has_recurrent_state,
+        num_host_blocks=message.host_block_count,
     )
 
 
@@ -293,6 +307,7 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
         model=geometry.model,
         model_fingerprint=geometry.model_fingerprint,
         has_recurrent_state=geometry.has_recurrent_state,
+        host_block_count=geometry.num_host_blocks,
     )
 
 
@@ -309,6 +324,15 @@ def encode_counts(
     return message
 
 
+def encode_host_counts(counts: HostBlockCounts | None) -> cache_service_pb2.HostBlockCounts | None:
+    """None if there is no host tier."""
+    if counts is None:
+        return None
+    return cache_service_pb2.HostBlockCounts(
+        free_count=counts.free, held_count=counts.held, retired_count=counts.retired
+    )
+
+
 def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
     ledger = pool.ledger
     holdings = [ledger.holdings(lease.lease_id) for lease in ledger.leases()]
@@ -322,6 +346,7 @@ def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
         block_counts=encode_counts(pool.ledger.counts()),
         lease_count=len(holdings),
         sequence_count=sum(held.num_sequences for held in holdings),
+        host_block_counts=encode_host_counts(pool.ledger.host_counts()),
     )
 
 
@@ -351,6 +376,9 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         block_ids=sequence.block_table if with_blocks else (),
         block_count=sequence.num_blocks,
         reserved_token_count=sequence.reserved_tokens,
+        offloaded=sequence.is_offloaded,
+        host_block_ids=sequence.host_blocks if with_blocks else (),
+        host_block_count=len(sequence.host_blocks),
     )
 
 
@@ -424,6 +452,12 @@ def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache
         refusal_counts={reason.value: count for reason, count in statistics.refusals.items()},
         expired_lease_count=statistics.expired_leases,
         recomputed_token_count=statistics.recomputed_tokens,
+        host_block_counts=encode_host_counts(statistics.host_counts),
+        offloaded_sequence_count=statistics.num_offloaded,
+        offload_count=statistics.offloads,
+        restore_count=statistics.restores,
+        offloaded_block_count=statistics.offloaded_blocks,
+        restored_block_count=statistics.restored_blocks,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from quire.cachemgr.blocks import HostBlockCounts
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.leases import LeaseState
 from quire.cachemgr.ledger import LedgerStatistics
@@ -17,6 +18,7 @@ from quire.serving.interceptor import CallStatistics
 Statistics = dict[str, LedgerStatistics]
 """By pool."""
 
+NO_HOST_TIER = HostBlockCounts(0, 0, 0)
 COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
     "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_steps),
     "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admissions),
@@ -49,6 +51,10 @@ COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
         "Blocks copied because a shared or published one was to be written.",
         lambda pool: pool.copied_blocks,
     ),
+    "quire_cache_offloads": ("Sequences moved to the host tier.", lambda pool: pool.offloads),
+    "quire_cache_restores": ("Sequences brought back from the host tier.", lambda pool: pool.restores),
+    "quire_cache_blocks_offloaded": ("Blocks copied to the host tier.", lambda pool: pool.offloaded_blocks),
+    "quire_cache_blocks_restored": ("Blocks copied back from the host tier.", lambda pool: pool.restored_blocks),
     "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.num_allocated),
     "quire_cache_blocks_evicted": ("Blocks that lost their content to make room.", lambda pool: pool.num_evicted),
     "quire_cache_blocks_published": (
@@ -58,7 +64,11 @@ COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
     "quire_cache_leases_expired": ("Leases that ended by expiry.", lambda pool: pool.expired_leases),
 }
 GAUGES: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
-    "quire_sequences": ("Sequences that hold blocks.", lambda pool: pool.num_sequences),
+    "quire_sequences": (
+        "Sequences that hold blocks, of the pool or of the host tier.",
+        lambda pool: pool.num_sequences,
+    ),
+    "quire_sequences_offloaded": ("Sequences in the host tier.", lambda pool: pool.num_offloaded),
     "quire_kv_held_tokens": ("Tokens in blocks that are held.", lambda pool: pool.num_held_tokens),
     "quire_kv_shared_blocks": ("Blocks that two or more sequences hold.", lambda pool: pool.num_shared_blocks),
     "quire_kv_reserved_blocks": (
@@ -112,12 +122,15 @@ def pool_families(pools: list[AttachedPool]) -> Iterator[Metric]:
 
 
 def block_families(statistics: Statistics) -> Iterator[Metric]:
-    """Blocks by state."""
+    """Blocks by state, in the pool and in the host tier."""
     blocks = GaugeMetricFamily("quire_kv_blocks", "Blocks by state.", labels=["pool", "state"])
+    host = GaugeMetricFamily("quire_kv_host_blocks", "Blocks of the host tier by state.", labels=["pool", "state"])
     for pool, values in statistics.items():
-        for state in ("free", "cached", "active", "retired"):
-            blocks.add_metric([pool, state], getattr(values.counts, state))
-    yield blocks
+        for state, count in values.counts._asdict().items():
+            blocks.add_metric([pool, state], count)
+        for state, count in (values.host_counts or NO_HOST_TIER)._asdict().items():
+            host.add_metric([pool, state], count)
+    yield from (blocks, host)
 
 
 def outcome_families(statistics: Statistics) -> Iterator[Metric]:

@@ -15,9 +15,11 @@ TOKEN_BYTES = 4
 class PlanItem(Enum):
     """The kinds of items that are answered one by one."""
 
+    OFFLOAD = "offload"
     TRIM = "trim"
     FORK = "fork"
     EXTEND = "extend"
+    RESTORE = "restore"
     ADMISSION = "admission"
 
 
@@ -34,6 +36,13 @@ class Fork:
     child_ids: Sequence[int]
     num_tokens: int
     """Tokens each child begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    seq_id: int
+    max_compute: int = 0
+    """The most tokens to compute in this step; 0: no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class StepRequest:
     releases: Sequence[int] = ()
     return_hints: Sequence[ReturnHint] = ()
     """About sequences that are released."""
+    offloads: Sequence[int] = ()
+    """Sequences to move to the host tier."""
     trims: Sequence[Trim] = ()
     forks: Sequence[Fork] = ()
     extend_ids: Sequence[int] | bytes = ()
@@ -88,11 +99,12 @@ class StepRequest:
     """Tokens to compute, parallel to extend_ids."""
     appends: Mapping[int, bytes] = field(default_factory=dict)
     """Tokens to append before computing, by sequence, TOKEN_BYTES each."""
+    restores: Sequence[Restore] = ()
     admissions: Sequence[Admission] = ()
     admission_token_budget: int = 0
-    """The most tokens admissions may compute together; 0: no limit."""
+    """The most tokens restores and admissions may compute together; 0: no limit."""
     admission_reserve: int = 0
-    """Blocks that admissions leave allocatable."""
+    """Blocks that restores and admissions leave allocatable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,7 @@ class CacheServicer(Keeping):
     async def PlanStep(  # noqa: N802
         self, request: cache_service_pb2.PlanStepRequest, context: Context
     ) -> cache_service_pb2.PlanStepResponse:
-        if request.admissions:
+        if request.admissions or request.restores:
             await self._turns.turn()
         answer = cache_service_pb2.PlanStepResponse()
         self.plan_step(request, answer)
@@ -309,7 +309,7 @@ class CacheServicer(Keeping):
     ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
         async for request in request_iterator:
             try:
-                if request.plan.admissions:
+                if request.plan.admissions or request.plan.restores:
                     await self._turns.turn()
                 answer = cache_service_pb2.PlanStepsResponse()
                 self.plan_step(request.plan, answer.plan)

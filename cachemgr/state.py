@@ -24,7 +24,7 @@ from quire.cachemgr.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of pool.json."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

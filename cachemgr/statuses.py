@@ -26,7 +26,10 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.NOTHING_TO_COMPUTE: StatusCode.FAILED_PRECONDITION,
     Reason.POOL_ALREADY_ATTACHED: StatusCode.FAILED_PRECONDITION,
     Reason.TERM_SUPERSEDED: StatusCode.FAILED_PRECONDITION,
+    Reason.SEQUENCE_OFFLOADED: StatusCode.FAILED_PRECONDITION,
+    Reason.SEQUENCE_BUSY: StatusCode.FAILED_PRECONDITION,
     Reason.OUT_OF_BLOCKS: StatusCode.RESOURCE_EXHAUSTED,
+    Reason.OUT_OF_HOST_BLOCKS: StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOO_MANY_SEQUENCES: StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOO_MANY_STEPS: StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOKEN_BUDGET_SPENT: StatusCode.RESOURCE_EXHAUSTED,
@@ -46,8 +49,11 @@ STATUS_CODES: dict[Reason, StatusCode] = {
 RETRY_DELAYS_S: dict[Reason, float] = {
     # A step or two later: blocks and rows of sequences come back as steps end, outcomes as they are reported.
     Reason.OUT_OF_BLOCKS: 0.02,
+    Reason.OUT_OF_HOST_BLOCKS: 0.02,
     Reason.TOO_MANY_SEQUENCES: 0.02,
     Reason.TOO_MANY_STEPS: 0.02,
+    # Likewise: the token that it waits for is reported.
+    Reason.SEQUENCE_BUSY: 0.02,
     # The next plan has a budget of its own.
     Reason.TOKEN_BUDGET_SPENT: 0.0,
     # Only sequences of the same tenant that end make room.

@@ -119,6 +119,8 @@ class EngineStatistics:
     schedule_s    the scheduler and building messages
     wait_s        waiting for steps' tokens
     deliver_s     texts and mailboxes
+    offloaded_bytes, restored_bytes    copied to the pool's host tier, and back
+    prefill_tokens_per_s, copy_bytes_per_s    by what preempted sequences are kept there or computed again: of late
     """
 
     scheduler: SchedulerStatistics
@@ -129,6 +131,10 @@ class EngineStatistics:
     schedule_s: float
     wait_s: float
     deliver_s: float
+    offloaded_bytes: int
+    restored_bytes: int
+    prefill_tokens_per_s: float
+    copy_bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -139,6 +145,8 @@ class _Counters:
     schedule_s: float = 0.0
     wait_s: float = 0.0
     deliver_s: float = 0.0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
 
 
 class _Request:
@@ -353,6 +361,10 @@ class Engine:
             schedule_s=counters.schedule_s,
             wait_s=counters.wait_s,
             deliver_s=counters.deliver_s,
+            offloaded_bytes=counters.offloaded_bytes,
+            restored_bytes=counters.restored_bytes,
+            prefill_tokens_per_s=self._scheduler.costs.prefill.per_s,
+            copy_bytes_per_s=self._scheduler.costs.copy.per_s,
         )
 
     def _look(self) -> EngineLook:
@@ -364,6 +376,7 @@ class Engine:
             num_requests=len(self._requests),
             computed_steps=self._counters.computed_steps,
             recoveries=self._counters.recoveries,
+            host_bytes={"offload": self._counters.offloaded_bytes, "restore": self._counters.restored_bytes},
             measured=self._measured,
         )
 
@@ -568,6 +581,7 @@ class Engine:
             self._counters.wait_s += ended - started
         self._flight.popleft()
         self._measured.step.observe(ended - sent)
+        self._observe_costs(step, response)
         if span is not NO_SPAN:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **_timings_of(response))
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
@@ -575,6 +589,18 @@ class Engine:
         if step.seq_ids:
             self._counters.computed_steps += 1
             self._recoveries_in_row = self._fruitless_in_row = 0
+
+    def _observe_costs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
+        """What the step says of computing tokens again, if it was mostly prompts, and of copies."""
+        seconds, num_tokens = _timings_of(response), sum(step.counts)
+        if 2 * sum(count for count in step.counts if count > 1) > num_tokens:
+            self._scheduler.costs.prefill.observe(num_tokens, seconds["forward_s"] + seconds["sample_s"])
+        block_bytes = self._scheduler.limits.block_bytes
+        offloaded, restored = response.offloaded_block_count, response.restored_block_count
+        self._counters.offloaded_bytes += offloaded * block_bytes
+        self._counters.restored_bytes += restored * block_bytes
+        copy_s = seconds["offload_s"] + seconds["restore_s"]
+        self._scheduler.costs.copy.observe((offloaded + restored) * block_bytes, copy_s)
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
         """For what is done for these sequences."""
@@ -760,7 +786,14 @@ def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> 
 def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float]:
     """What the worker says of a step's time, in seconds."""
     timings = response.timings
-    parts = {"queue": timings.queue, "prepare": timings.prepare, "forward": timings.forward, "sample": timings.sample}
+    parts = {
+        "queue": timings.queue,
+        "prepare": timings.prepare,
+        "forward": timings.forward,
+        "sample": timings.sample,
+        "offload": timings.offload,
+        "restore": timings.restore,
+    }
     return {f"{name}_s": part.seconds + part.nanos / 1e9 for name, part in parts.items()}
 
 

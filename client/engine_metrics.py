@@ -135,6 +135,8 @@ class EngineLook:
     num_requests: int
     computed_steps: int
     recoveries: int
+    host_bytes: Mapping[str, int]
+    """Copied to the pool's host tier and back, by "offload" and "restore"."""
     measured: Measured
 
 
@@ -151,9 +153,24 @@ def families(look: EngineLook) -> list[Metric]:
     common = {"pool": look.pool, "model": look.model}
     made: list[Metric] = [
         _by_label(GaugeMetricFamily, "sequences", "Sequences by state.", common, "state", states),
+        _single(
+            GaugeMetricFamily,
+            "offloaded_sequences",
+            "Of those that wait or drain, those that the host tier keeps.",
+            common,
+            scheduler.num_offloaded,
+        ),
         _single(GaugeMetricFamily, "requests", "Requests that have not ended.", common, look.num_requests),
         _single(
             GaugeMetricFamily, "steps_in_flight", "Steps sent and not ended.", common, scheduler.num_steps_in_flight
+        ),
+        _by_label(
+            CounterMetricFamily,
+            "host_copied_bytes",
+            "Copied to the pool's host tier and back.",
+            common,
+            "direction",
+            look.host_bytes,
         ),
         _by_label(CounterMetricFamily, "samples_finished", "Samples that ended, by reason.", common, "reason", reasons),
     ]
@@ -170,6 +187,9 @@ def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:
         ("cached_tokens", "Tokens admitted that were found in the cache.", scheduler.cached_tokens),
         ("generation_tokens", "Tokens generated.", scheduler.sampled_tokens),
         ("preemptions", "Running sequences that gave their blocks back for others.", scheduler.preemptions),
+        ("offloads", "Preemptions that kept what was computed in the host tier.", scheduler.offloads),
+        ("restores", "Sequences that came back from the host tier.", scheduler.restores),
+        ("restored_tokens", "Tokens of these that were not computed again.", scheduler.restored_tokens),
         ("refusals", "Items of plans that cachemgr refused.", scheduler.refusals),
         ("steps_planned", "Steps planned.", scheduler.planned_steps),
         ("steps_computed", "Steps computed.", look.computed_steps),

@@ -8,6 +8,8 @@ from quire.client.sequence import Sequence
 from quire.compute.v1 import worker_service_pb2
 
 _ITEMS = {
+    cache_service_pb2.PLAN_ITEM_OFFLOAD: PlanItem.OFFLOAD,
+    cache_service_pb2.PLAN_ITEM_RESTORE: PlanItem.RESTORE,
     cache_service_pb2.PLAN_ITEM_FORK: PlanItem.FORK,
     cache_service_pb2.PLAN_ITEM_EXTEND: PlanItem.EXTEND,
     cache_service_pb2.PLAN_ITEM_ADMISSION: PlanItem.ADMISSION,
@@ -25,6 +27,8 @@ def limits_of(
         num_blocks=geometry.block_count - 1,
         max_sequence_tokens=geometry.max_sequence_tokens,
         vocabulary_size=geometry.vocabulary_size,
+        num_host_blocks=geometry.host_block_count,
+        block_bytes=geometry.block_bytes,
     )
 
 
@@ -35,6 +39,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         epoch=epoch,
         request_id=request_id,
         release_sequence_ids=plan.release_ids,
+        offload_sequence_ids=plan.offload_ids,
         forks=[
             cache_service_pb2.Fork(
                 parent_sequence_id=fork.parent_id, child_sequence_ids=fork.child_ids, token_count=fork.num_tokens
@@ -42,6 +47,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
             for fork in plan.forks
         ],
         extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
+        restores=[cache_service_pb2.Restore(sequence_id=seq_id) for seq_id in plan.restore_ids],
         admissions=[
             cache_service_pb2.Admission(
                 sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
@@ -71,11 +77,16 @@ def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:
             active=counts.active_count,
             retired=counts.retired_count,
         ),
+        restored_ids=list(response.restored_sequence_ids),
+        restored_counts=list(response.restored_token_counts),
+        num_free_host_blocks=response.host_block_counts.free_count,
     )
     if not len(outcome.run_ids) == len(outcome.run_starts) == len(outcome.run_counts):
         raise ProtocolViolation("the runs of a plan differ in length")
     if len(outcome.admitted_ids) != len(outcome.cached_counts):
         raise ProtocolViolation("the admissions of a plan differ in length")
+    if len(outcome.restored_ids) != len(outcome.restored_counts):
+        raise ProtocolViolation("the restores of a plan differ in length")
     return outcome
 
 

@@ -209,6 +209,7 @@ def pool_view(snapshot: Snapshot) -> RenderableType:
             number_table("Prefix cache", _rows_prefix(snapshot.statistics, snapshot.hit_ratio)),
             number_table("Blocks", _rows_blocks(snapshot.statistics)),
             number_table("Steps", _rows_steps(snapshot.statistics)),
+            *([number_table("Host tier", _rows_host(snapshot.statistics))] if snapshot.has_host_tier else []),
         ],
         padding=(0, 4),
     )
@@ -244,6 +245,17 @@ def _rows_blocks(statistics: pb.PoolStatistics) -> list[Row]:
         ("copied on write", f"{statistics.copied_block_count:,}"),
         ("published", f"{statistics.published_block_count:,}"),
         ("evicted", f"{statistics.evicted_block_count:,}"),
+    ]
+
+
+def _rows_host(statistics: pb.PoolStatistics) -> list[Row]:
+    counts = statistics.host_block_counts
+    return [
+        ("sequences there", f"{statistics.offloaded_sequence_count:,}"),
+        ("blocks held", f"{counts.held_count:,}"),
+        ("blocks free", f"{counts.free_count:,}"),
+        ("sequences moved there", f"{statistics.offload_count:,}"),
+        ("brought back", f"{statistics.restore_count:,}"),
     ]
 
 

@@ -16,6 +16,9 @@ this client and gets every block that this client holds, so it ends; then so doe
 priority may have to wait for as long as higher ones keep coming: who waits for admission takes blocks and places from
 running sequences of lower priority, and never from others.
 
+Who is preempted comes back by an admission of its tokens; or by a restore, if the pool has a host tier with room and
+copying what it has there and back is measured to take less than computing it again. Both wait in one line.
+
 Thrashing. Admissions leave what the running sequences will want within so many steps: twice as many after each plan
 that preempted for one of them, until a running sequence ends. So between two ends there are no more such plans than
 doublings and places: beyond the last doubling nobody is admitted beside others before one of them has ended.
@@ -41,12 +44,15 @@ from typing import NamedTuple
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
 from quire.client.sampling import SamplingParams
 from quire.client.sequence import FinishReason, Sequence, SequenceState
+from quire.client.tier import TierCosts
 
 _MAX_SEQ_ID = 2**31
 # There is no room for an item: in the pool, or in what this client may hold of it.
 _NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
 _RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
 _DRAINING = SequenceState.DRAINING
+# Who may have something in the host tier.
+_AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
 # Admissions leave the blocks that running sequences will ask for within this many steps, or more under pressure.
 _RESERVE_STEPS = 4
 # Of a step's tokens one in so many is never a decode's.
@@ -65,6 +71,8 @@ class SchedulerLimits:
     vocabulary_size          token ids are below this
     max_step_failures        a request is given up when this many steps it was alone in have failed
     max_stalls               plans without a run, one after the other, before the only running sequence gives way
+    num_host_blocks          blocks of the host tier; 0: there is none
+    block_bytes              what a copy of a block moves
     """
 
     max_step_tokens: int
@@ -75,11 +83,14 @@ class SchedulerLimits:
     vocabulary_size: int
     max_step_failures: int = 3
     max_stalls: int = 20
+    num_host_blocks: int = 0
+    block_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            if getattr(self, name) < 1:
-                raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+            least = 0 if name in ("num_host_blocks", "block_bytes") else 1
+            if getattr(self, name) < least:
+                raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
 
     @property
     def num_places(self) -> int:
@@ -95,8 +106,10 @@ class SchedulerLimits:
 class PlanItem(Enum):
     """The kind of an item of a plan."""
 
+    OFFLOAD = "offload"
     FORK = "fork"
     EXTEND = "extend"
+    RESTORE = "restore"
     ADMISSION = "admission"
 
 
@@ -124,9 +137,11 @@ class Plan:
     """What the next step should do. extend_ids and extend_counts are parallel; sequences has whom the ids stand for."""
 
     release_ids: tuple[int, ...] = ()
+    offload_ids: tuple[int, ...] = ()
     forks: tuple[Fork, ...] = ()
     extend_ids: tuple[int, ...] = ()
     extend_counts: tuple[int, ...] = ()
+    restore_ids: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     admission_token_budget: int = 0
     admission_reserve_blocks: int = 0
@@ -135,12 +150,12 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to ask for."""
-        return not (self.release_ids or self.extend_ids or self.admissions)
+        return not (self.release_ids or self.offload_ids or self.asks_to_compute)
 
     @property
     def asks_to_compute(self) -> bool:
         """Whether anything should run."""
-        return bool(self.extend_ids or self.admissions)
+        return bool(self.extend_ids or self.restore_ids or self.admissions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +179,10 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """What cachemgr made of a plan. run_* are parallel; so are admitted_ids and cached_counts."""
+    """What cachemgr made of a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
+
+    restored_counts have the tokens that need not be computed again.
+    """
 
     step_number: int
     run_ids: abc.Sequence[int]
@@ -175,6 +193,9 @@ class PlanOutcome:
     admitted_ids: abc.Sequence[int]
     cached_counts: abc.Sequence[int]
     blocks: Blocks
+    restored_ids: abc.Sequence[int] = ()
+    restored_counts: abc.Sequence[int] = ()
+    num_free_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,6 +246,7 @@ class SchedulerStatistics:
     num_running: int
     num_following: int
     num_draining: int
+    num_offloaded: int
     num_steps_in_flight: int
     planned_steps: int
     failed_steps: int
@@ -233,6 +255,9 @@ class SchedulerStatistics:
     cached_tokens: int
     forks: int
     preemptions: int
+    offloads: int
+    restores: int
+    restored_tokens: int
     scheduled_tokens: int
     sampled_tokens: int
     discarded_tokens: int
@@ -249,6 +274,9 @@ class _Counters:
     cached_tokens: int = 0
     forks: int = 0
     preemptions: int = 0
+    offloads: int = 0
+    restores: int = 0
+    restored_tokens: int = 0
     scheduled_tokens: int = 0
     sampled_tokens: int = 0
     discarded_tokens: int = 0
@@ -259,13 +287,14 @@ class _Counters:
 class _Draft:
     """A plan while it is being made."""
 
-    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "sequences")
+    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "restores", "sequences")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.ids: list[int] = []
         self.counts: list[int] = []
         self.forks: list[Fork] = []
+        self.restores: list[int] = []
         self.admissions: list[Admission] = []
         self.sequences: dict[int, Sequence] = {}
 
@@ -281,6 +310,10 @@ class _Draft:
         self.counts += [1] * len(ids)
         self.sequences.update(zip(ids, sequences, strict=True))
         self.budget -= len(ids)
+
+    def restore(self, seq_id: int, sequence: Sequence) -> None:
+        self.restores.append(seq_id)
+        self.sequences[seq_id] = sequence
 
     def admit(self, seq_id: int, sequence: Sequence) -> None:
         self.admissions.append(Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted))
@@ -308,6 +341,8 @@ class Scheduler:
         self._followers: dict[Sequence, list[Sequence]] = {}  # parent -> samples still to be forked
         self._suspects: list[Sequence] = []  # by rank
         self._releases: dict[int, int] = {}  # id -> blocks that will come back, at most
+        self._offloads: dict[int, Sequence] = {}  # id -> who gave way under it and is to go to the host tier
+        self.costs = TierCosts()
         self._steps: deque[Step] = deque()
         self._next_request = 0
         self._next_seq_id = 0
@@ -323,13 +358,15 @@ class Scheduler:
         self._cached_ratio = 0.0  # of admitted tokens lately: how far a budget for admissions goes
         self._stalls = 0
         self._is_settling = False  # a step failed: those in flight end before another is planned
+        self._free_host_blocks = self.limits.num_host_blocks  # those not asked for yet
+        self._unscheduled: abc.Set[int] = frozenset()  # ids with a run that cachemgr has planned, and this has not
 
     # What comes from outside.
 
     @property
     def has_work(self) -> bool:
         """Whether schedule() or a step in flight still has something to do."""
-        return bool(self._waiting or self._running or self._draining or self._releases or self._steps)
+        return bool(self._waiting or self._running or self._draining or self._releases or self._offloads or self._steps)
 
     def add(
         self,
@@ -418,6 +455,9 @@ class Scheduler:
         self._counters.resets += 1
         self._steps.clear()
         self._releases.clear()
+        self._offloads.clear()
+        for sequence in self._waiting:
+            sequence.host_id = None
         for sequence in (*self._running, *self._draining):
             sequence.forget()
             insort(self._waiting, sequence, key=_by_rank)
@@ -443,20 +483,22 @@ class Scheduler:
             self._draft_admissions(draft)
         return Plan(
             release_ids=tuple(self._releases),
+            offload_ids=tuple(self._offloads),
             forks=tuple(draft.forks),
             extend_ids=tuple(draft.ids),
             extend_counts=tuple(draft.counts),
+            restore_ids=tuple(draft.restores),
             admissions=tuple(draft.admissions),
-            admission_token_budget=draft.budget if draft.admissions else 0,
+            admission_token_budget=draft.budget if draft.restores or draft.admissions else 0,
             admission_reserve_blocks=self._reserve_of(draft),
             sequences=draft.sequences,
         )
 
     def _reserve_of(self, draft: _Draft) -> int:
-        if not draft.admissions:
+        newcomers = [*draft.restores, *(admission.seq_id for admission in draft.admissions)]
+        if not newcomers:
             return 0
-        last = draft.sequences[draft.admissions[-1].seq_id]
-        return self._reserve_for(last, beside=len(draft.admissions) - 1)
+        return self._reserve_for(draft.sequences[newcomers[-1]], beside=len(newcomers) - 1)
 
     def _reserve_for(self, newcomer: Sequence, *, beside: int = 0) -> int:
         """Blocks that an admission has to leave to running sequences of no lower priority, and others admitted too."""
@@ -476,7 +518,7 @@ class Scheduler:
         if self._steps:
             return  # alone means alone: a failure must have one possible cause
         if suspect.state is SequenceState.WAITING:
-            draft.admit(self._fresh_id(), suspect)
+            self._draft_newcomer(draft, suspect)
         elif suspect.seq_id is not None:
             draft.extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, draft.budget))
 
@@ -518,12 +560,27 @@ class Scheduler:
         # cached, cuts the last one.
         budget = float(draft.budget)
         for sequence in self._waiting[: max(0, places)]:
-            if budget <= 0 or not self._may_take_blocks(sequence):
+            if budget <= 0 or not self._may_take_blocks(sequence) or not self._draft_newcomer(draft, sequence):
                 return
-            draft.admit(self._fresh_id(), sequence)
-            budget -= max(1.0, len(sequence.token_ids) * (1.0 - self._cached_ratio))
+            budget -= max(1.0, self._expected_run_of(sequence))
             if self._admission_needs:
                 return  # somebody was refused blocks: nobody may overtake the first in line
+
+    def _draft_newcomer(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Offer one that waits; False if it has to wait for the next plan."""
+        if sequence.host_id is None:
+            draft.admit(self._fresh_id(), sequence)
+            return True
+        if sequence.host_id in self._offloads or draft.admissions:
+            return False  # it is on its way there; or it would be let in before those above it in rank
+        draft.restore(sequence.host_id, sequence)
+        return True
+
+    def _expected_run_of(self, newcomer: Sequence) -> float:
+        num_tokens = len(newcomer.token_ids)
+        if newcomer.host_id is not None:
+            return num_tokens - newcomer.num_host_tokens
+        return num_tokens * (1.0 - self._cached_ratio)
 
     def _admissions_blocked(self) -> bool:
         """Whether the first in line was refused and nothing has come back since that would change it."""
@@ -550,12 +607,19 @@ class Scheduler:
         for seq_id in plan.release_ids:
             self._releases.pop(seq_id, None)
         self._blocks = outcome.blocks
+        self._free_host_blocks = outcome.num_free_host_blocks
+        for seq_id in plan.offload_ids:
+            self._take_offload(seq_id, is_refused=(PlanItem.OFFLOAD, seq_id) in refused)
         failed: list[Failed] = []
+        self._unscheduled = frozenset(outcome.run_ids)
         if plan.forks:
             self._begin_forks(plan, refused)
-        if plan.admissions:
+        if plan.restore_ids or plan.admissions:
+            self._admission_needs = 0
+            self._begin_restores(plan, outcome, refused)
             self._begin_admissions(plan, outcome, refused, failed)
         step = self._step_of(plan, outcome, failed)
+        self._unscheduled = frozenset()
         self._steps.append(step)
         self._refuse_extends(plan, refused, failed)
         if plan.asks_to_compute:
@@ -595,7 +659,6 @@ class Scheduler:
         failed: list[Failed],
     ) -> None:
         cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
-        self._admission_needs = 0
         for admission in plan.admissions:
             sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
             if seq_id in cached:
@@ -604,10 +667,42 @@ class Scheduler:
                 raise ProtocolViolation("an admission was neither accepted nor refused")
             elif not isinstance(error, OutOfRoom):
                 self._fail(sequence, error, failed)
-            elif error.reason in _NO_BLOCKS and not self._admission_needs:
-                self._admission_needs = self._needed_by(sequence, error, plan.admission_reserve_blocks)
-                if sequence.state is SequenceState.WAITING:
-                    self._make_room(sequence, self._admission_needs - self._room(self._spare_of(error)))
+            elif error.reason in _NO_BLOCKS:
+                self._await_blocks(sequence, error, plan)
+
+    def _begin_restores(
+        self, plan: Plan, outcome: PlanOutcome, refused: abc.Mapping[tuple[PlanItem, int], QuireError]
+    ) -> None:
+        restored = dict(zip(outcome.restored_ids, outcome.restored_counts, strict=True))
+        for seq_id in plan.restore_ids:
+            sequence = plan.sequences[seq_id]
+            if seq_id in restored:
+                self._begin_restored(sequence, seq_id, restored[seq_id])
+            elif (error := refused.get((PlanItem.RESTORE, seq_id))) is None:
+                raise ProtocolViolation("a restore was neither accepted nor refused")
+            elif error.reason in _NO_BLOCKS:
+                self._await_blocks(sequence, error, plan)
+            elif not isinstance(error, OutOfRoom):
+                self._leave_host(sequence)  # it can be admitted like any other
+
+    def _begin_restored(self, sequence: Sequence, seq_id: int, num_tokens: int) -> None:
+        self._counters.restores += 1
+        self._counters.restored_tokens += num_tokens
+        if sequence.state is not SequenceState.WAITING:
+            self._releases[seq_id] = self._blocks_of(sequence)  # it ended while the plan was under way
+            return
+        self._waiting.remove(sequence)
+        num_shared = min(sequence.num_shared_tokens, num_tokens)
+        sequence.begin(seq_id, num_scheduled_tokens=num_tokens, num_shared_tokens=num_shared)
+        insort(self._running, sequence, key=_by_rank)
+
+    def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan) -> None:
+        """The first that was refused blocks waits for so many, and takes them from those below it."""
+        if self._admission_needs:
+            return
+        self._admission_needs = self._needed_by(newcomer, error, plan.admission_reserve_blocks)
+        if newcomer.state is SequenceState.WAITING:
+            self._make_room(newcomer, self._admission_needs - self._room(self._spare_of(error)))
 
     def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
         """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
@@ -696,7 +791,8 @@ class Scheduler:
 
     def _room(self, spare: int) -> int:
         """Blocks that there are or that are on their way back."""
-        return spare + self._blocks.retired + sum(self._releases.values())
+        leaving = sum(map(self._blocks_of, self._offloads.values()))
+        return spare + self._blocks.retired + sum(self._releases.values()) + leaving
 
     def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
         """Make room for running sequences that were refused blocks, the first in rank first."""
@@ -745,12 +841,50 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preemptions += 1
+        seq_id, is_kept = _id_of(sequence), self._is_worth_offloading(sequence)
         self._leave(sequence)
-        sequence.preempt()
+        sequence.preempt(is_offloaded=is_kept)
+        if is_kept:
+            del self._releases[seq_id]
+            self._offloads[seq_id] = sequence
+            self._free_host_blocks -= self._host_blocks_of(sequence.num_host_tokens)
         if sequence.state is SequenceState.DRAINING:
             self._draining.add(sequence)
         else:
             self._queue(sequence)
+
+    # The host tier.
+
+    def _is_worth_offloading(self, sequence: Sequence) -> bool:
+        num_tokens = sequence.num_scheduled_tokens
+        num_blocks = self._host_blocks_of(num_tokens)
+        if num_blocks > self._free_host_blocks or sequence.seq_id in self._unscheduled:
+            return False  # in the second case it would come back with a token that nobody awaits
+        return self.costs.prefers_offload(
+            num_lost_tokens=num_tokens - sequence.num_shared_tokens, num_bytes=num_blocks * self.limits.block_bytes
+        )
+
+    def _host_blocks_of(self, num_tokens: int) -> int:
+        return max(1, -(-num_tokens // self.limits.block_size))
+
+    def _take_offload(self, seq_id: int, *, is_refused: bool) -> None:
+        """A sequence was asked to be moved to the host tier; one that can't be is released."""
+        self._counters.offloads += not is_refused
+        sequence = self._offloads.get(seq_id)
+        if sequence is None:
+            return  # it ended while the plan was under way
+        if is_refused:
+            self._leave_host(sequence)
+        else:
+            del self._offloads[seq_id]
+
+    def _leave_host(self, sequence: Sequence) -> None:
+        """Give up what a sequence has in the host tier, or was to get there: with the next plan."""
+        if sequence.host_id is None:
+            return
+        leaving = self._offloads.pop(sequence.host_id, None)
+        self._releases[sequence.host_id] = 0 if leaving is None else self._blocks_of(sequence)
+        sequence.host_id = None
 
     # How a step ended.
 
@@ -888,6 +1022,7 @@ class Scheduler:
 
     def _readmit(self, sequence: Sequence) -> None:
         self._leave(sequence)
+        self._leave_host(sequence)
         sequence.forget()
         self._queue(sequence)
 
@@ -906,6 +1041,7 @@ class Scheduler:
             self._reserve_steps = _RESERVE_STEPS
             self._is_quota_short = False
         self._leave(sequence)
+        self._leave_host(sequence)
         sequence.finish(reason)
         if sequence in self._suspects:
             self._suspects.remove(sequence)
@@ -919,7 +1055,7 @@ class Scheduler:
 
     def _blocks_of(self, sequence: Sequence) -> int:
         """Blocks that a sequence's release gives back, at most: shared ones stay."""
-        num_tokens = max(len(sequence.token_ids), sequence.num_scheduled_tokens)
+        num_tokens = max(len(sequence.token_ids), sequence.num_scheduled_tokens, sequence.num_host_tokens)
         return -(-num_tokens // self.limits.block_size)
 
     def _own_blocks_of(self, sequence: Sequence) -> int:
@@ -935,6 +1071,7 @@ class Scheduler:
             num_running=len(self._running),
             num_following=sum(map(len, self._followers.values())),
             num_draining=len(self._draining),
+            num_offloaded=sum(sequence.host_id is not None for sequence in (*self._waiting, *self._draining)),
             num_steps_in_flight=len(self._steps),
             **{f.name: getattr(self._counters, f.name) for f in fields(self._counters)},
         )
@@ -964,6 +1101,9 @@ class Scheduler:
         ids = [_id_of(sequence) for sequence in self._running]
         _require(len(set(ids)) == len(ids), "an id stands for one sequence")
         _require(not set(ids) & self._releases.keys(), "what runs is not released")
+        _require(not set(ids) & self._offloads.keys(), "what runs does not leave for the host tier")
+        _require(not self._offloads.keys() & self._releases.keys(), "what is kept in the host tier is not released")
+        _require(all(s.host_id == i for i, s in self._offloads.items()), "who leaves knows under which id")
         for sequence in everybody:
             self._check_sequence(sequence)
 
@@ -973,6 +1113,7 @@ class Scheduler:
         _require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
         num_output = sequence.num_tokens - sequence.num_prompt_tokens
         _require(num_output <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
+        _require(sequence.host_id is None or sequence.state in _AWAY, "who is in the host tier is not in the pool")
         held = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
         _require(held == (sequence.seq_id is not None), "who has an id is in the pool")
         if sequence.state is SequenceState.DRAINING:

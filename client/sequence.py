@@ -78,6 +78,9 @@ class Sequence:
     # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them too.
     num_shared_tokens: int = 0
     num_sampling: int = 0
+    # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
+    host_id: int | None = None
+    num_host_tokens: int = 0
     # Whether it ever was in a pool: if it is admitted again, its tokens are no new prompt's.
     was_admitted: bool = False
     # Whether the worker was told this incarnation's sampling parameters.
@@ -121,12 +124,16 @@ class Sequence:
             raise ValueError(f"sequence {self.arrival}: {self.state.value} -> {state.value}")
         self.state = state
 
-    def begin(self, seq_id: int, *, num_scheduled_tokens: int) -> None:
-        """Enter the pool under a fresh id, with this many tokens found there."""
+    def begin(self, seq_id: int, *, num_scheduled_tokens: int, num_shared_tokens: int | None = None) -> None:
+        """Enter the pool with this many tokens that need not be computed: found there, unless said otherwise.
+
+        Under a fresh id, or that under which it was in the host tier.
+        """
         self.move(SequenceState.RUNNING)
         self.seq_id = seq_id
         self.num_scheduled_tokens = num_scheduled_tokens
-        self.num_shared_tokens = num_scheduled_tokens
+        self.num_shared_tokens = num_scheduled_tokens if num_shared_tokens is None else num_shared_tokens
+        self.host_id, self.num_host_tokens = None, 0
         self.sampling_sent = False
         self.was_admitted = True
 
@@ -146,9 +153,11 @@ class Sequence:
         num_output = len(self.token_ids) - self.num_prompt_tokens
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
-    def preempt(self) -> None:
-        """Leave the pool; tokens being sampled are still awaited, under the id it had."""
+    def preempt(self, *, is_offloaded: bool = False) -> None:
+        """Leave the pool, perhaps for the host tier; tokens being sampled are still awaited, under the id it had."""
         self.move(SequenceState.DRAINING if self.num_sampling else SequenceState.WAITING)
+        if is_offloaded:
+            self.host_id, self.num_host_tokens = self.seq_id, self.num_scheduled_tokens
         self.num_scheduled_tokens = 0
 
     def forget(self) -> None:
@@ -156,6 +165,7 @@ class Sequence:
         if self.state is not SequenceState.WAITING:
             self.move(SequenceState.WAITING)
         self.seq_id = None
+        self.host_id, self.num_host_tokens = None, 0
         self.num_scheduled_tokens = 0
         self.num_sampling = 0
 

@@ -49,6 +49,11 @@ class Snapshot:
         return self.pool.geometry.block_count - 1
 
     @property
+    def has_host_tier(self) -> bool:
+        """Whether preempted sequences can be kept in host memory."""
+        return self.pool.geometry.host_block_count > 0
+
+    @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.pool.geometry.block_size_tokens

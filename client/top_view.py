@@ -250,6 +250,10 @@ def _block_numbers(statistics: pb.PoolStatistics) -> Text:
     ]
     if statistics.reserved_block_count or statistics.pinned_block_count:
         parts.append(f"   {statistics.reserved_block_count:,} reserved, {statistics.pinned_block_count:,} pinned")
+    host = statistics.host_block_counts
+    if num_host_blocks := host.free_count + host.held_count + host.retired_count:
+        used = ratio(num_host_blocks - host.free_count, num_host_blocks)
+        parts.append(f"   {statistics.offloaded_sequence_count:,} in the host tier, {format_ratio(used)} full")
     return Text.assemble(*parts)
 
 

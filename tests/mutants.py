@@ -127,6 +127,7 @@ RELEASED = """        for row in self.rows_in_order(&holdings) {
             let sequence = self.table.leave(row);
             self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
+            self.host.release(&sequence.host_blocks.unwrap_or_default())?;
         }
 """
 FORKS = """        for fork in &request.forks {
@@ -141,6 +142,10 @@ TRIMS = """        for trim in &request.trims {
         }
 """
 ADMISSIONS = """        self.budget = (request.admission_token_budget > 0).then_some(request.admission_token_budget);
+        for restore in &request.restores {
+            let answer = self.restore(restore, request.admission_reserve)?;
+            self.answer(PlanItem::Restore, restore.seq_id, answer);
+        }
         for admission in &request.admissions {
             let answer = self.admit(admission, request.admission_reserve)?;
             self.answer(PlanItem::Admission, admission.seq_id, answer);
@@ -191,8 +196,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "pins of the first step in flight instead of the last",
         "planner.rs",
-        "match self.lease.in_flight.back_mut()",
-        "match self.lease.in_flight.front_mut()",
+        "match self.lease.in_flight.back_mut() {\n            Some(last) => {",
+        "match self.lease.in_flight.front_mut() {\n            Some(last) => {",
     ),
     Mutant(
         "a duplicate is pinned by the first step in flight",
@@ -1283,7 +1288,9 @@ MUTANTS: list[Mutant] = [
         "(request.admission_token_budget > 0).then_some(request.admission_token_budget)",
         "Some(request.admission_token_budget)",
     ),
-    Mutant("a sequence that left is found", "planner.rs", "        self.lease.sequences.remove(&seq_id);\n", ""),
+    Mutant(
+        "a sequence that left is found", "planner.rs", "        self.lease.sequences.remove(&sequence.seq_id);\n", ""
+    ),
     Mutant(
         "a sequence is found by its id's lower half",
         "planner.rs",
@@ -1611,7 +1618,7 @@ MUTANTS: list[Mutant] = [
     # what the books say of themselves
     Mutant("wrong references are not told", "audit.rs", "if references != holders {", "if false {"),
     Mutant("wrong pins are not told", "audit.rs", "if pins != steps {", "if false {"),
-    Mutant("wrong rows are not told", "audit.rs", "if held + released != self.num_rows() {", "if false {"),
+    Mutant("wrong rows are not told", "audit.rs", "if num_taken != self.num_rows() {", "if false {"),
     Mutant("wrong counters are not told", "pool.rs", "if counters != self.counters {", "if false {"),
     Mutant(
         "a holder of the null block is not told",
@@ -2435,6 +2442,117 @@ MUTANTS: list[Mutant] = [
         "self.is_kept_on(*block) && self.pool.level(*block) > 0",
     ),
     Mutant("who came back counts as new", "books.rs", "= if is_resumed {", "= if is_resumed && num_tokens == 0 {"),
+    # -- the host tier
+    Mutant(
+        "host blocks of a released sequence are free at once",
+        "planner.rs",
+        "                self.host.retire(&blocks)?;\n                last.pinned_in_host.push(blocks);\n"
+        "                Ok(())\n",
+        "                self.host.release(&blocks)\n",
+    ),
+    Mutant(
+        "host blocks that are copied from are free at once",
+        "planner.rs",
+        "        self.host.retire(&host_blocks)?;\n        self.step.pinned_in_host.push(host_blocks);\n"
+        "        Ok(())\n",
+        "        self.host.release(&host_blocks)\n",
+    ),
+    Mutant(
+        "blocks that are copied to the host tier are let go as those of a release",
+        "planner.rs",
+        "        self.pool.retire(&blocks)?;\n        self.step.pinned.push(blocks);\n        Ok(Ok(()))",
+        "        self.let_go(blocks)?;\n        Ok(Ok(()))",
+    ),
+    Mutant(
+        "only what is reported is copied to the host tier",
+        "planner.rs",
+        "self.geometry.num_blocks_for(sequence.num_scheduled).max(1)",
+        "self.geometry.num_blocks_for(sequence.num_computed).max(1)",
+    ),
+    Mutant(
+        "what nobody computed takes no host block",
+        "planner.rs",
+        "self.geometry.num_blocks_for(sequence.num_scheduled).max(1)",
+        "self.geometry.num_blocks_for(sequence.num_scheduled)",
+    ),
+    Mutant(
+        "steps in flight do not count for who was offloaded",
+        "planner.rs",
+        "            step.hand_over(row, heir, num_tokens);\n",
+        "            step.join(row, heir, num_tokens);\n",
+    ),
+    Mutant(
+        "an offloaded sequence's row counts as the worker's",
+        "sequences.rs",
+        "        self.num_offloaded += usize::from(sequence.is_offloaded());\n",
+        "",
+    ),
+    Mutant(
+        "the host tier hands out a block more than it has",
+        "host.rs",
+        "if needed <= free {",
+        "if needed <= free + 1 {",
+    ),
+    Mutant(
+        "the host tier keeps its last block",
+        "host.rs",
+        "if needed <= free {",
+        "if needed < free {",
+    ),
+    Mutant(
+        "a restored sequence copies what it shares",
+        "planner.rs",
+        "&host_blocks[num_found.min(num_valid)..num_valid]",
+        "&host_blocks[..num_valid - num_found.min(num_valid)]",
+    ),
+    Mutant(
+        "a restored sequence counts what it shares as its own to publish",
+        "sequences.rs",
+        "        self.num_published = num_found;\n",
+        "        self.num_published = 0;\n",
+    ),
+    Mutant(
+        "a sequence with a token on its way is restored",
+        "planner.rs",
+        "} else if sequence.num_promised() > 0 {",
+        "} else if false {",
+    ),
+    Mutant(
+        "an offloaded sequence can be trimmed, forked and extended",
+        "planner.rs",
+        "        if !self.table.get(row).is_offloaded() {\n            return Ok(row);",
+        "        if !self.table.get(row).released {\n            return Ok(row);",
+    ),
+    Mutant(
+        "a restore takes what admissions are to leave",
+        "planner.rs",
+        "self.pool.num_parked(&found), reserve));",
+        "self.pool.num_parked(&found), 0));",
+    ),
+    Mutant(
+        "a lease that ends keeps its host blocks",
+        "books.rs",
+        "            self.host.release(&sequence.host_blocks.unwrap_or_default())?;\n",
+        "",
+    ),
+    Mutant(
+        "a step that has ended still pins host blocks",
+        "books.rs",
+        "        step.pinned_in_host.iter().try_for_each(|blocks| self.host.unpin(blocks))?;\n",
+        "",
+    ),
+    Mutant(
+        "a trim is forgotten by who came back",
+        "steps.rs",
+        "            heir.end = heir.end.min(num_tokens);\n",
+        "            heir.end = heir.end.max(0);\n",
+    ),
+    Mutant(
+        "a wrong host tier is not told",
+        "audit.rs",
+        "        self.host.audit(&holders, &steps, wrong);\n",
+        "        drop((holders, steps));\n",
+    ),
 ]
 
 

@@ -65,6 +65,14 @@ class WorkerCommand(ServerCommand):
 )
 @option("--kv-cache-memory", type=ByteSize(), metavar="BYTES", help="Memory for the pool, like 512M or 1.5G.")
 @option(
+    "--host-memory",
+    type=ByteSize(),
+    default=0,
+    show_default="no host tier",
+    metavar="BYTES",
+    help="Memory of this machine for what preempted sequences had in the pool, like 16G; pinned on a GPU.",
+)
+@option(
     "--memory-share",
     type=click.FloatRange(0, 1, min_open=True),
     show_default="0.5 on a CPU, 0.9 on a GPU",
@@ -143,7 +151,12 @@ class WorkerCommand(ServerCommand):
 )
 @server_options(default_listen=DEFAULT_LISTEN)
 def main(
-    server: ServerOptions, cachemgr: Address, cachemgr_dial: DialOptions, kv_cache_memory: int | None, **values: object
+    server: ServerOptions,
+    cachemgr: Address,
+    cachemgr_dial: DialOptions,
+    kv_cache_memory: int | None,
+    host_memory: int,
+    **values: object,
 ) -> None:
     """Serve the KV pool and the model: run the steps that a cachemgr has granted.
 
@@ -163,6 +176,7 @@ def main(
         cachemgr=cachemgr,
         cachemgr_dial=cachemgr_dial,
         kv_cache_memory_bytes=kv_cache_memory,
+        host_memory_bytes=host_memory,
         **values,  # type: ignore[arg-type]
     )
     # Only now: torch and transformers take seconds to import, and --help needs neither.

@@ -37,6 +37,7 @@ class WorkerConfig:
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
+    host_memory_bytes: int
     memory_share: float | None
     max_model_len: int | None
     max_num_seqs: int

@@ -20,6 +20,7 @@ from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
 from quire.worker.grants import Step
 from quire.worker.graphs import StaticDecode
+from quire.worker.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
@@ -71,6 +72,7 @@ class StepResult:
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    host: HostCopies = field(default_factory=HostCopies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class LeaseRows:
     """Where one lease's sequences are, and the last of its steps that computed nothing though it should have."""
 
     rows: dict[int, int] = field(default_factory=dict)
+    offloaded: set[int] = field(default_factory=set)
+    """Sequences in the host tier: they have no row."""
     last_failed_step: int = 0
 
 
@@ -131,12 +135,18 @@ class ExecutorStatistics:
 
 
 class Executor:
-    """Owner of the pool, the block tables, the sampling state and the model."""
+    """Owner of the pool, the host tier, the block tables, the sampling state and the model."""
 
     def __init__(
-        self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, decode: StaticDecode | None = None
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        decode: StaticDecode | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
-        """`decode` runs the steps that it takes, the model the others."""
+        """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it."""
         self._model = model
         if model.states.max_num_seqs < max_num_seqs:
             model.allocate_states(max_num_seqs)
@@ -144,6 +154,7 @@ class Executor:
         self._decode = decode
         self.runs_ahead = model.device.type == "cuda"
         """Whether it pays to launch a step before earlier ones are collected."""
+        self._host_pool = host_pool or make_host_pool(pool, num_blocks=0)
         self._table = SequenceTable(
             max_num_seqs=max_num_seqs,
             max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
@@ -202,6 +213,8 @@ class Executor:
             launched = self._try_to_compute(lease, step, started)
         if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
+        # Waits for the copies of steps that have some: they are few, and what is launched next may write their blocks.
+        launched.result = replace(launched.result, host=self._host_pool.finish())
         return launched
 
     def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
@@ -246,8 +259,15 @@ class Executor:
 
     def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Who owns what: the same whether or not anything is computed afterwards."""
+        self._host_pool.join()
         for seq_id in grant.released_sequence_ids:
+            if seq_id in lease.offloaded:
+                lease.offloaded.remove(seq_id)
+            else:
+                self._remove(lease.rows.pop(seq_id))
+        for seq_id in grant.offloaded_sequence_ids:
             self._remove(lease.rows.pop(seq_id))
+            lease.offloaded.add(seq_id)
         for parent_id, child_id in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
             child = self._table.fork(lease.rows[parent_id])
             self._table.trim_blocks(child, 0)
@@ -265,9 +285,30 @@ class Executor:
             row = lease.rows.get(seq_id)
             if row is None:
                 row = lease.rows[seq_id] = self._table.add()
+                lease.offloaded.discard(seq_id)
                 self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
             self._table.stage_blocks(row, first_index, block_ids[start:end])
+        self._copy_blocks(lease, grant)
+
+    def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        """To the host tier, within the pool, from the host tier."""
+        sources = grant.offload_source_block_ids
+        self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
+        if not self._written_blocks(lease, grant).isdisjoint(sources):
+            self._host_pool.join()  # one that shared a block with who left may write it from here on
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
+        self._host_pool.restore(
+            list(zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True))
+        )
+
+    def _written_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> set[int]:
+        """Blocks that the runs write, if the grant offloads any."""
+        if not grant.offload_source_block_ids:
+            return set()
+        size, written = self._pool.block_size, set()
+        for seq_id, start, count in zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True):
+            written.update(self._table.block_ids(lease.rows[seq_id])[start // size : -(-(start + count) // size)])
+        return written
 
     def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
         """From this step on, also if it fails: the client may not send it again."""

@@ -101,8 +101,9 @@ class KVPool:
         self._num_blocks_copied = 0
         if in_one_tensor is None:
             in_one_tensor = self.device.type == "cuda" and _have_one_geometry(specs)
-        self._block_tensors = self._allocate_one(specs) if in_one_tensor else self._allocate_each(specs)
-        self._runs = _block_runs(self._block_tensors) if kernels_run_on(self.device) and specs else None
+        self.block_tensors = self._allocate_one(specs) if in_one_tensor else self._allocate_each(specs)
+        """[B, ...] each: what has to be moved to move a block."""
+        self._runs = _block_runs(self.block_tensors) if kernels_run_on(self.device) and specs else None
 
     def _allocate_one(self, specs: Mapping[int, KeptPerToken]) -> list[Tensor]:
         if not _have_one_geometry(specs):
@@ -159,7 +160,7 @@ class KVPool:
 
             copy_blocks(self._runs, sources=index[0], targets=index[1])
         else:
-            for tensor in map(indexable, self._block_tensors):
+            for tensor in map(indexable, self.block_tensors):
                 tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
         self._num_blocks_copied += len(pairs)
 

@@ -27,6 +27,9 @@ def metric_families(steps: Steps, attachment: Attachment) -> Iterator[Metric]:
         "quire_worker_computed_tokens": ("Tokens whose KV was computed.", counters.computed_tokens),
         "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
         "quire_worker_copied_blocks": ("Blocks copied.", counters.copied_blocks),
+        "quire_worker_offloaded_blocks": ("Blocks copied to the host tier.", counters.offloaded_blocks),
+        "quire_worker_restored_blocks": ("Blocks copied back from the host tier.", counters.restored_blocks),
+        "quire_worker_host_copy_seconds": ("Time in copies to the host tier and back.", counters.host_copy_s),
         "quire_worker_forward_seconds": ("Time in the model.", counters.forward_s),
     }
     for name, (text, value) in totals.items():

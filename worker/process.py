@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -26,6 +27,7 @@ from quire.worker.executor import Executor
 from quire.worker.fused_steps import choose_steps
 from quire.worker.gate import Gate
 from quire.worker.graphs import StaticDecode, capture_decode
+from quire.worker.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.kv_pool import (
     Budget,
     KVPool,
@@ -65,19 +67,22 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:
-            model, pool, decode = await thread.submit(lambda: load(config))
+            loaded = await thread.submit(lambda: load(config))
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
         executor_kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
-        executor = executor_kind(model, pool, max_num_seqs=config.max_num_seqs, decode=decode)
+        model, pool = loaded.model, loaded.pool
+        executor = executor_kind(
+            model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=loaded.host_pool
+        )
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
             stack.push_async_callback(thread.submit, executor.profiler.stop)  # if it ends before they have run
         limits = StepLimits(model.vocab_size, config.max_step_tokens, MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits)
         steps.on_violation = server.fail
-        geometry = describe_pool(config, model, pool)
+        geometry = describe_pool(config, model, pool, loaded.host_pool)
         attachment = Attachment(
             dialer,
             steps,
@@ -105,8 +110,18 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
     log.info("serving addresses=%s", ",".join(map(str, server.addresses)))
 
 
-def load(config: WorkerConfig) -> tuple[PagedModel, KVPool, StaticDecode | None]:
-    """The model, checked, its pool, and its decode steps as graphs. Raises what load_model and size_pool raise."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker has before it serves; `decode` are its decode steps as graphs, if they are."""
+
+    model: PagedModel
+    pool: KVPool
+    host_pool: HostPool
+    decode: StaticDecode | None
+
+
+def load(config: WorkerConfig) -> Loaded:
+    """The model, checked, and its memory. Raises what load_model, size_pool and count_host_blocks raise."""
     quiet_transformers()
     device = torch.device(pick_device(config.device))
     if device.type == "cpu":
@@ -140,7 +155,7 @@ def load(config: WorkerConfig) -> tuple[PagedModel, KVPool, StaticDecode | None]
     decode = None
     if device.type == "cuda" and config.cuda_graphs:
         decode = capture_decode(model, pool, max_num_seqs=config.max_num_seqs)
-    return model, pool, decode
+    return Loaded(model, pool, allocate_host_pool(config, model, pool), decode)
 
 
 def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> PoolSize:
@@ -163,6 +178,22 @@ def size_empty_pool(config: WorkerConfig, max_model_len: int) -> PoolSize:
     blocks_per_seq = -(-max_model_len // config.block_size)
     num_blocks = config.num_blocks or min(1 + config.max_num_seqs * blocks_per_seq, MAX_BLOCKS)
     return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
+
+
+def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> HostPool:
+    """Raises ValueError if there is no room for as much as was asked for, or the model keeps more than blocks."""
+    if config.host_memory_bytes and model.has_recurrent_state:
+        raise ValueError(f"host_memory: {model.architecture} keeps states per sequence, which are not offloaded")
+    if not config.host_memory_bytes:
+        return make_host_pool(pool, num_blocks=0)
+    free_bytes = int(psutil.virtual_memory().available)
+    if pool.device.type == "cpu":
+        free_bytes -= pool.statistics().num_bytes  # not touched yet
+    num_blocks = count_host_blocks(
+        config.host_memory_bytes, bytes_per_block=pool.bytes_per_block, free_memory_bytes=max(0, free_bytes)
+    )
+    log.info("host tier: %d blocks of %d bytes", num_blocks, pool.bytes_per_block)
+    return make_host_pool(pool, num_blocks=num_blocks)
 
 
 def quiet_transformers() -> None:
@@ -248,7 +279,9 @@ def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> Mod
     )
 
 
-def describe_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> attach_pb2.PoolGeometry:
+def describe_pool(
+    config: WorkerConfig, model: PagedModel, pool: KVPool, host_pool: HostPool
+) -> attach_pb2.PoolGeometry:
     return attach_pb2.PoolGeometry(
         block_size_tokens=pool.block_size,
         block_count=pool.num_blocks,
@@ -259,4 +292,5 @@ def describe_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> atta
         model=config.model_name,
         model_fingerprint=f"{model.fingerprint}:{dtype_name(pool.dtype)}",
         has_recurrent_state=model.has_recurrent_state,
+        host_block_count=host_pool.num_blocks,
     )

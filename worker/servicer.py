@@ -166,6 +166,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             step_in_flight_count=self._steps.num_in_flight,
             unacknowledged_report_count=len(self._steps.reports),
             forward_time=duration(counters.forward_s),
+            offloaded_block_count=counters.offloaded_blocks,
+            restored_block_count=counters.restored_blocks,
+            host_copy_time=duration(counters.host_copy_s),
         )
 
     @refusing
@@ -207,7 +210,11 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
             prepare=duration(result.prepare_s),
             forward=duration(result.forward_s),
             sample=duration(result.sample_s),
+            offload=duration(result.host.offload_s) if result.host.num_offloaded else None,
+            restore=duration(result.host.restore_s) if result.host.num_restored else None,
         ),
+        offloaded_block_count=result.host.num_offloaded,
+        restored_block_count=result.host.num_restored,
     )
 
 

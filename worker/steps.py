@@ -54,7 +54,10 @@ class StepCounters:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     copied_blocks: int = 0
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
     forward_s: float = 0.0
+    host_copy_s: float = 0.0
     refusals: Counter[Reason] = field(default_factory=Counter)
 
 
@@ -218,6 +221,9 @@ class Steps:
     def _count(self, grant: grant_pb2.StepGrant, result: StepResult) -> None:
         counters = self.counters
         counters.copied_blocks += len(grant.copy_source_block_ids)
+        counters.offloaded_blocks += result.host.num_offloaded
+        counters.restored_blocks += result.host.num_restored
+        counters.host_copy_s += result.host.offload_s + result.host.restore_s
         counters.forward_s += result.forward_s
         counters.sampled_tokens += len(result.sampled_ids)
         if result.outcome is Outcome.COMPUTED:

@@ -4,7 +4,8 @@ A slot's content is what its KV stands for: a digest of the tokens from position
 that wrote it read through its block table. So a block that was handed to another owner, or is shared by a sequence with
 other tokens, shows by its content, whoever moved it and however long ago.
 
-    before a step's copies    a target is a block that the lease was given, and no published one             I3 I5
+    before a step's copies    a target is a block that the lease was given, and no published one; a host block
+                              that is copied back was copied to for the lease, and for nobody since          I3 I5
     before its forward        the device's tables and slots are those of the grants; tokens that are not
                               given are those sampled last                                                    I5
                               a block that was handed to another lease since is not written                   I5
@@ -35,6 +36,7 @@ from quire.worker.executor import Executor, LeaseRows, Outcome, PoolDamagedError
 from quire.worker.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.grants import Step
 from quire.worker.graphs import StaticDecode
+from quire.worker.host_pool import HostPool
 from quire.worker.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.model import PagedModel
 from quire.worker.step_batch import StepBatch
@@ -56,6 +58,14 @@ class Content(NamedTuple):
 
 
 BEGINNING = Content(b"", b"")
+
+
+@dataclass(slots=True)
+class HostBlock:
+    """A block of the host tier: what was copied to it last, and for which lease."""
+
+    slots: list[Content | None] = field(default_factory=list)
+    lease_id: str = ""
 
 
 @dataclass(slots=True)
@@ -105,22 +115,26 @@ class OwnershipVerifier:
     Knows no tensors. Cost per step: O(tokens of its sequences).
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._num_host_blocks = num_host_blocks
         self.violation: OwnershipViolation | None = None
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Forgets everything: whatever the blocks hold, it is nobody's."""
         self._blocks = [Block([None] * self._block_size) for _ in range(self._num_blocks)]
+        self._host_blocks = [HostBlock() for _ in range(self._num_host_blocks)]
         self._sequences: dict[Holder, HeldSequence] = {}
+        self._offloaded: dict[Holder, HeldSequence] = {}
         self._running: list[Run] = []
 
     def fence_lease(self, lease_id: str) -> None:
         """Forgets a lease's sequences."""
-        for holder in [holder for holder in self._sequences if holder[0] == lease_id]:
-            del self._sequences[holder]
+        for sequences in (self._sequences, self._offloaded):
+            for holder in [holder for holder in sequences if holder[0] == lease_id]:
+                del sequences[holder]
 
     def apply(self, grant: grant_pb2.StepGrant) -> None:
         """Takes over who owns what. Raises KeyError for a sequence that is not there."""
@@ -128,7 +142,10 @@ class OwnershipVerifier:
             raise self.violation
         lease_id = grant.lease_id
         for seq_id in grant.released_sequence_ids:
-            del self._sequences[lease_id, seq_id]
+            holder = (lease_id, seq_id)
+            del (self._offloaded if holder in self._offloaded else self._sequences)[holder]
+        for seq_id in grant.offloaded_sequence_ids:
+            self._offloaded[lease_id, seq_id] = HeldSequence(content=self._sequences.pop((lease_id, seq_id)).content)
         for parent_id, child_id in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
             parent = self._sequences[lease_id, parent_id]
             self._sequences[lease_id, child_id] = HeldSequence(content=parent.content, sampled=parent.sampled)
@@ -137,8 +154,7 @@ class OwnershipVerifier:
             grant.write_sequence_ids, grant.write_first_indexes, grant.write_block_counts, strict=True
         ):
             self._give(grant, (lease_id, seq_id), first, [next(ids) for _ in range(count)])
-        for source, target in zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True):
-            self._copy(grant, source, target)
+        self._copy_blocks(grant)
 
     def begin_step(
         self, grant: grant_pb2.StepGrant, *, tokens: Sequence[int], slots: Sequence[int], tables: Sequence[list[int]]
@@ -172,6 +188,8 @@ class OwnershipVerifier:
     # -- who holds what
 
     def _give(self, grant: grant_pb2.StepGrant, holder: Holder, first: int, block_ids: list[int]) -> None:
+        if holder in self._offloaded:
+            self._sequences[holder] = self._offloaded.pop(holder)
         sequence = self._sequences.setdefault(holder, HeldSequence())
         sequence.table[first : first + len(block_ids)] = block_ids
         sequence.untouched.update(block_ids)
@@ -180,7 +198,25 @@ class OwnershipVerifier:
                 raise self._violated("I5", grant, holder, block_id, "is not one that can be owned")
             self._blocks[block_id].given_to = holder
 
-    def _copy(self, grant: grant_pb2.StepGrant, source: int, target: int) -> None:
+    def _copy_blocks(self, grant: grant_pb2.StepGrant) -> None:
+        for source, host_id in zip(grant.offload_source_block_ids, grant.offload_target_host_block_ids, strict=True):
+            host_block = self._host_block(grant, host_id)
+            host_block.slots, host_block.lease_id = list(self._blocks[source].slots), grant.lease_id
+        for source, target in zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True):
+            self._copy(grant, self._blocks[source].slots, target)
+        for host_id, target in zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True):
+            host_block = self._host_block(grant, host_id)
+            if host_block.lease_id != grant.lease_id:
+                what = f"would be copied from host block {host_id}, which is not this lease's"
+                raise self._violated("I5", grant, self._blocks[target].given_to, target, what)
+            self._copy(grant, host_block.slots, target)
+
+    def _host_block(self, grant: grant_pb2.StepGrant, host_id: int) -> HostBlock:
+        if not 0 <= host_id < self._num_host_blocks:
+            raise self._violated("I5", grant, (grant.lease_id, -1), host_id, "is not one of the host tier")
+        return self._host_blocks[host_id]
+
+    def _copy(self, grant: grant_pb2.StepGrant, slots: list[Content | None], target: int) -> None:
         block = self._blocks[target]
         holder = self._sequences.get(block.given_to)
         if holder is None or block.given_to[0] != grant.lease_id:
@@ -189,7 +225,7 @@ class OwnershipVerifier:
             raise self._violated("I3", grant, block.given_to, target, "is the target of a copy, and published")
         holder.untouched.discard(target)
         block.hand_out_anew()
-        block.slots = list(self._blocks[source].slots)
+        block.slots = list(slots)
 
     # -- one step
 
@@ -323,11 +359,21 @@ class VerifyingExecutor(Executor):
     one after it. Waits for the device in every step: what one sampled is held against the next one."""
 
     def __init__(
-        self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, decode: StaticDecode | None = None
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        decode: StaticDecode | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
-        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool)
         self.runs_ahead = False
-        self._verifier = OwnershipVerifier(num_blocks=pool.num_blocks, block_size=pool.block_size)
+        self._verifier = OwnershipVerifier(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            num_host_blocks=self._host_pool.num_blocks,
+        )
 
     def execute(self, step: Step) -> StepResult:
         """See Executor.execute. Raises OwnershipViolation."""

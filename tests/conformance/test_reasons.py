@@ -133,7 +133,7 @@ def both(grpcurl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bo
         model=save("llama", folder / "model"),
         num_blocks=NUM_BLOCKS,
         extra_cachemgr_args=(*tokens, "--tenants", str(folder / "tenants.toml")),
-        extra_worker_args=(*WORKER_ARGS, *tokens, "--cachemgr-token-file", str(folder / "own")),
+        extra_worker_args=(*WORKER_ARGS, "--host-memory", "16K", *tokens, "--cachemgr-token-file", str(folder / "own")),
         worker_target=FAULTY_WORKER,
     ) as services:
         flags = ("-H", "authorization: Bearer t-all")
@@ -226,6 +226,24 @@ def cache_term_superseded(both: Both) -> None:
 def cache_out_of_blocks(both: Both) -> None:
     lease = both.lease()
     lease.refused(lease.admit([1] * 80, [2] * 80))
+
+
+def cache_out_of_host_blocks(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(list(range(1, 70)))
+    lease.refused(lease.plan(offload_sequence_ids=[1]))
+
+
+def cache_sequence_offloaded(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(PROMPT)
+    lease.refused(lease.plan(offload_sequence_ids=[1], trim_sequence_ids=[1], trim_token_counts=[1]))
+
+
+def cache_sequence_busy(both: Both) -> None:
+    lease = both.lease()
+    lease.admit(PROMPT)
+    lease.refused(lease.plan(offload_sequence_ids=[1], restores=[{"sequence_id": 1}]))
 
 
 def cache_too_many_sequences(both: Both) -> None:

@@ -74,7 +74,7 @@ def engine_names() -> Names:
         max_sequence_tokens=1,
         vocabulary_size=1,
     )
-    look = EngineLook("p", "m", Scheduler(limits).statistics(), 0, 0, 0, Measured())
+    look = EngineLook("p", "m", Scheduler(limits).statistics(), 0, 0, 0, {"offload": 0, "restore": 0}, Measured())
     return {sample.name: set(sample.labels) for family in engine_families(look) for sample in family.samples}
 
 

@@ -360,7 +360,7 @@ class Harness:
         arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self.folder / "llama")]
         arguments += ["--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE)]
-        arguments += ["--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", "16"]
+        arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS)]
         return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")
 
@@ -571,6 +571,7 @@ class Harness:
         return (
             await self._is_attached()
             and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
+            and pool.host_block_counts.free_count == pool.geometry.host_block_count
             and not (pool.lease_count or pool.sequence_count)
             and not (worker.open_lease_count or worker.sequence_count or worker.step_in_flight_count)
             and not worker.unacknowledged_report_count

@@ -62,13 +62,15 @@ def test_kernel_finds_both_attentions_equal(tmp_path: Path) -> None:
         assert min(cell["paged_us"] + cell["gather_us"]) > 0
 
 
-def test_pressure_compares_the_three_ways(tmp_path: Path) -> None:
+def test_pressure_compares_the_four_ways(tmp_path: Path) -> None:
     written, printed = run_quick("pressure", tmp_path)
-    roomy, preempting, reserving = written["results"]
+    roomy, preempting, keeping, reserving = written["results"]
     assert roomy["num_preemptions"] == reserving["num_preemptions"] == 0
+    assert keeping["num_offloads"] == keeping["num_preemptions"] > 0 == preempting["num_offloads"]
+    assert 0 == keeping["num_wasted"] < preempting["num_wasted"]
     assert preempting["num_preemptions"] > 0
     assert preempting["num_computed"] - preempting["num_wasted"] == roomy["num_computed"] == reserving["num_computed"]
-    assert "Offload to host memory is missing" in printed
+    assert "preempt, host tier" in printed
 
 
 def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def tear_the_description(log: Path) -> None:
         (cut_short, "it is torn or damaged"),
         (flip_a_bit, "it is torn or damaged"),
         (lose_the_log, "there is no log"),
-        (change("version", 2), "it is of version 2"),
+        (change("version", 99), "it is of version 99"),
         (change("boot_id", "another"), "it is not known whether the machine was started anew since"),
         (change("pool", "other"), "it is another pool's"),
         (tear_the_description, "state not used"),

@@ -30,7 +30,7 @@ MUST_NOT_IMPORT = {
 # each other.
 PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry", "leases", "ledger", "plans"),
-    "client": ("errors", "sampling", "scheduler", "sequence"),
+    "client": ("errors", "sampling", "scheduler", "sequence", "tier"),
 }
 # Built from Rust; no less pure, but for the module that Python calls.
 CORE = "quire.cachemgr._core"

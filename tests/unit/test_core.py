@@ -13,9 +13,16 @@ from quire.cachemgr._core import POLICIES, Books, StepPlan, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, StepRequest, Trim
+from quire.cachemgr.plans import Admission, Fork, Restore, StepRequest, Trim
 
-SIZES = {"num_blocks": 400, "block_size": 2, "max_sequences": 100, "max_sequence_tokens": 100, "vocab_size": 2**31 - 1}
+SIZES = {
+    "num_blocks": 400,
+    "num_host_blocks": 50,
+    "block_size": 2,
+    "max_sequences": 100,
+    "max_sequence_tokens": 100,
+    "vocab_size": 2**31 - 1,
+}
 
 
 def make_books(**changes: object) -> Books:
@@ -36,14 +43,17 @@ def plans() -> Iterator[StepPlan]:
     for step in range(1, 9):
         request = StepRequest(
             releases=[step - 3, last],
+            offloads=[step + 19, last],
             trims=[Trim(step - 1, 1)],
             forks=[Fork(step - 2, [step + 50, 2**31 - 1 - step], 1)],
             extend_ids=[step - 1, 99],
             extend_token_counts=[1, 1],
             appends={step - 1: tokens(rng, 1)},
+            restores=[Restore(step + 18)],
             admissions=[Admission(step, prompts[step - 1]), Admission(step + 20, prompts[0] + prompts[step - 1])],
         )
         plan = ledger.plan("lease", 7, request, now=0.0)
+        ledger.reset_prefix_cache()  # so that restores copy
         yield plan
         ends = [start + count for start, count in zip(plan.run_starts, plan.run_token_counts, strict=True)]
         sampled = [seq_id for seq_id, samples in zip(plan.run_seq_ids, plan.run_samples, strict=True) if samples]
@@ -73,6 +83,11 @@ def grant_of(plan: StepPlan) -> grant_pb2.StepGrant:
         write_block_ids=plan.write_block_ids,
         copy_source_block_ids=plan.copy_sources,
         copy_target_block_ids=plan.copy_targets,
+        offloaded_sequence_ids=plan.offloaded_ids,
+        offload_source_block_ids=plan.offload_sources,
+        offload_target_host_block_ids=plan.offload_targets,
+        restore_source_host_block_ids=plan.restore_sources,
+        restore_target_block_ids=plan.restore_targets,
         run_sequence_ids=plan.run_seq_ids,
         run_starts=plan.run_starts,
         run_token_counts=plan.run_token_counts,
@@ -83,7 +98,9 @@ def grant_of(plan: StepPlan) -> grant_pb2.StepGrant:
 
 
 def answer_of(plan: StepPlan) -> cache_service_pb2.PlanStepResponse:
-    counts = plan.counts
+    counts, host_counts = plan.counts, plan.host_counts
+    assert host_counts is not None
+    host = {"free_count": host_counts.free, "held_count": host_counts.held, "retired_count": host_counts.retired}
     return cache_service_pb2.PlanStepResponse(
         step_number=plan.step_number,
         run_sequence_ids=plan.run_seq_ids,
@@ -92,6 +109,9 @@ def answer_of(plan: StepPlan) -> cache_service_pb2.PlanStepResponse:
         given_run_indexes=plan.given_run_indexes,
         admitted_sequence_ids=plan.admitted_ids,
         admitted_cached_token_counts=plan.admitted_cached_counts,
+        restored_sequence_ids=plan.restored_ids,
+        restored_token_counts=plan.restored_counts,
+        host_block_counts=cache_service_pb2.HostBlockCounts(**host),
         block_counts=cache_service_pb2.BlockCounts(
             free_count=counts.free,
             cached_count=counts.cached,

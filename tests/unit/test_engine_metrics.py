@@ -129,7 +129,7 @@ def test_what_is_broken_off_is_counted_and_not_measured() -> None:
 
 def test_a_label_may_be_any_text() -> None:
     model = 'a"b\\nc\nd é'
-    look = EngineLook("p", model, Scheduler(LIMITS).statistics(), 0, 0, 0, Measured())
+    look = EngineLook("p", model, Scheduler(LIMITS).statistics(), 0, 0, 0, {}, Measured())
 
     async def main() -> str:
         page = EnginePage("127.0.0.1:0", lambda: look)

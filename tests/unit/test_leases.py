@@ -59,7 +59,14 @@ def test_a_renewed_lease_has_its_whole_time_again() -> None:
 
 def books_with_answers(request_ids: list[str]) -> tuple[Books, list[StepPlan]]:
     """A lease, and its plans under these request ids with the digest b"1"."""
-    sizes = {"num_blocks": 4, "block_size": 2, "max_sequences": 1, "max_sequence_tokens": 4, "vocab_size": 4}
+    sizes = {
+        "num_blocks": 4,
+        "num_host_blocks": 0,
+        "block_size": 2,
+        "max_sequences": 1,
+        "max_sequence_tokens": 4,
+        "vocab_size": 4,
+    }
     books = Books(**sizes, model_fingerprint="f", policy="lru")
     books.open_lease("a", "", 30.0)
     counts = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}

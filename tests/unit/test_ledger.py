@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
 import pytest
 
 from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, REMEMBERED_PLANS, StepPlan, root_hash
-from quire.cachemgr.blocks import BlockCounts, BlockState
+from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, PlanItem, StepRequest, Trim
+from quire.cachemgr.plans import Admission, Fork, PlanItem, Restore, StepRequest, Trim
 
 EPOCH = 3
 VOCAB = 100
@@ -1326,3 +1327,53 @@ def test_statistics_count_what_happened(bench: Bench) -> None:
     assert statistics.num_held_tokens == 5
     assert statistics.refusals == {Reason.SEQUENCE_NOT_FOUND: 1}
     assert before.planned_steps == 1, "statistics are of one moment"
+
+
+# -- the host tier --------------------------------------------------------------------------------------------------
+
+
+def tiered(num_host_blocks: int) -> Bench:
+    """Sequence 1 of four computed tokens and one to compute, in blocks that nobody else finds."""
+    bench = Bench(Ledger("pool", EPOCH, replace(geometry(), num_host_blocks=num_host_blocks), verify=True))
+    bench.admit(1, 1, 2, 3, 4)
+    bench.settle()
+    bench.ledger.reset_prefix_cache()
+    return bench
+
+
+def test_both_tiers_are_counted() -> None:
+    bench = tiered(5)
+    assert bench.ledger.host_counts() == HostBlockCounts(5, 0, 0)
+    bench.plan(offloads=[1])
+    bench.settle()
+    statistics = bench.ledger.statistics()
+    assert statistics.host_counts == HostBlockCounts(3, 2, 0)
+    assert (statistics.num_offloaded, statistics.num_sequences, statistics.num_held_tokens) == (1, 1, 0)
+    assert (statistics.offloads, statistics.offloaded_blocks, statistics.restores) == (1, 2, 0)
+    view = bench.ledger.view("a", 1)
+    assert (view.is_offloaded, view.host_blocks, view.block_table, view.num_computed) == (True, [0, 1], [], 4)
+    plan = bench.plan(restores=[Restore(1)])
+    assert (plan.restored_ids, plan.restored_counts, plan.host_counts) == ([1], [4], HostBlockCounts(3, 0, 2))
+    bench.settle()
+    statistics = bench.ledger.statistics()
+    assert (statistics.restores, statistics.restored_blocks, statistics.num_offloaded) == (1, 2, 0)
+    assert statistics.host_counts == HostBlockCounts(5, 0, 0)
+
+
+def test_a_pool_without_a_host_tier_says_so() -> None:
+    bench = tiered(0)
+    assert bench.ledger.host_counts() is None
+    plan = bench.plan(offloads=[1])
+    (refused,) = plan.refusals
+    assert (refused.item, refused.refusal.reason) == (PlanItem.OFFLOAD, Reason.OUT_OF_HOST_BLOCKS)
+    assert refused.refusal.metadata == {"sequence_id": "1", "needed": "2", "free": "0", "retired": "0", "limit": "0"}
+    assert (plan.host_counts, bench.ledger.statistics().refusals) == (None, {Reason.OUT_OF_HOST_BLOCKS: 1})
+
+
+def test_what_is_in_the_host_tier_comes_back_with_its_lease() -> None:
+    bench = tiered(5)
+    bench.plan(offloads=[1])
+    bench.ledger.end_lease("a")
+    assert bench.ledger.host_counts() == HostBlockCounts(3, 2, 0)
+    bench.ledger.lease_fenced("a")
+    assert (bench.ledger.host_counts(), bench.ledger.counts().free) == (HostBlockCounts(5, 0, 0), 8)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from random import Random
@@ -29,7 +29,7 @@ from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, PlanItem, StepRequest, Trim
+from quire.cachemgr.plans import Admission, Fork, PlanItem, Restore, StepRequest, Trim
 
 VOCAB = 2
 TTL_S = 10.0
@@ -90,6 +90,7 @@ class Row:
 @dataclass
 class WorkerLease:
     rows: dict[int, Row] = field(default_factory=dict)
+    offloaded: set[int] = field(default_factory=set)
     next_step: int = 1
     last_failed: int = 0
 
@@ -124,9 +125,10 @@ class Report:
 
 
 class Worker:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots = [[POISON] * block_size for _ in range(num_blocks)]
+        self.host_slots = [[POISON] * block_size for _ in range(num_host_blocks)]
         self.leases: dict[str, WorkerLease] = {}
 
     def read(self, row: Row, position: int) -> tuple:
@@ -152,7 +154,13 @@ class Worker:
 
     def apply(self, lease: WorkerLease, plan: StepPlan) -> None:
         for seq_id in plan.released_ids:
+            if seq_id in lease.offloaded:
+                lease.offloaded.remove(seq_id)
+            else:
+                del lease.rows[seq_id]
+        for seq_id in plan.offloaded_ids:
             del lease.rows[seq_id]
+            lease.offloaded.add(seq_id)
         for parent, child in zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True):
             assert child not in lease.rows
             lease.rows[child] = Row(last=lease.rows[parent].last)
@@ -161,6 +169,7 @@ class Worker:
             plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True
         ):
             assert count >= 1
+            lease.offloaded.discard(seq_id)
             table = lease.rows.setdefault(seq_id, Row()).table
             for offset, block in enumerate(plan.write_block_ids[cursor : cursor + count]):
                 assert block != 0, "the null block in a table"
@@ -168,8 +177,12 @@ class Worker:
             cursor += count
         assert cursor == len(plan.write_block_ids)
         assert not set(plan.copy_sources) & set(plan.copy_targets), "a block is source and target of copies"
+        for source, host in zip(plan.offload_sources, plan.offload_targets, strict=True):
+            self.host_slots[host] = list(self.slots[source])
         for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True):
             self.slots[target] = list(self.slots[source])
+        for host, target in zip(plan.restore_sources, plan.restore_targets, strict=True):
+            self.slots[target] = list(self.host_slots[host])
 
     def scribble(self, lease: WorkerLease, plan: StepPlan) -> None:
         """A model that fails may have written anything where it was allowed to write."""
@@ -227,6 +240,8 @@ class BookSequence:
     published: int
     sampled_at: int | None = None
     released: bool = False
+    host: list[int] | None = None
+    """Its host blocks while it is in the host tier."""
 
     @property
     def known(self) -> int:
@@ -244,6 +259,8 @@ class BookRun:
     fills: range
     """Indexes of the blocks that it fills with tokens known when it was planned."""
     sampled: Token | None
+    heirs: list[list] = field(default_factory=list)
+    """Sequences as they went on when this one was offloaded, each with what the run covers of it."""
 
 
 @dataclass(eq=False)
@@ -252,6 +269,7 @@ class BookStep:
     runs: list[BookRun]
     touched: set[int]
     num_released: int
+    host_touched: set[int] = field(default_factory=set)
     is_doomed: bool = False
 
 
@@ -273,6 +291,7 @@ class Writes:
         self.entries = list(zip(plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True))
         self.ids = list(plan.write_block_ids)
         self.copies = list(zip(plan.copy_sources, plan.copy_targets, strict=True))
+        self.offloads = list(zip(plan.offload_sources, plan.offload_targets, strict=True))
 
     def take(self, seq_id: int, first: int, count: int) -> list[int]:
         assert self.entries, f"no write for sequence {seq_id} from {first} on"
@@ -324,6 +343,16 @@ class Books:
 
     touched_now: frozenset[int] | set[int] = frozenset()
     """Sources of the copies of the step that is being planned."""
+    host_touched_now: frozenset[int] | set[int] = frozenset()
+
+    def host_states(self) -> dict[int, str]:
+        sequences = [s for lease in self.leases.values() for s in lease.sequences.values()]
+        held = [block for sequence in sequences for block in sequence.host or ()]
+        assert len(set(held)) == len(held), "a host block is of two sequences"
+        steps = [step for lease in self.leases.values() for step in lease.steps]
+        touched = set(self.host_touched_now).union(*(step.host_touched for step in steps))
+        state = lambda block: "held" if block in held else "retired" if block in touched else "free"  # noqa: E731
+        return {block: state(block) for block in range(self.geometry.num_host_blocks)}
 
     def rest(self) -> None:
         """After every event: whoever became evictable goes to the recent end, in the order it was let go of."""
@@ -339,9 +368,8 @@ class Books:
         return sum(state in (BlockState.FREE, BlockState.CACHED) for state in self.states().values())
 
     def num_rows(self) -> int:
-        return sum(
-            len(lease.sequences) + sum(step.num_released for step in lease.steps) for lease in self.leases.values()
-        )
+        num_held = lambda lease: sum(s.host is None for s in lease.sequences.values())  # noqa: E731
+        return sum(num_held(lease) + sum(step.num_released for step in lease.steps) for lease in self.leases.values())
 
     def drop(self, blocks: list[int]) -> None:
         """These table entries are gone already: note the order in which their blocks lost the last holder."""
@@ -398,11 +426,16 @@ class Books:
         self.runs: list[tuple[int, int, int, bool, bool]] = []
         self.planned: list[PlannedRun] = []
         self.expected_copies: list[tuple[int, int]] = []
-        self.touched_now = set()
-        released, admitted = [], []
+        self.expected_restores: list[tuple[int, int]] = []
+        self.touched_now, self.host_touched_now = set(), set()
+        released, offloaded, restored, admitted = [], [], [], []
         for seq_id in request.releases:
             if self.release(seq_id):
                 released.append(seq_id)
+        for seq_id in request.offloads:
+            reason = self.offload(seq_id)
+            self.note(PlanItem.OFFLOAD, seq_id, reason)
+            offloaded += [] if reason else [seq_id]
         for sequence, index in lease.changes:
             if not sequence.released:
                 assert writes.take(sequence.seq_id, index, 1) == [sequence.table[index]]
@@ -420,6 +453,12 @@ class Books:
             tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
             self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens))
         self.budget = request.admission_token_budget or 10**9
+        for restore in request.restores:
+            found = self.restore(restore, request.admission_reserve)
+            if isinstance(found, int):
+                restored.append((restore.seq_id, found))
+            else:
+                self.note(PlanItem.RESTORE, restore.seq_id, found)
         for admission in request.admissions:
             found = self.admit(admission, request.admission_reserve)
             if isinstance(found, int):
@@ -427,14 +466,19 @@ class Books:
             else:
                 self.note(PlanItem.ADMISSION, admission.seq_id, found)
         self.step.touched = {block for s in lease.sequences.values() for block in s.table} | self.touched_now
-        self.touched_now = frozenset()
+        held = {block for s in lease.sequences.values() for block in s.host or ()}
+        self.step.host_touched = held | self.host_touched_now
+        self.touched_now = self.host_touched_now = frozenset()
         lease.steps.append(self.step)
         lease.next_step += 1
         assert not writes.entries, f"unexpected table writes {writes.entries}"
         assert writes.copies == self.expected_copies
+        assert not writes.offloads, f"unexpected copies to the host tier {writes.offloads}"
+        assert list(zip(plan.restore_sources, plan.restore_targets, strict=True)) == self.expected_restores
         assert plan.step_number == self.step.number
         assert plan.known_step == lease.known
-        assert plan.released_ids == released
+        assert (plan.released_ids, plan.offloaded_ids) == (released, offloaded)
+        assert list(zip(plan.restored_ids, plan.restored_counts, strict=True)) == restored
         assert list(zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True)) == forked
         assert [(r.item, r.seq_id, r.refusal.reason) for r in plan.refusals] == self.refused
         assert list(zip(plan.admitted_ids, plan.admitted_cached_counts, strict=True)) == admitted
@@ -451,14 +495,78 @@ class Books:
         if sequence is None:
             return False
         sequence.released = True
-        self.step.num_released += 1
+        self.step.num_released += sequence.host is None
         self.drop(sequence.table)
         return True
 
-    def trim(self, trim: Trim) -> Reason | None:
-        sequence, count = self.lease.sequences.get(trim.seq_id), trim.num_tokens
+    def offload(self, seq_id: int) -> Reason | None:
+        old = self.lease.sequences.get(seq_id)
+        if old is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if old.host is not None:
+            return Reason.SEQUENCE_OFFLOADED
+        count, states = max(1, -(-old.scheduled // self.size)), self.host_states()
+        if count > sum(state == "free" for state in states.values()):
+            return Reason.OUT_OF_HOST_BLOCKS
+        copies, self.writes.offloads = self.writes.offloads[:count], self.writes.offloads[count:]
+        assert [source for source, _ in copies] == old.table[:count]
+        host = [target for _, target in copies]
+        for block in host:
+            assert states[block] == "free", f"host block {block} handed out, {states[block]}"
+            self.generations[-1 - block] += 1
+        heir = replace(old, table=[], published=0, sampled_at=None, host=host)
+        old.released = True
+        self.step.num_released += 1
+        del self.lease.sequences[seq_id]
+        self.lease.sequences[seq_id] = heir
+        for run in (run for step in self.lease.steps for run in step.runs):
+            run.heirs += [[heir, covers] for known, covers in [(run.sequence, run.covers), *run.heirs] if known is old]
+        self.touched_now = {*self.touched_now, *old.table}
+        self.drop(old.table)
+        return None
+
+    def restore(self, restore: Restore, reserve: int) -> Reason | int:
+        sequence = self.lease.sequences.get(restore.seq_id)
         if sequence is None:
             return Reason.SEQUENCE_NOT_FOUND
+        if sequence.host is None:
+            return Reason.SEQUENCE_EXISTS
+        if sequence.known < len(sequence.tokens):
+            return Reason.SEQUENCE_BUSY
+        if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
+            return Reason.TOO_MANY_SEQUENCES
+        if sequence.known > self.max_tokens():
+            return Reason.SEQUENCE_TOO_LONG
+        if self.budget <= 0:
+            return Reason.TOKEN_BUDGET_SPENT
+        keys = [sequence.key((i + 1) * self.size) for i in range((sequence.known - 1) // self.size)]
+        found = [self.index[key] for key in itertools.takewhile(self.index.__contains__, keys)]
+        need, states = -(-sequence.known // self.size) - len(found), self.states()
+        if need + reserve > self.num_room() - sum(states[block] is BlockState.CACHED for block in found):
+            return Reason.OUT_OF_BLOCKS
+        sequence.table = self.take_blocks(sequence.seq_id, found, need)
+        copied = slice(len(found), -(-sequence.scheduled // self.size))
+        self.expected_restores += zip(sequence.host[copied], sequence.table[copied], strict=True)
+        self.host_touched_now = {*self.host_touched_now, *sequence.host}
+        sequence.host, sequence.published = None, len(found)
+        sequence.computed = max(sequence.computed, len(found) * self.size)
+        start = sequence.scheduled = max(sequence.scheduled, len(found) * self.size)
+        count = min(sequence.known - start, restore.max_compute or 10**9, self.budget)
+        self.budget -= count
+        if count:
+            self.run(sequence, count, given=True)
+        return start
+
+    def in_pool(self, seq_id: int) -> BookSequence | Reason:
+        sequence = self.lease.sequences.get(seq_id)
+        if sequence is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        return sequence if sequence.host is None else Reason.SEQUENCE_OFFLOADED
+
+    def trim(self, trim: Trim) -> Reason | None:
+        sequence, count = self.in_pool(trim.seq_id), trim.num_tokens
+        if isinstance(sequence, Reason):
+            return sequence
         if not 1 <= count <= len(sequence.tokens):
             return Reason.POSITION_OUT_OF_RANGE
         full, kept = count // self.size, -(-count // self.size)
@@ -472,14 +580,17 @@ class Books:
             for run in step.runs:
                 if run.sequence is sequence:
                     run.covers = min(run.covers, count)
+                for entry in run.heirs:
+                    if entry[0] is sequence:
+                        entry[1] = min(entry[1], count)
         tail, sequence.table = sequence.table[kept:], sequence.table[:kept]
         self.drop(tail)
         return None
 
     def fork(self, fork: Fork, child_id: int) -> Reason | None:
-        parent, count = self.lease.sequences.get(fork.parent_id), fork.num_tokens
-        if parent is None:
-            return Reason.SEQUENCE_NOT_FOUND
+        parent, count = self.in_pool(fork.parent_id), fork.num_tokens
+        if isinstance(parent, Reason):
+            return parent
         if not 1 <= count <= len(parent.tokens):
             return Reason.POSITION_OUT_OF_RANGE
         if (reason := self.refuse_new(child_id)) is not None:
@@ -513,9 +624,9 @@ class Books:
         return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
 
     def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
-        sequence = self.lease.sequences.get(seq_id)
-        if sequence is None:
-            return Reason.SEQUENCE_NOT_FOUND
+        sequence = self.in_pool(seq_id)
+        if isinstance(sequence, Reason):
+            return sequence
         if count < 1:
             return Reason.INVALID_ARGUMENT
         start, end, known = sequence.scheduled, sequence.scheduled + count, sequence.known
@@ -602,12 +713,7 @@ class Books:
         need, states = -(-len(tokens) // self.size) - len(found), self.states()
         if need + reserve > self.num_room() - sum(states[block] is BlockState.CACHED for block in found):
             return Reason.OUT_OF_BLOCKS
-        ids = self.writes.take(admission.seq_id, 0, need + len(found))
-        assert ids[: len(found)] == found, "other blocks than the ones that hold the prefix"
-        self.taken = set(found)
-        self.lru = [block for block in self.lru if block not in found]
-        self.hand_out(ids[len(found) :])
-        self.taken = set()
+        ids = self.take_blocks(admission.seq_id, found, need)
         cached = len(found) * self.size
         sequence = BookSequence(
             admission.seq_id,
@@ -623,6 +729,16 @@ class Books:
         self.budget -= count
         self.run(sequence, count, given=True)
         return cached
+
+    def take_blocks(self, seq_id: int, found: list[int], need: int) -> list[int]:
+        """Those that were found, and fresh ones of the ledger's choice."""
+        ids = self.writes.take(seq_id, 0, need + len(found))
+        assert ids[: len(found)] == found, "other blocks than the ones that hold the prefix"
+        self.taken = set(found)
+        self.lru = [block for block in self.lru if block not in found]
+        self.hand_out(ids[len(found) :])
+        self.taken = set()
+        return ids
 
     def find(self, tag: int, tokens: list[int]) -> tuple[list[int], int]:
         found: list[int] = []
@@ -662,7 +778,8 @@ class Books:
         if report.outcome is StepOutcome.COMPUTED:
             assert not (step.runs and step.is_doomed)
             for run in step.runs:
-                run.sequence.computed = max(run.sequence.computed, run.covers)
+                for sequence, covers in [(run.sequence, run.covers), *run.heirs]:
+                    sequence.computed = max(sequence.computed, covers)
                 if run.sampled is not None:
                     run.sampled.known = True
             # What was touched by this step stays out of reach until all of it is published.
@@ -748,10 +865,11 @@ class LedgerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([2, 2, 1, 4]),
         max_sequences=st.sampled_from([8, 8, 8, 5, 3, 1]),
         max_tokens=st.sampled_from([24, 24, 24, 5]),
+        num_host=st.sampled_from([6, 6, 12, 3, 0]),
         tenants=st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
         delay=st.sampled_from([2, 1, 3, 0, 6]),
     )
-    def start(self, num_usable, block_size, max_sequences, max_tokens, tenants, delay):
+    def start(self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay):
         self.geometry = Geometry(
             block_size=block_size,
             num_blocks=num_usable + 1,
@@ -761,10 +879,11 @@ class LedgerMachine(RuleBasedStateMachine):
             vocab_size=VOCAB,
             model="m",
             model_fingerprint=FINGERPRINT,
+            num_host_blocks=num_host,
         )
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         self.books = Books(self.geometry, is_lru=self.policy == "lru")
-        self.worker = Worker(num_usable + 1, block_size)
+        self.worker = Worker(num_usable + 1, num_host, block_size)
         self.tenants = tenants
         self.delay = delay
         self.clients: dict[int, Client] = {}
@@ -789,10 +908,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def request(self, client, rng, num_items):
         book = self.books.leases[client.lease_id]
         ids = sorted(book.sequences)
-        releases, trims, forks, counts, appends, admissions = [], [], [], {}, {}, []
+        away = [seq_id for seq_id in ids if book.sequences[seq_id].host is not None]
+        releases, offloads, trims, forks, counts, appends, restores, admissions = [], [], [], [], {}, {}, [], []
         for _ in range(num_items):
-            weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1] if ids else [0, 0, 0, 0, 1]
-            kind = rng.choices(["extend", "release", "trim", "fork", "admit"], weights)[0]
+            weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1, 2, 1 + 3 * len(away)]
+            kinds = ["extend", "release", "trim", "fork", "admit", "offload", "restore"]
+            kind = rng.choices(kinds, weights)[0] if ids else "admit"
             seq_id = rng.choice(ids) if ids and rng.random() < 0.97 else rng.randrange(10)
             sequence = book.sequences.get(seq_id)
             length = len(sequence.tokens) if sequence else 3
@@ -800,6 +921,10 @@ class LedgerMachine(RuleBasedStateMachine):
             position = rng.choice([length, length - 1, rng.randint(1, length), rng.randint(0, length + 1)])
             if kind == "release":
                 releases.append(seq_id)
+            elif kind == "offload":
+                offloads.append(seq_id)
+            elif kind == "restore":
+                restores.append(Restore(rng.choice(away) if away else seq_id, max_compute=rng.choice([0, 0, 1, 3])))
             elif kind == "trim":
                 trims.append(Trim(seq_id, position))
             elif kind == "fork":
@@ -813,8 +938,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.add_extend(sequence, seq_id, rng, counts, appends)
         return StepRequest(
             releases=releases,
+            offloads=offloads,
             trims=trims,
             forks=forks,
+            restores=restores,
             extend_ids=list(counts),
             extend_token_counts=list(counts.values()),
             appends=appends,
@@ -877,12 +1004,17 @@ class LedgerMachine(RuleBasedStateMachine):
             self.refused_call(Reason.TOO_MANY_STEPS, lambda: self.call(client, request))
             return
         plan = self.call(client, request, request_id=request_id)
-        items = (request.trims, request.forks, request.extend_ids, request.admissions)
+        items = (
+            *(request.offloads, request.trims, request.forks),
+            *(request.extend_ids, request.restores, request.admissions),
+        )
         if not plan.released_ids and len(plan.refusals) == sum(map(len, items)):
             assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
         lease = self.books.leases[lease_id]
         runs = self.books.plan(lease, request, plan)
         touched = {block for run in runs for block in run.table} | {*plan.copy_sources, *plan.copy_targets}
+        touched |= {*plan.offload_sources, *plan.restore_targets}
+        touched |= {-1 - host for host in (*plan.offload_targets, *plan.restore_sources)}
         client.to_run.append(PlannedStep(plan, runs, {block: self.books.generations[block] for block in touched}))
         if named:
             client.last_call = (request_id, request, plan)
@@ -1070,6 +1202,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
             sum(state is s for s in states.values()) for state in BlockState
         )
+        host_states = Counter(books.host_states().values())
+        host_counts = ledger.host_counts() or (0, 0, 0)
+        assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)
@@ -1082,7 +1217,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
         for seq_id, book in book_sequences.items():
             sequence = self.ledger.view(lease_id, seq_id)
-            assert sequence.block_table == book.table
+            assert (sequence.block_table, sequence.host_blocks) == (book.table, book.host or [])
+            assert sequence.is_offloaded == (book.host is not None)
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
             known = pack(token.value for token in book.tokens if token.known)
@@ -1104,13 +1240,21 @@ class LedgerMachine(RuleBasedStateMachine):
         """Whatever a sequence counts as computed can be read through its table, but for what is still to be copied."""
         size = self.geometry.block_size
         for client in self.clients.values():
-            targets = {block for step in client.to_run for block in step.plan.copy_targets}
+            plans = [step.plan for step in client.to_run]
+            targets = {block for plan in plans for block in (*plan.copy_targets, *plan.restore_targets)}
+            host_targets = {block for plan in plans for block in plan.offload_targets}
             for sequence in self.ledger.sequences(client.lease_id):
                 book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
+                is_away = sequence.is_offloaded
+                blocks, slots, unknown = (
+                    (sequence.host_blocks, self.worker.host_slots, host_targets)
+                    if is_away
+                    else (sequence.block_table, self.worker.slots, targets)
+                )
                 for position in range(sequence.num_computed):
-                    block = sequence.block_table[position // size]
-                    if block not in targets:
-                        assert self.worker.slots[block][position % size] == book.key(position + 1)
+                    block = blocks[position // size]
+                    if block not in unknown:
+                        assert slots[block][position % size] == book.key(position + 1)
 
     def teardown(self):
         if not hasattr(self, "ledger"):
@@ -1123,6 +1267,7 @@ class LedgerMachine(RuleBasedStateMachine):
         counts = self.ledger.counts()
         assert counts.free + counts.cached == self.geometry.num_blocks - 1
         assert self.ledger._books.num_rows() == 0
+        assert (self.ledger.host_counts() or (0, 0, 0))[0] == self.geometry.num_host_blocks
         statistics = self.ledger.statistics()
         assert (statistics.num_evicted, statistics.num_allocated) == (self.books.evicted, self.books.allocated)
 

@@ -70,14 +70,19 @@ class Pending:
     forked: list[tuple[int, int, int]] = field(default_factory=list)
     admitted: dict[int, list[int]] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)
+    offloaded: list[int] = field(default_factory=list)
+    restored: dict[int, int] = field(default_factory=dict)
     pinned: list[int] = field(default_factory=list)
 
 
 class ModelCache:
     """cachemgr, slow and obvious."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
+        self.host: dict[int, tuple[Held, int]] = {}
+        self.refuses_offloads = False
         self.num_blocks = num_blocks
         self.references = dict.fromkeys(range(1, num_blocks + 1), 0)
         self.pins = dict.fromkeys(range(1, num_blocks + 1), 0)
@@ -127,6 +132,37 @@ class ModelCache:
         metadata = {"needed": str(needed), "free": str(self.room()), "retired": str(self.blocks().retired)}
         return Refusal(item, seq_id, OutOfRoom("full", metadata=metadata))
 
+    def num_free_host_blocks(self) -> int:
+        return self.num_host_blocks - sum(count for _, count in self.host.values())
+
+    def offload(self, step: Pending, seq_id: int) -> Refusal | None:
+        held = self.held[seq_id]
+        count = max(1, -(-held.num_scheduled // self.block_size))
+        if self.refuses_offloads or count > self.num_free_host_blocks():
+            return Refusal(PlanItem.OFFLOAD, seq_id, error_of_reason("OUT_OF_HOST_BLOCKS", ""))
+        self.host[seq_id] = self.held.pop(seq_id), count
+        for block in held.table:
+            self.references[block] -= 1
+            self.pins[block] += 1
+        step.pinned += held.table
+        held.table = []
+        step.offloaded.append(seq_id)
+        return None
+
+    def restore(self, step: Pending, seq_id: int, reserve: int) -> Refusal | None:
+        held, _ = self.host[seq_id]
+        if None in held.tokens:
+            return Refusal(PlanItem.RESTORE, seq_id, error_of_reason("SEQUENCE_BUSY", ""))
+        fresh = -(-len(held.tokens) // self.block_size)
+        needed = fresh + (reserve if self.limit == self.num_blocks else 0)
+        if needed > self.room():
+            return self.out_of_blocks(PlanItem.RESTORE, seq_id, needed)
+        del self.host[seq_id]
+        self.held[seq_id] = held
+        held.table = self.take(fresh)
+        step.restored[seq_id] = held.num_scheduled
+        return None
+
     def plan(self, plan: Plan) -> PlanOutcome:
         self.number += 1
         step = Pending(self.number, self.settled)
@@ -136,6 +172,11 @@ class ModelCache:
             if (held := self.held.pop(seq_id, None)) is not None:
                 self.let_go(held.table)
                 step.released.append(seq_id)
+            elif self.host.pop(seq_id, None) is not None:
+                step.released.append(seq_id)
+        for seq_id in plan.offload_ids:
+            refusal = self.offload(step, seq_id)
+            refusals += [refusal] if refusal else []
         for fork in plan.forks:
             for child_id in fork.child_ids:
                 if self.refuses_forks:
@@ -156,6 +197,18 @@ class ModelCache:
             refusal = self.extend(step, seq_id, count, given)
             refusals += [refusal] if refusal else []
         budget = plan.admission_token_budget or 10**9
+        for seq_id in plan.restore_ids:
+            if budget <= 0:
+                refusals.append(Refusal(PlanItem.RESTORE, seq_id, error_of_reason("TOKEN_BUDGET_SPENT", "")))
+                continue
+            refusal = self.restore(step, seq_id, plan.admission_reserve_blocks)
+            if refusal is not None:
+                refusals.append(refusal)
+                continue
+            count = min(budget, len(self.held[seq_id].tokens) - step.restored[seq_id])
+            budget -= count
+            if count:
+                self.extend(step, seq_id, count, given)
         cached_counts: list[int] = []
         for admission in plan.admissions:
             if budget <= 0:
@@ -191,6 +244,9 @@ class ModelCache:
             admitted_ids=list(step.admitted),
             cached_counts=cached_counts,
             blocks=self.blocks(),
+            restored_ids=list(step.restored),
+            restored_counts=list(step.restored.values()),
+            num_free_host_blocks=self.num_free_host_blocks(),
         )
 
     def find(self, tokens: list[int]) -> list[int]:
@@ -252,9 +308,8 @@ class ModelCache:
                 held.tokens[held.tokens.index(None)] = sampled[seq_id]
             for end in range(self.block_size, start + count + 1, self.block_size):
                 key = tuple(t for t in held.tokens[:end] if t is not None)
-                block = held.table[end // self.block_size - 1]
                 if self.held.get(seq_id) is held and key not in self.content.values():
-                    self.content[block] = key
+                    self.content[held.table[end // self.block_size - 1]] = key
 
 
 class ModelWorker:
@@ -262,6 +317,7 @@ class ModelWorker:
 
     def __init__(self) -> None:
         self.computed: dict[int, list[int]] = {}
+        self.host: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
         self.seeds: dict[int, int] = {}
         self.failed_step = 0
@@ -269,6 +325,12 @@ class ModelWorker:
     def run(self, pending: Pending, step: Step, inputs: dict[int, list[int]], *, breaks: bool) -> dict[int, int] | None:
         for seq_id in pending.released:
             self.computed.pop(seq_id, None)
+            self.host.pop(seq_id, None)
+        for seq_id in pending.offloaded:
+            self.host[seq_id] = self.computed.pop(seq_id)
+            self.last.pop(seq_id, None)
+        for seq_id, num_tokens in pending.restored.items():
+            self.computed[seq_id] = self.host.pop(seq_id)[:num_tokens]
         for parent_id, child_id, num_tokens in pending.forked:
             self.computed[child_id] = self.computed.get(parent_id, [])[: num_tokens - 1]
         for seq_id, cached in pending.admitted.items():
@@ -306,7 +368,7 @@ class World:
         self.admitted: list[Admission] = []
 
     def fresh_pool(self) -> None:
-        self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size)
+        self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size, self.limits.num_host_blocks)
         self.worker = ModelWorker()
         self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
 
@@ -388,6 +450,7 @@ class World:
             self.turn()
         assert not self.scheduler.has_work, "it never ends"
         assert self.cache.blocks().active == 0, "blocks were not given back"
+        assert not self.cache.host, "blocks of the host tier were not given back"
 
 
 def everybody(scheduler: Scheduler) -> list[Sequence]:
@@ -1005,6 +1068,119 @@ def test_no_max_tokens_means_as_many_as_fit() -> None:
     assert len(world.output[sequence.arrival]) == 13
 
 
+# The host tier.
+
+
+def crowded(**changes: int) -> World:
+    """Two that do not fit beside each other, with room in the host tier."""
+    world = World(limits(**({"num_blocks": 8, "num_host_blocks": 8, "max_sequence_tokens": 32} | changes)))
+    world.add([1] * 9, max_tokens=12, ends=())
+    world.add([0] * 9, max_tokens=12, ends=())
+    return world
+
+
+def test_who_is_preempted_comes_back_from_the_host_tier() -> None:
+    world = crowded()
+    world.run()
+    statistics = world.scheduler.statistics()
+    assert statistics.preemptions == statistics.offloads == statistics.restores > 0
+    assert (statistics.admissions, statistics.scheduled_tokens) == (2, 2 * 20), "nothing was computed twice"
+    assert all(len(tokens) == 12 for tokens in world.output.values())
+
+
+def test_what_is_copied_faster_than_computed_is_copied() -> None:
+    for block_bytes, is_offloaded in ((10**6, True), (10**8, False)):
+        world = crowded(block_bytes=block_bytes)
+        world.scheduler.costs.prefill.observe(1000, 1.0)
+        world.scheduler.costs.copy.observe(1e9, 1.0)
+        world.run()
+        statistics = world.scheduler.statistics()
+        assert statistics.preemptions > 0
+        assert (statistics.offloads > 0) == is_offloaded
+        assert (statistics.admissions > 2) != is_offloaded
+
+
+def test_what_others_have_too_is_no_reason_for_a_copy() -> None:
+    world = World(limits(num_blocks=8, num_host_blocks=8, max_sequence_tokens=32))
+    world.add([1] * 13, max_tokens=3, ends=())
+    world.run()
+    sharers = [*world.add([1] * 13, max_tokens=16, ends=()), *world.add([1] * 13, max_tokens=16, ends=())]
+    while world.scheduler.statistics().preemptions == 0:
+        world.turn()
+    assert sharers[1].num_shared_tokens == 12
+    assert world.scheduler.statistics().offloads <= 1
+    world.scheduler.costs.copy.observe(1.0, 1e6)
+    world.run()
+
+
+def test_without_room_in_the_host_tier_the_tokens_are_computed_again() -> None:
+    for changes in ({"num_host_blocks": 0}, {"num_host_blocks": 2}):
+        world = crowded(**changes)
+        world.run()
+        statistics = world.scheduler.statistics()
+        assert (statistics.offloads, statistics.restores) == (0, 0)
+        assert statistics.admissions > 2
+
+
+def test_a_refused_offload_is_a_release() -> None:
+    world = crowded()
+    world.cache.refuses_offloads = True
+    world.run()
+    statistics = world.scheduler.statistics()
+    assert statistics.preemptions > 0
+    assert (statistics.offloads, statistics.restores) == (0, 0)
+    assert all(len(tokens) == 12 for tokens in world.output.values())
+
+
+def until_offloaded(world: World) -> Sequence:
+    while world.scheduler.statistics().offloads == 0:
+        world.turn()
+    return next(s for s in everybody(world.scheduler) if s.host_id is not None)
+
+
+def test_who_is_cancelled_leaves_the_host_tier_with_the_next_plan() -> None:
+    world = crowded()
+    offloaded = until_offloaded(world)
+    host_id = offloaded.host_id
+    world.scheduler.cancel([offloaded])
+    assert host_id in world.scheduler.schedule().release_ids
+    world.run()
+
+
+def test_who_is_cancelled_before_it_left_is_released_instead() -> None:
+    world = crowded()
+    while world.scheduler.statistics().preemptions == 0:
+        world.turn()
+    (sequence,) = world.scheduler._offloads.values()
+    host_id = sequence.host_id
+    world.scheduler.cancel([sequence])
+    plan = world.scheduler.schedule()
+    assert (plan.offload_ids, plan.release_ids) == ((), (host_id,))
+    world.run()
+
+
+def test_after_a_reset_everybody_is_admitted_again() -> None:
+    world = crowded()
+    until_offloaded(world)
+    world.scheduler.reset_all()
+    world.fresh_pool()
+    assert world.scheduler.statistics().num_offloaded == 0
+    world.run()
+    assert all(len(tokens) == 12 for tokens in world.output.values())
+
+
+def test_a_restore_that_can_never_be_is_an_admission() -> None:
+    world = crowded()
+    offloaded = until_offloaded(world)
+    lost = world.cache.host.pop(offloaded.host_id)  # as if it had never been there
+    refuse = Refusal(PlanItem.RESTORE, offloaded.host_id, error_of_reason("SEQUENCE_NOT_FOUND", ""))
+    world.cache.restore = lambda step, seq_id, reserve: refuse  # type: ignore[method-assign]
+    world.run()
+    assert lost[0].tokens[0] == offloaded.token_ids[0]
+    assert all(len(tokens) == 12 for tokens in world.output.values())
+    assert world.scheduler.statistics().restores == 0
+
+
 # Everything at once.
 
 requests = st.lists(
@@ -1018,12 +1194,15 @@ requests = st.lists(
     min_size=1,
     max_size=6,
 )
+# With one that holds a few sequences, or all; and one whose copies take too long.
+host_tiers = {"num_host_blocks": st.sampled_from([0, 4, 20]), "block_bytes": st.sampled_from([1, 1, 10**9])}
 worlds = st.builds(
     limits,
     max_step_tokens=st.integers(1, 9),
     max_running_sequences=st.integers(1, 5),
     block_size=st.integers(1, 4),
     num_blocks=st.integers(17, 20),
+    **host_tiers,
 )
 tiny_worlds = st.builds(
     limits,
@@ -1031,6 +1210,7 @@ tiny_worlds = st.builds(
     max_running_sequences=st.integers(1, 5),
     block_size=st.just(4),
     num_blocks=st.integers(5, 7),
+    **host_tiers,
 )
 
 

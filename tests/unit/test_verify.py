@@ -13,6 +13,7 @@ from quire.worker.verify import OwnershipVerifier, OwnershipViolation
 
 SIZE = 4
 NUM_BLOCKS = 9
+NUM_HOST_BLOCKS = 4
 Run = tuple[int, int, list[int]]
 """A sequence, where its run begins, and the tokens that are run."""
 
@@ -21,7 +22,7 @@ class Worker:
     """A verifier, and what it is told of steps: device tables as the grants made them unless a test says otherwise."""
 
     def __init__(self) -> None:
-        self.verifier = OwnershipVerifier(num_blocks=NUM_BLOCKS, block_size=SIZE)
+        self.verifier = OwnershipVerifier(num_blocks=NUM_BLOCKS, block_size=SIZE, num_host_blocks=NUM_HOST_BLOCKS)
         self.tables: dict[tuple[str, int], list[int]] = {}
         self.step_numbers: dict[str, int] = {}
 
@@ -33,6 +34,9 @@ class Worker:
         released: Sequence[int] = (),
         forks: Sequence[tuple[int, int]] = (),
         copies: Sequence[tuple[int, int]] = (),
+        offloaded: Sequence[int] = (),
+        offloads: Sequence[tuple[int, int]] = (),
+        restores: Sequence[tuple[int, int]] = (),
         known: int | None = None,
         outcome: Outcome = Outcome.COMPUTED,
         sampled: dict[int, int] | None = None,
@@ -54,11 +58,18 @@ class Worker:
             write_block_ids=[block_id for _, _, ids in writes for block_id in ids],
             copy_source_block_ids=[source for source, _ in copies],
             copy_target_block_ids=[target for _, target in copies],
+            offloaded_sequence_ids=offloaded,
+            offload_source_block_ids=[block for block, _ in offloads],
+            offload_target_host_block_ids=[host for _, host in offloads],
+            restore_source_host_block_ids=[host for host, _ in restores],
+            restore_target_block_ids=[block for _, block in restores],
             run_sequence_ids=[seq_id for seq_id, _, _ in runs],
             run_starts=[start for _, start, _ in runs],
             run_token_counts=[len(tokens) for _, _, tokens in runs],
             given_run_indexes=[index for index, (seq_id, _, _) in enumerate(runs) if seq_id not in going_on],
         )
+        for seq_id in offloaded:
+            self.tables.pop((lease, seq_id))
         for seq_id, first, ids in writes:
             self.tables.setdefault((lease, seq_id), [])[first : first + len(ids)] = ids
         self.verifier.apply(grant)
@@ -148,6 +159,34 @@ class TestWhatIsAllowed:
     def test_an_equal_block_takes_the_place_of_ones_own(self, worker: Worker) -> None:
         worker.step((1, 0, [0, 1, 2, 3, 4]), lease="lease-bb", writes=[(1, 0, [3, 4])])
         worker.step((1, 5, [5]), lease="lease-bb", writes=[(1, 0, [1])])
+
+    def test_a_sequence_goes_on_with_what_it_had_in_the_host_tier(self, worker: Worker) -> None:
+        worker.step(offloaded=[1], offloads=[(1, 3), (2, 0)])
+        worker.step((1, 0, [9] * 8), lease="lease-bb", writes=[(1, 0, [1, 2])])
+        worker.step((1, 6, [6]), writes=[(1, 0, [4, 5])], restores=[(3, 4), (0, 5)])
+        worker.step((1, 7, [7]))
+
+    def test_a_restored_sequence_shares_what_is_still_published(self, worker: Worker) -> None:
+        worker.step((1, 6, [6]))
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        worker.step((1, 7, [7]), writes=[(1, 0, [1, 5])], restores=[(1, 5)])
+
+    def test_a_sequence_that_ends_in_the_host_tier_is_forgotten(self, worker: Worker) -> None:
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        worker.step(released=[1])
+        worker.step((1, 0, [9]), writes=[(1, 0, [3])])
+
+    def test_a_host_block_is_another_leases_when_it_came_back(self, worker: Worker) -> None:
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        worker.step((1, 6, [6]), writes=[(1, 0, [1, 2])], restores=[(0, 1), (1, 2)])
+        worker.step((5, 0, [8, 8]), lease="lease-bb", writes=[(5, 0, [3])])
+        worker.step(lease="lease-bb", offloaded=[5], offloads=[(3, 0)])
+        worker.step((5, 2, [8]), lease="lease-bb", writes=[(5, 0, [4])], restores=[(0, 4)])
+
+    def test_a_chunk_that_failed_before_it_left_is_computed_again(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 7]), outcome=Outcome.FAILED)
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        worker.step((1, 6, [6, 7]), writes=[(1, 0, [3, 4])], restores=[(0, 3), (1, 4)])
 
     def test_after_a_fence_or_in_a_new_epoch_blocks_are_anybodys(self, worker: Worker) -> None:
         worker.verifier.fence_lease("lease-aa")
@@ -254,6 +293,38 @@ class TestWhatIsNot:
         with pytest.raises(OwnershipViolation):
             worker.step(copies=[(2, 1)])
         assert_violation(worker, "I3", 1, "is the target of a copy, and published")
+
+    def test_a_restore_from_a_host_block_of_another_lease(self, worker: Worker) -> None:
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), lease="lease-bb", writes=[(1, 0, [3, 4])], restores=[(0, 3), (1, 4)])
+        assert_violation(worker, "I5", 3, "would be copied from host block 0, which is not this lease's")
+
+    def test_a_restore_of_what_was_overwritten_in_the_host_tier(self, worker: Worker) -> None:
+        worker.step((2, 0, [7] * 6), writes=[(2, 0, [3, 4])])
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        worker.step(offloaded=[2], offloads=[(3, 0), (4, 2)])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), writes=[(1, 0, [5, 6])], restores=[(0, 5), (1, 6)])
+        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+
+    def test_a_restore_of_another_sequences_blocks(self, worker: Worker) -> None:
+        worker.step((2, 0, [7] * 6), writes=[(2, 0, [3, 4])])
+        worker.step(offloaded=[1, 2], offloads=[(1, 0), (2, 1), (3, 2), (4, 3)])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), writes=[(1, 0, [5, 6])], restores=[(2, 5), (3, 6)])
+        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+
+    def test_a_sequence_that_came_back_without_its_copies(self, worker: Worker) -> None:
+        worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6]), writes=[(1, 0, [5, 6])], restores=[(0, 5)])
+        assert_violation(worker, "I6", 6, "is read, and was not computed")
+
+    def test_a_host_block_that_is_not_there(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step(offloaded=[1], offloads=[(1, NUM_HOST_BLOCKS)])
+        assert_violation(worker, "I5", NUM_HOST_BLOCKS, "is not one of the host tier")
 
     def test_a_copy_of_other_tokens(self, worker: Worker) -> None:
         worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])

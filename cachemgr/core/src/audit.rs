@@ -36,9 +36,12 @@ impl Books {
         let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
         let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
         let released: usize = steps.map(|step| step.released_rows.len()).sum();
-        if held + released != self.num_rows() {
-            wrong.push(format!("{} rows counted in the worker, {} are taken", self.num_rows(), held + released));
+        let num_taken = held + released - self.table.num_offloaded().min(held + released);
+        if num_taken != self.num_rows() {
+            wrong.push(format!("{} rows counted in the worker, {num_taken} are taken", self.num_rows()));
         }
+        self.table.audit(&mut wrong);
+        self.audit_host(&mut wrong);
         wrong
     }
 
@@ -49,6 +52,24 @@ impl Books {
         self.audit_pins(&mut wrong);
         self.audit_reservations(&mut wrong);
         wrong
+    }
+
+    /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
+    fn audit_host(&self, wrong: &mut Vec<String>) {
+        let blocks = 0..self.host.len() as BlockId;
+        let holders = occurrences(&blocks, self.sequences().filter_map(|sequence| sequence.host_blocks.as_ref()));
+        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host));
+        self.host.audit(&holders, &steps, wrong);
+        for sequence in self.sequences().filter(|sequence| sequence.is_offloaded()) {
+            let num_host_blocks = sequence.host_blocks.as_ref().map_or(0, Vec::len);
+            if !sequence.block_table.is_empty()
+                || num_host_blocks < self.geometry.num_blocks_for(sequence.num_scheduled)
+            {
+                let (seq_id, num_blocks) = (sequence.seq_id, sequence.block_table.len());
+                wrong.push(format!("sequence {seq_id} has {num_host_blocks} host blocks and {num_blocks} of the pool"));
+            }
+        }
     }
 
     /// What is reserved is there, and is what the sequences still need.
@@ -153,7 +174,8 @@ impl Books {
         let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
         let blocks = blocks.collect::<Vec<_>>();
         let num_changes = self.pool.journal().num_changes();
-        format!("{blocks:?} {free:?} {parked:?} {} {num_changes} {leases:?}", self.num_rows())
+        let host = self.host.state();
+        format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.num_rows())
     }
 }
 
@@ -175,7 +197,7 @@ fn bounds(sequence: &Sequence) -> impl Debug {
     let Sequence { seq_id, number, root, block_table, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
     let positions = (sequence.num_writable, sequence.sampled_position);
-    let tables = (block_table, tokens, root, sequence.last_hash());
+    let tables = (block_table, &sequence.host_blocks, tokens, root, sequence.last_hash());
     (seq_id, number, released, num_tokens, num_cached, num_computed, num_scheduled, num_published, positions, tables)
 }
 
@@ -218,7 +240,7 @@ mod tests {
     #[test]
     fn every_wrong_book_is_told() {
         type Damage = fn(&mut Bench);
-        let damages: [(Damage, &[&str]); 8] = [
+        let damages: [(Damage, &[&str]); 12] = [
             (|bench| bench.sequence(1).block_table.push(1), &["block 1 is in 2 tables and has 1 references"]),
             (|bench| bench.sequence(2).block_table.truncate(1), &["block 4 is in 0 tables and has 1 references"]),
             (
@@ -236,6 +258,25 @@ mod tests {
                     bench.0.table.enter(again);
                 },
                 &["3 rows counted in the worker, 2 are taken"],
+            ),
+            (|bench| drop(bench.0.host.allocate(1).unwrap()), &["host block 0 is held, and of 0 sequences"]),
+            (
+                |bench| step(bench, 1).pinned_in_host.push(vec![5]),
+                &["host block 5 is pinned by 1 steps and has 0 pins"],
+            ),
+            (
+                |bench| {
+                    bench.offload(1);
+                    bench.sequence(1).block_table.push(8);
+                },
+                &["block 8 is in 1 tables and has 0 references", "sequence 1 has 2 host blocks and 1 of the pool"],
+            ),
+            (
+                |bench| {
+                    bench.offload(1);
+                    bench.sequence(1).host_blocks = Some(vec![1]);
+                },
+                &["host block 0 is held, and of 0 sequences", "sequence 1 has 1 host blocks and 0 of the pool"],
             ),
             (share_the_first_block, &["block 1 is shared by sequences with different tokens"]),
             (
@@ -284,7 +325,7 @@ mod tests {
     #[test]
     fn the_state_tells_whatever_changed() {
         type Change = fn(&mut Bench);
-        let changes: [Change; 14] = [
+        let changes: [Change; 16] = [
             |bench| bench.settle(),
             |bench| drop(bench.extend(1, 1, &[])),
             |bench| drop(bench.admit(3, &[7])),
@@ -293,6 +334,8 @@ mod tests {
             |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
             |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
             |bench| bench.0.open_lease("c", b"", 30.0),
+            |bench| drop(bench.offload(1)),
+            |bench| drop(bench.0.host.allocate(1).unwrap()),
             |bench| bench.sequence(1).num_writable += 1,
             |bench| bench.sequence(2).sampled_position = None,
             |bench| bench.sequence(2).num_cached = 1,

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::accounts::Share;
 use crate::errors::{Failure, Reason, Refusal, Result, invalid};
 use crate::eviction::make_policy;
+use crate::host::HostPool;
 use crate::pins::Pins;
 use crate::planner::StepPlanner;
 use crate::plans::{Admission, StepPlan, StepRequest};
@@ -32,6 +33,8 @@ pub struct Geometry {
     pub block_size: usize,
     /// The null block included.
     pub num_blocks: usize,
+    /// Of the host tier; 0: there is none.
+    pub num_host_blocks: usize,
     pub max_sequences: usize,
     pub max_sequence_tokens: usize,
     pub vocab_size: usize,
@@ -74,6 +77,11 @@ pub struct Counters {
     pub resumed_admissions: u64,
     pub resumed_tokens: u64,
     pub resumed_cached_tokens: u64,
+    /// Sequences moved to the host tier and back, and blocks copied for them.
+    pub offloads: u64,
+    pub restores: u64,
+    pub offloaded_blocks: u64,
+    pub restored_blocks: u64,
 }
 
 impl Counters {
@@ -177,6 +185,7 @@ impl Shares {
 pub struct Books {
     pub(crate) geometry: Geometry,
     pub(crate) pool: BlockPool,
+    pub(crate) host: HostPool,
     pub(crate) table: SequenceTable,
     pub(crate) leases: HashMap<String, Holdings>,
     pub(crate) tenants: Tenants,
@@ -192,6 +201,7 @@ impl Books {
         let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
         Some(Books {
             pool: BlockPool::new(geometry.num_blocks, policy),
+            host: HostPool::new(geometry.num_host_blocks),
             geometry,
             table: SequenceTable::default(),
             leases: HashMap::new(),
@@ -257,6 +267,7 @@ impl Books {
             let sequence = self.table.leave(row);
             self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
+            self.host.release(&sequence.host_blocks.unwrap_or_default())?;
         }
         Ok(())
     }
@@ -284,8 +295,8 @@ impl Books {
         refuse_repeated(request)?;
         refuse_too_many_steps(holdings)?;
         let asker = Asker { tenant: holdings.tenant, lease: beginning_of(lease_id), now };
-        let planner =
-            StepPlanner::new(holdings, &mut self.pool, &mut self.table, &self.geometry, &mut self.counters, asker);
+        let Books { geometry, pool, host, table, counters, .. } = self;
+        let planner = StepPlanner::new(holdings, pool, host, table, geometry, counters, asker);
         let plan = planner.run(request)?;
         self.counters.planned_steps += 1;
         Ok(Some(plan))
@@ -337,6 +348,7 @@ impl Books {
     /// Nothing touches the step's blocks any more.
     pub(crate) fn finish(&mut self, step: &StepInFlight) -> Result<()> {
         step.pinned.iter().try_for_each(|blocks| self.pool.unpin(blocks))?;
+        step.pinned_in_host.iter().try_for_each(|blocks| self.host.unpin(blocks))?;
         step.released_rows.iter().for_each(|row| drop(self.table.leave(*row)));
         Ok(())
     }
@@ -359,6 +371,10 @@ impl Books {
         &self.pool
     }
 
+    pub fn host(&self) -> &HostPool {
+        &self.host
+    }
+
     pub fn pool_mut(&mut self) -> &mut BlockPool {
         &mut self.pool
     }
@@ -375,9 +391,20 @@ impl Books {
         self.table.get(row)
     }
 
-    /// Rows in the worker: sequences that leases hold, and those released that steps in flight still run.
+    /// Rows in the worker: sequences that leases hold, and those released that steps in flight still run; but for those
+    /// in the host tier.
     pub fn num_rows(&self) -> usize {
         self.table.len()
+    }
+
+    /// Sequences that leases hold in the host tier.
+    pub fn num_offloaded(&self) -> usize {
+        self.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
+    }
+
+    /// Rows of all leases' sequences.
+    fn rows(&self) -> impl Iterator<Item = Row> {
+        self.leases.values().flat_map(|lease| lease.sequences.values().copied())
     }
 
     /// Tokens that an admission would find in the cache; takes nothing.
@@ -403,7 +430,7 @@ impl Books {
             let sequence = self.table.get(*row);
             (sequence, sequence.num_known().max(sequence.num_scheduled))
         };
-        let sequences = || self.leases.values().flat_map(|holdings| holdings.sequences.values()).map(held);
+        let sequences = || self.rows().map(|row| held(&row));
         let mut fills: HashMap<BlockId, usize> = HashMap::new(); // of the blocks that a holder does not fill
         for (sequence, num_tokens) in sequences() {
             for (index, block) in sequence.block_table.iter().enumerate().skip(num_tokens / size) {
@@ -472,7 +499,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::advice::Level;
     use crate::eviction::POLICIES;
-    use crate::plans::{Extend, Fork, PlanItem, Retention, ReturnHint, Trim};
+    use crate::plans::{Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
     use crate::pool::tests::Random;
     use crate::settle::{StepOutcome, StepReport};
 
@@ -480,6 +507,7 @@ pub(crate) mod tests {
         Geometry {
             block_size: 2,
             num_blocks: num_usable + 1,
+            num_host_blocks: 6,
             max_sequences: 16,
             max_sequence_tokens: 64,
             vocab_size: 100,
@@ -539,6 +567,15 @@ pub(crate) mod tests {
 
         pub(crate) fn release(&mut self, seq_ids: &[i64]) -> StepPlan {
             self.plan(StepRequest { releases: seq_ids.to_vec(), ..StepRequest::default() })
+        }
+
+        pub(crate) fn offload(&mut self, seq_id: i64) -> StepPlan {
+            self.plan(StepRequest { offloads: vec![seq_id], ..StepRequest::default() })
+        }
+
+        pub(crate) fn restore(&mut self, seq_id: i64) -> StepPlan {
+            let restores = vec![Restore { seq_id, max_compute: 0 }];
+            self.plan(StepRequest { restores, ..StepRequest::default() })
         }
 
         pub(crate) fn report(&self, lease_id: &str) -> StepReport {
@@ -682,6 +719,7 @@ pub(crate) mod tests {
     pub(crate) fn some_request(random: &mut Random) -> StepRequest {
         let mut ids = |bound| (0..random.below(bound)).map(|_| random.below(6) as i64).collect::<Vec<_>>();
         let (releases, trimmed, parents, admitted) = (ids(2), ids(2), ids(2), ids(4));
+        let (offloads, restored) = (ids(3), ids(4));
         let extended = random.sample((0..6).collect());
         let mut count = |bound| 1 + random.below(bound) as i64;
         let trims = trimmed.into_iter().map(|seq_id| Trim { seq_id, num_tokens: count(9) }).collect();
@@ -709,12 +747,23 @@ pub(crate) mod tests {
             }
         };
         let admissions = admitted.into_iter().map(admit).collect();
+        let restores = restored.into_iter().map(|seq_id| Restore { seq_id, max_compute: random.below(3) }).collect();
         let mut return_hints = Vec::new();
         for &seq_id in &releases {
             let expected_in = [None, Some(0.5), Some(20.0), Some(500.0)][random.below(4)];
             return_hints.push(ReturnHint { seq_id, expected_in });
         }
-        StepRequest { releases, return_hints, trims, forks, extends, admissions, ..StepRequest::default() }
+        StepRequest {
+            releases,
+            return_hints,
+            offloads,
+            trims,
+            forks,
+            extends,
+            restores,
+            admissions,
+            ..StepRequest::default()
+        }
     }
 
     fn some_retention(random: &mut Random) -> Vec<Retention> {
@@ -828,9 +877,11 @@ pub(crate) mod tests {
             ["a", "b", "c"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
             bench.0.advance(now + 1e6).unwrap();
             assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));
+            assert_eq!((bench.0.num_offloaded(), bench.0.host().counts().free), (0, 6));
             assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
         }
-        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG"] {
+        let of_the_host_tier = ["OUT_OF_HOST_BLOCKS", "SEQUENCE_OFFLOADED", "SEQUENCE_BUSY"];
+        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG"].into_iter().chain(of_the_host_tier) {
             assert!(reasons.contains(reason), "{reasons:?}");
         }
     }

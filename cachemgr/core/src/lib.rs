@@ -4,6 +4,7 @@
 //!       planner   plans a step            settle    enters what was computed      audit   checks I1 to I4
 //!       sequences tokens and tables       steps     what is in flight             plans   requests and plans
 //!       pool      who holds a block       prefix    what is found                 eviction, lineage, retention
+//!       host      who holds a block of the host tier
 //!     tenants     whose a block is
 //!     looking   pages and changes of blocks   explain   why a prefix misses
 //!     journal   what changed last   losses   what was cached once   contents   what is in blocks, for who may ask
@@ -23,6 +24,7 @@ pub mod contents;
 pub mod errors;
 pub mod eviction;
 pub mod explain;
+pub mod host;
 pub mod journal;
 pub mod lineage;
 pub mod looking;

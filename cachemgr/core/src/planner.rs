@@ -1,12 +1,12 @@
 //! Plans one step of one lease: applies a request's items to the books, one by one, each whole or not at all.
 //!
-//! Order: releases, trims, forks, extends, admissions. Forks come before extends, so that a block that is shared from now
-//! on is not written by its old holder in the same step.
+//! Order: releases, offloads, trims, forks, extends, restores, admissions. Forks come before extends, so that a block that
+//! is shared from now on is not written by its old holder in the same step.
 //!
 //! What lets go of a block, and until when it stays retired (n is the step being planned):
 //!
 //!     a sequence that is released, a trimmed tail      the last step in flight before n
-//!     the source of a copy done at the start of n      n
+//!     the source of a copy done at the start of n      n: within the pool, to the host tier and from there
 //!     nothing in flight                                not at all
 
 use std::collections::HashMap;
@@ -14,8 +14,9 @@ use std::collections::HashMap;
 use crate::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
 use crate::books::{Counters, Geometry, Holdings, refuse_no_row, update_reservation};
 use crate::errors::{Reason, Refusal, Result, invalid};
+use crate::host::{HostBlockId, HostPool};
 use crate::plans::{
-    Admission, Extend, Fork, PlanItem, RefusedItem, Retention, ReturnHint, StepPlan, StepRequest, Trim,
+    Admission, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest, Trim,
 };
 use crate::pool::{BlockPool, BlockState};
 use crate::prefix::{BlockId, Hash, Past, chain_hashes, digest_of};
@@ -49,6 +50,7 @@ macro_rules! refuse_if {
 pub struct StepPlanner<'a> {
     lease: &'a mut Holdings,
     pool: &'a mut BlockPool,
+    host: &'a mut HostPool,
     table: &'a mut SequenceTable,
     geometry: &'a Geometry,
     counters: &'a mut Counters,
@@ -62,6 +64,7 @@ impl<'a> StepPlanner<'a> {
     pub fn new(
         lease: &'a mut Holdings,
         pool: &'a mut BlockPool,
+        host: &'a mut HostPool,
         table: &'a mut SequenceTable,
         geometry: &'a Geometry,
         counters: &'a mut Counters,
@@ -69,7 +72,7 @@ impl<'a> StepPlanner<'a> {
     ) -> StepPlanner<'a> {
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
         let plan = StepPlan { step_number: lease.next_step, known_step: lease.known_step, ..StepPlan::default() };
-        StepPlanner { lease, pool, table, geometry, counters, asker, step, plan, budget: None }
+        StepPlanner { lease, pool, host, table, geometry, counters, asker, step, plan, budget: None }
     }
 
     /// Applies the request and puts the step in flight.
@@ -77,6 +80,10 @@ impl<'a> StepPlanner<'a> {
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
             self.release(*seq_id, hints.get(seq_id).copied())?;
+        }
+        for seq_id in &request.offloads {
+            let answer = self.offload(*seq_id)?;
+            self.answer(PlanItem::Offload, *seq_id, answer);
         }
         self.write_changed_entries();
         for trim in &request.trims {
@@ -88,6 +95,10 @@ impl<'a> StepPlanner<'a> {
         }
         self.extend_all(&request.extends)?;
         self.budget = (request.admission_token_budget > 0).then_some(request.admission_token_budget);
+        for restore in &request.restores {
+            let answer = self.restore(restore, request.admission_reserve)?;
+            self.answer(PlanItem::Restore, restore.seq_id, answer);
+        }
         for admission in &request.admissions {
             let answer = self.admit(admission, request.admission_reserve)?;
             self.answer(PlanItem::Admission, admission.seq_id, answer);
@@ -98,6 +109,7 @@ impl<'a> StepPlanner<'a> {
         self.lease.next_step += 1;
         self.lease.in_flight.push_back(self.step);
         self.plan.counts = self.pool.counts();
+        self.plan.host_counts = (self.host.len() > 0).then(|| self.host.counts());
         Ok(self.plan)
     }
 
@@ -116,6 +128,16 @@ impl<'a> StepPlanner<'a> {
         if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 }
     }
 
+    /// The row of a sequence in the pool. Refused if there is none, or if it is in the host tier.
+    fn find_in_pool(&self, seq_id: i64) -> std::result::Result<Row, Refusal> {
+        let row = self.find(seq_id).ok_or_else(|| sequence_not_found(seq_id))?;
+        if !self.table.get(row).is_offloaded() {
+            return Ok(row);
+        }
+        let message = format!("sequence {seq_id} is in the host tier");
+        Err(Refusal::new(Reason::SequenceOffloaded, message).with("sequence_id", seq_id))
+    }
+
     fn room(&self) -> Room<'_> {
         Room { geometry: self.geometry, pool: self.pool, tenant: self.asker.tenant }
     }
@@ -127,23 +149,31 @@ impl<'a> StepPlanner<'a> {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
-        sequence.released = true;
-        let (seq_id, blocks) = (sequence.seq_id, sequence.blocks_tail_first(0));
         let num_found = sequence.num_cached / self.geometry.block_size;
-        if sequence.reserved_tokens > 0 {
-            self.pool.reserve(self.asker.tenant, std::mem::take(&mut sequence.num_reserved), 0);
-            self.lease.reserved.retain(|reserved| *reserved != row);
-        }
-        self.lease.sequences.remove(&seq_id);
-        self.step.released_rows.push(row);
-        self.plan.released_ids.push(seq_id);
+        let host_blocks = sequence.host_blocks.as_mut().map(std::mem::take).unwrap_or_default();
+        self.plan.released_ids.push(sequence.seq_id);
+        let blocks = self.end(row);
         self.let_go(blocks.clone())?;
+        self.let_go_in_host(host_blocks)?;
         match hint.map(|hint| hint.expected_in) {
             Some(Some(seconds)) => self.expect_back(&blocks, seconds),
             Some(None) => self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]),
             None => {}
         }
         Ok(())
+    }
+
+    /// The sequence of this row ends with this step; returns its blocks, tail first.
+    fn end(&mut self, row: Row) -> Vec<BlockId> {
+        let sequence = self.table.get_mut(row);
+        sequence.released = true;
+        if sequence.reserved_tokens > 0 {
+            self.pool.reserve(self.asker.tenant, std::mem::take(&mut sequence.num_reserved), 0);
+            self.lease.reserved.retain(|reserved| *reserved != row);
+        }
+        self.lease.sequences.remove(&sequence.seq_id);
+        self.step.released_rows.push(row);
+        sequence.blocks_tail_first(0)
     }
 
     /// These will be asked for again: they are worth more than others for a while, the sooner the more.
@@ -182,6 +212,18 @@ impl<'a> StepPlanner<'a> {
         }
     }
 
+    /// Gives blocks of the host tier back; steps in flight before this one may still touch them.
+    fn let_go_in_host(&mut self, blocks: Vec<HostBlockId>) -> Result<()> {
+        match self.lease.in_flight.back_mut() {
+            Some(last) if !blocks.is_empty() => {
+                self.host.retire(&blocks)?;
+                last.pinned_in_host.push(blocks);
+                Ok(())
+            }
+            _ => self.host.release(&blocks),
+        }
+    }
+
     fn write_changed_entries(&mut self) {
         for (row, index) in std::mem::take(&mut self.lease.table_changes) {
             let sequence = self.table.get(row);
@@ -192,8 +234,9 @@ impl<'a> StepPlanner<'a> {
     }
 
     fn trim(&mut self, trim: &Trim) -> Answer {
-        let Some(row) = self.find(trim.seq_id) else {
-            return Ok(Err(sequence_not_found(trim.seq_id)));
+        let row = match self.find_in_pool(trim.seq_id) {
+            Ok(row) => row,
+            Err(refusal) => return Ok(Err(refusal)),
         };
         let block_size = self.geometry.block_size;
         let sequence = self.table.get(row);
@@ -223,10 +266,11 @@ impl<'a> StepPlanner<'a> {
     // -- forks --------------------------------------------------------------------------------------------------------
 
     fn fork(&mut self, fork: &Fork) -> Result<()> {
-        let parent = self.find(fork.parent_id);
-        let refusal = match parent {
-            None => Some(sequence_not_found(fork.parent_id)),
-            Some(row) => {
+        let found = self.find_in_pool(fork.parent_id);
+        let parent = found.as_ref().ok().copied();
+        let refusal = match found {
+            Err(refusal) => Some(refusal),
+            Ok(row) => {
                 let sequence = self.table.get(row);
                 let least = self.oldest_state(sequence) + 1;
                 refuse_position(fork.parent_id, fork.num_tokens, least, sequence.num_tokens)
@@ -291,13 +335,14 @@ impl<'a> StepPlanner<'a> {
     fn extend_all(&mut self, extends: &[Extend]) -> Result<()> {
         let mut ready = Vec::with_capacity(extends.len());
         for extend in extends {
-            let row = self.find(extend.seq_id.into());
+            let seq_id = extend.seq_id.into();
+            let row = self.find(seq_id);
             let is_decode = row.is_some_and(|row| self.is_decode(row, extend));
             match row {
                 Some(row) if is_decode && self.has_slot(row) => ready.push((row, 1)),
-                _ => match self.extend(row, extend)? {
-                    Ok(()) => ready.extend(row.map(|row| (row, extend.num_tokens as usize))),
-                    Err(refusal) => self.answer(PlanItem::Extend, extend.seq_id.into(), Err(refusal)),
+                _ => match self.extend(extend)? {
+                    Ok(row) => ready.push((row, extend.num_tokens as usize)),
+                    Err(refusal) => self.answer(PlanItem::Extend, seq_id, Err(refusal)),
                 },
             }
         }
@@ -323,10 +368,11 @@ impl<'a> StepPlanner<'a> {
     }
 
     /// Makes room for the next tokens of a sequence and appends those that are given.
-    fn extend(&mut self, row: Option<Row>, extend: &Extend) -> Answer {
+    fn extend(&mut self, extend: &Extend) -> Result<std::result::Result<Row, Refusal>> {
         let seq_id = extend.seq_id;
-        let Some(row) = row else {
-            return Ok(Err(sequence_not_found(seq_id.into())));
+        let row = match self.find_in_pool(seq_id.into()) {
+            Ok(row) => row,
+            Err(refusal) => return Ok(Err(refusal)),
         };
         if extend.num_tokens < 1 {
             return Ok(Err(invalid("extends.token_counts", extend.num_tokens, "at least 1")));
@@ -345,7 +391,7 @@ impl<'a> StepPlanner<'a> {
         if num_appended > 0 {
             self.table.get_mut(row).append(&extend.append);
         }
-        Ok(Ok(()))
+        Ok(Ok(row))
     }
 
     fn refuse_append(&self, sequence: &Sequence, append: &[i32]) -> Option<Refusal> {
@@ -457,6 +503,87 @@ impl<'a> StepPlanner<'a> {
         let (seq_id, receives) = (sequence.seq_id, samples);
         self.step.runs.push(Run { row, seq_id, sampled_position: end, end, samples, receives });
         self.step.expect_fill(row, self.table.get(row), start, end, self.geometry.block_size);
+    }
+
+    // -- the host tier ------------------------------------------------------------------------------------------------
+
+    /// Moves a sequence to the host tier: a block there for each one that is computed, or will be by steps in flight;
+    /// one at least.
+    fn offload(&mut self, seq_id: i64) -> Answer {
+        let row = match self.find_in_pool(seq_id) {
+            Ok(row) => row,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        let sequence = self.table.get(row);
+        let num_copied = self.geometry.num_blocks_for(sequence.num_scheduled).max(1);
+        refuse_if!(self.host.refuse(seq_id, num_copied));
+        let host_blocks = self.host.allocate(num_copied)?;
+        self.plan.offloaded_ids.push(sequence.seq_id);
+        self.plan.offload_sources.extend_from_slice(&sequence.block_table[..num_copied]);
+        self.plan.offload_targets.extend_from_slice(&host_blocks);
+        self.counters.offloads += 1;
+        self.counters.offloaded_blocks += num_copied as u64;
+        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(host_blocks));
+        let blocks = self.end(row);
+        let heir = self.table.enter(offloaded);
+        self.lease.sequences.insert(seq_id as i32, heir);
+        for step in &mut self.lease.in_flight {
+            step.hand_over(row, heir, num_tokens);
+        }
+        self.pool.retire(&blocks)?;
+        self.step.pinned.push(blocks);
+        Ok(Ok(()))
+    }
+
+    /// Brings a sequence back into blocks of the pool: those that the index has, and fresh ones that are copied to.
+    fn restore(&mut self, restore: &Restore, reserve: usize) -> Answer {
+        let (geometry, seq_id) = (self.geometry, restore.seq_id);
+        let Some(row) = self.find(seq_id) else {
+            return Ok(Err(sequence_not_found(seq_id)));
+        };
+        refuse_if!(refuse_unrestorable(self.table.get(row)));
+        refuse_if!(refuse_no_row(seq_id, self.table, geometry));
+        let sequence = self.table.get(row);
+        let num_tokens = sequence.num_known();
+        refuse_if!(self.room().refuse_too_long(seq_id, num_tokens.max(sequence.reserved_tokens), 0));
+        refuse_if!(self.refuse_over_budget(seq_id));
+        let mut hashes = Vec::new();
+        chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
+        let found = self.pool.index().find(&hashes[..self.num_sharable(num_tokens)]);
+        let (num_found, num_now) = (found.len(), geometry.num_blocks_for(num_tokens));
+        let num_guaranteed = geometry.num_blocks_for(sequence.reserved_tokens).saturating_sub(num_now);
+        let num_needed = num_now - num_found;
+        refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, self.pool.num_parked(&found), reserve));
+        self.pool.acquire(&found, 1)?;
+        let fresh = self.pool.allocate(num_needed, &self.asker)?;
+        self.pool.enter_admission(&found, &fresh, &hashes);
+        self.advise_tail(row, &fresh);
+        self.copy_back(row, num_found, &fresh)?;
+        let sequence = self.table.get_mut(row);
+        sequence.restore([found, fresh].concat(), num_found, &hashes, geometry.block_size);
+        self.plan.write(sequence.seq_id, 0, &sequence.block_table);
+        self.plan.restored_ids.push(sequence.seq_id);
+        self.plan.restored_counts.push(sequence.num_scheduled as u32);
+        self.counters.restores += 1;
+        self.lease.reserved.extend((sequence.reserved_tokens > 0).then_some(row));
+        let num_left = num_tokens - sequence.num_scheduled;
+        self.update_reservation(row);
+        self.schedule_within(row, num_left, restore.max_compute);
+        Ok(Ok(()))
+    }
+
+    /// Copies what is computed behind the first `num_found` blocks to fresh ones. All host blocks of the sequence come
+    /// back when the step has ended.
+    fn copy_back(&mut self, row: Row, num_found: usize, fresh: &[BlockId]) -> Result<()> {
+        let host_blocks = self.table.take_host_blocks(row).unwrap_or_default();
+        let num_valid = self.geometry.num_blocks_for(self.table.get(row).num_scheduled);
+        let sources = &host_blocks[num_found.min(num_valid)..num_valid];
+        self.plan.restore_sources.extend_from_slice(sources);
+        self.plan.restore_targets.extend_from_slice(&fresh[..sources.len()]);
+        self.counters.restored_blocks += sources.len() as u64;
+        self.host.retire(&host_blocks)?;
+        self.step.pinned_in_host.push(host_blocks);
+        Ok(())
     }
 
     // -- admissions ---------------------------------------------------------------------------------------------------
@@ -590,13 +717,20 @@ impl<'a> StepPlanner<'a> {
     fn run_admitted(&mut self, row: Row, max_compute: usize, is_resumed: bool) {
         let sequence = self.table.get(row);
         let (start, num_known) = (sequence.num_scheduled, sequence.num_known());
-        let limits = [(max_compute > 0).then_some(max_compute), self.budget];
-        let count = limits.into_iter().flatten().fold(num_known - start, usize::min);
-        self.budget = self.budget.map(|budget| budget - count);
         self.counters.count_admission(num_known, start, is_resumed);
         self.plan.admitted_ids.push(sequence.seq_id);
         self.plan.admitted_cached_counts.push(start as u32);
-        self.schedule(row, count);
+        self.schedule_within(row, num_known - start, max_compute);
+    }
+
+    /// As many of a sequence's next tokens as the plan's budget and a limit of its own allow, 0 being none.
+    fn schedule_within(&mut self, row: Row, num_tokens: usize, max_compute: usize) {
+        let limits = [(max_compute > 0).then_some(max_compute), self.budget];
+        let count = limits.into_iter().flatten().fold(num_tokens, usize::min);
+        self.budget = self.budget.map(|budget| budget - count);
+        if count > 0 {
+            self.schedule(row, count);
+        }
     }
 
     fn enter(&mut self, sequence: Sequence) -> Row {
@@ -625,6 +759,19 @@ impl<'a> StepPlanner<'a> {
         let message = format!("the plan's admission_token_budget was used up before sequence {seq_id}");
         Some(Refusal::new(Reason::TokenBudgetSpent, message).with("sequence_id", seq_id))
     }
+}
+
+/// A sequence that is in the pool, or of which a token is still being sampled.
+fn refuse_unrestorable(sequence: &Sequence) -> Option<Refusal> {
+    let seq_id = sequence.seq_id;
+    let (reason, message) = if !sequence.is_offloaded() {
+        (Reason::SequenceExists, format!("sequence {seq_id} is in the pool already"))
+    } else if sequence.num_promised() > 0 {
+        (Reason::SequenceBusy, format!("a token of sequence {seq_id} is still being sampled"))
+    } else {
+        return None;
+    };
+    Some(Refusal::new(reason, message).with("sequence_id", seq_id))
 }
 
 fn sequence_not_found(seq_id: i64) -> Refusal {
@@ -857,6 +1004,303 @@ mod tests {
         });
         assert_eq!(plan.run_token_counts, [2, 5, 2]);
         assert_eq!(reasons(&plan), [(PlanItem::Admission, 4, Reason::TokenBudgetSpent)]);
+    }
+
+    // -- the host tier ------------------------------------------------------------------------------------------------
+
+    type Pairs = Vec<(u32, u32)>;
+
+    /// What a plan copies to the host tier, and from there: sources and targets.
+    fn copies(plan: &StepPlan) -> (Pairs, Pairs) {
+        let pairs = |sources: &[u32], targets: &[u32]| {
+            assert_eq!(sources.len(), targets.len());
+            sources.iter().copied().zip(targets.iter().copied()).collect()
+        };
+        (pairs(&plan.offload_sources, &plan.offload_targets), pairs(&plan.restore_sources, &plan.restore_targets))
+    }
+
+    /// Free, held and retired.
+    fn host_counts(bench: &Bench) -> (usize, usize, usize) {
+        assert_eq!(bench.0.violations(), [""; 0]);
+        let counts = bench.0.host().counts();
+        (counts.free, counts.held, counts.retired)
+    }
+
+    /// Sequence 1 of five known tokens, four of them computed, and nothing of it cached.
+    fn offloadable() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4]);
+        bench.settle();
+        bench.0.reset_prefix_cache(0, 9, 0.0).unwrap();
+        bench
+    }
+
+    #[test]
+    fn what_is_computed_is_copied_and_its_blocks_come_back_when_the_step_has_passed() {
+        let mut bench = offloadable();
+        let blocks = bench.blocks(1);
+        let plan = bench.offload(1);
+        assert_eq!((reasons(&plan), plan.offloaded_ids.clone(), plan.released_ids.len()), (vec![], vec![1], 0));
+        assert_eq!(copies(&plan), (vec![(blocks[0], 0), (blocks[1], 1)], vec![]));
+        assert_eq!((bench.0.pool().counts().retired, host_counts(&bench)), (2, (4, 2, 0)));
+        assert_eq!((bench.0.num_rows(), bench.0.num_offloaded(), bench.blocks(1).len()), (1, 1, 0));
+        bench.settle();
+        assert_eq!((bench.0.pool().counts().free, bench.0.num_rows()), (8, 0));
+        assert_eq!((bench.tokens(1), host_counts(&bench)), (vec![1, 2, 3, 4, 9], (4, 2, 0)));
+    }
+
+    #[test]
+    fn a_restored_sequence_goes_on_where_it_was() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        let plan = bench.restore(1);
+        let blocks = bench.blocks(1);
+        assert_eq!(copies(&plan), (vec![], vec![(0, blocks[0]), (1, blocks[1])]));
+        assert_eq!((plan.restored_ids, plan.restored_counts, plan.admitted_ids.len()), (vec![1], vec![4], 0));
+        assert_eq!((plan.write_seq_ids, plan.write_block_ids), (vec![1], blocks.clone()));
+        assert_eq!((plan.run_starts, plan.run_token_counts, plan.run_samples), (vec![4], vec![1], vec![true]));
+        assert_eq!(plan.given_run_indexes, [0], "the worker has forgotten the token");
+        assert_eq!((blocks.len(), bench.sequence(1).num_writable, host_counts(&bench)), (3, 0, (4, 0, 2)));
+        bench.settle();
+        assert_eq!((host_counts(&bench), bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], b"", b"")), ((6, 0, 0), 4));
+        assert_eq!(reasons(&bench.extend(1, 1, &[])), []);
+        bench.settle();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 4, 9, 9, 9], 6));
+    }
+
+    #[test]
+    fn what_is_still_cached_is_shared_and_not_copied() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4]);
+        bench.settle();
+        let blocks = bench.blocks(1);
+        bench.offload(1);
+        bench.settle();
+        assert_eq!(bench.0.pool().counts().cached, 2);
+        let plan = bench.restore(1);
+        assert_eq!((copies(&plan).1, &bench.blocks(1)[..2]), (vec![], &blocks[..]));
+        assert_eq!(
+            (plan.restored_counts, bench.sequence(1).num_published, host_counts(&bench)),
+            (vec![4], 2, (4, 0, 2))
+        );
+        let counters = bench.0.counters();
+        assert_eq!((counters.offloads, counters.offloaded_blocks), (1, 2));
+        assert_eq!((counters.restores, counters.restored_blocks, counters.admissions), (1, 0, 1));
+    }
+
+    #[test]
+    fn what_others_computed_meanwhile_need_not_be_computed() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 3;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.settle();
+        bench.offload(1);
+        bench.admit(2, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        let plan = bench.restore(1);
+        assert_eq!((copies(&plan).1, plan.restored_counts, plan.run_starts), (vec![], vec![4], vec![4]));
+        assert_eq!((bench.blocks(1)[..2].to_vec(), host_counts(&bench)), (bench.blocks(2)[..2].to_vec(), (4, 0, 2)));
+    }
+
+    #[test]
+    fn steps_in_flight_count_for_who_was_offloaded() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.extend(1, 1, &[]);
+        let blocks = bench.blocks(1);
+        let plan = bench.offload(1);
+        assert_eq!(copies(&plan).0, [(blocks[0], 0), (blocks[1], 1)], "what is being computed too");
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceBusy)]);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 9], 3));
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceBusy)]);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 9, 9], 4));
+        let plan = bench.restore(1);
+        assert_eq!((reasons(&plan), plan.restored_counts, plan.run_starts), (vec![], vec![4], vec![4]));
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_chunk_in_flight_is_counted_in_the_row_that_it_came_back_to() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 4;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.offload(1);
+        bench.restore(1);
+        assert_eq!((bench.sequence(1).num_computed, bench.sequence(1).num_scheduled), (0, 7));
+        bench.trim(1, 3);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!(bench.sequence(1).num_computed, 3, "not beyond the trim");
+        bench.settle();
+        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b"")), (vec![], 4));
+    }
+
+    #[test]
+    fn what_failed_in_flight_is_computed_again() {
+        for (is_restored, num_left) in [(false, 2), (true, 2)] {
+            let mut bench = Bench::new(12);
+            let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+            chunked.max_compute = 2;
+            bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+            bench.extend(1, 2, &[]);
+            bench.offload(1);
+            if is_restored {
+                bench.restore(1);
+            }
+            bench.0.settle("a", &bench.report("a")).unwrap();
+            let failed = crate::settle::StepReport { outcome: crate::settle::StepOutcome::Failed, ..bench.report("a") };
+            bench.0.settle("a", &failed).unwrap();
+            let sequence = bench.sequence(1);
+            assert_eq!((sequence.num_scheduled, sequence.num_computed, sequence.num_tokens), (num_left, num_left, 7));
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_shared_block_loses_a_reference_and_stays_with_its_other_holder() {
+        let mut bench = offloadable();
+        bench.fork(1, &[2], 4);
+        bench.settle();
+        let shared = bench.blocks(2);
+        let plan = bench.offload(1);
+        assert_eq!((copies(&plan).0.len(), bench.blocks(2)), (2, shared.clone()));
+        assert_eq!(shared.iter().map(|block| bench.0.pool().ref_count(*block)).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(reasons(&bench.extend(2, 1, &[])), []);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn in_the_host_tier_a_sequence_can_only_be_restored_or_released() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        let before = bench.0.state(Some("a"));
+        let refused = |item| vec![(item, 1, Reason::SequenceOffloaded)];
+        assert_eq!(reasons(&bench.trim(1, 2)), refused(PlanItem::Trim));
+        assert_eq!(reasons(&bench.extend(1, 1, &[])), refused(PlanItem::Extend));
+        assert_eq!(reasons(&bench.offload(1)), refused(PlanItem::Offload));
+        assert_eq!(reasons(&bench.fork(1, &[2], 2)), [(PlanItem::Fork, 2, Reason::SequenceOffloaded)]);
+        assert_eq!(reasons(&bench.admit(1, &[1])), [(PlanItem::Admission, 1, Reason::SequenceExists)]);
+        bench.settle();
+        bench.restore(1);
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceExists)]);
+        assert_eq!(reasons(&bench.restore(7)), [(PlanItem::Restore, 7, Reason::SequenceNotFound)]);
+        assert_eq!(reasons(&bench.offload(7)), [(PlanItem::Offload, 7, Reason::SequenceNotFound)]);
+        assert_ne!(bench.0.state(Some("a")), before);
+    }
+
+    #[test]
+    fn a_refused_offload_changes_nothing() {
+        let mut bench = Bench::new(20);
+        bench.admit(1, &[1; 15]);
+        bench.settle();
+        let before = bench.0.state(None);
+        let plan = bench.offload(1);
+        assert_eq!(reasons(&plan), [(PlanItem::Offload, 1, Reason::OutOfHostBlocks)]);
+        assert_eq!((bench.0.state(Some("a")), plan.host_counts.map(|counts| counts.free)), (before, Some(6)));
+    }
+
+    #[test]
+    fn a_restore_needs_room_as_an_admission_does() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        bench.admit(2, &[7; 12]);
+        let before = bench.0.state(None);
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::OutOfBlocks)]);
+        assert_eq!((bench.0.state(Some("a")), host_counts(&bench)), (before, (4, 2, 0)));
+        bench.release(&[2]);
+        bench.settle();
+        let restores = vec![Restore { seq_id: 1, max_compute: 0 }];
+        let reserved = StepRequest { restores: restores.clone(), admission_reserve: 6, ..StepRequest::default() };
+        assert_eq!(reasons(&bench.plan(reserved)), [(PlanItem::Restore, 1, Reason::OutOfBlocks)]);
+        let spared = StepRequest { restores, admission_reserve: 5, ..StepRequest::default() };
+        assert_eq!(reasons(&bench.plan(spared)), []);
+    }
+
+    #[test]
+    fn restores_and_admissions_share_a_budget() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 2;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.offload(1);
+        bench.settle();
+        let plan = bench.plan(StepRequest {
+            restores: vec![Restore { seq_id: 1, max_compute: 3 }],
+            admissions: vec![admission(2, &[8, 8, 8]), admission(3, &[9])],
+            admission_token_budget: 5,
+            ..StepRequest::default()
+        });
+        assert_eq!((plan.run_seq_ids.clone(), plan.run_token_counts.clone()), (vec![1, 2], vec![3, 2]));
+        assert_eq!(reasons(&plan), [(PlanItem::Admission, 3, Reason::TokenBudgetSpent)]);
+    }
+
+    #[test]
+    fn what_is_released_in_the_host_tier_comes_back_when_no_step_can_touch_it() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        assert_eq!(bench.release(&[1]).released_ids, [1]);
+        assert_eq!((host_counts(&bench), bench.0.num_offloaded()), ((4, 0, 2), 0));
+        bench.settle();
+        assert_eq!((host_counts(&bench), bench.0.num_rows()), ((6, 0, 0), 0));
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        bench.release(&[1]);
+        assert_eq!(host_counts(&bench), (6, 0, 0));
+    }
+
+    #[test]
+    fn a_reservation_is_given_up_and_taken_again() {
+        let mut bench = Bench::new(8);
+        let reserved = Admission { reserved_tokens: 10, ..admission(1, &[1, 2, 3]) };
+        bench.plan(StepRequest { admissions: vec![reserved], ..StepRequest::default() });
+        bench.settle();
+        bench.offload(1);
+        assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
+        bench.settle();
+        bench.admit(2, &[8; 8]);
+        assert_eq!(
+            reasons(&bench.restore(1)),
+            [(PlanItem::Restore, 1, Reason::OutOfBlocks)],
+            "4 would do, 5 are promised"
+        );
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!(reasons(&bench.restore(1)), []);
+        assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 3));
+    }
+
+    #[test]
+    fn the_worker_keeps_no_row_of_who_is_in_the_host_tier() {
+        let mut bench = Bench::new(40);
+        (0..16).for_each(|seq_id| drop(bench.admit(seq_id, &[seq_id as i32])));
+        bench.offload(3);
+        assert_eq!(reasons(&bench.admit(20, &[1])), [(PlanItem::Admission, 20, Reason::TooManySequences)]);
+        bench.settle();
+        assert_eq!(reasons(&bench.admit(20, &[1])), []);
+        assert_eq!(reasons(&bench.restore(3)), [(PlanItem::Restore, 3, Reason::TooManySequences)]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_sequence_can_leave_and_come_back_in_one_plan() {
+        let mut bench = offloadable();
+        let plan = bench.plan(StepRequest {
+            offloads: vec![1],
+            restores: vec![Restore { seq_id: 1, max_compute: 0 }],
+            ..StepRequest::default()
+        });
+        let (offloaded, restored) = copies(&plan);
+        assert_eq!((offloaded.len(), restored.len(), plan.run_starts), (2, 2, vec![4]));
+        assert_eq!(offloaded.iter().map(|(_, host)| *host).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!((host_counts(&bench), bench.0.pool().counts().retired), ((4, 0, 2), 2));
+        bench.settle();
+        assert_eq!(host_counts(&bench), (6, 0, 0));
     }
 
     // -- what is worth keeping ----------------------------------------------------------------------------------------

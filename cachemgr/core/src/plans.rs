@@ -4,24 +4,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::advice::Level;
 use crate::errors::Refusal;
+use crate::host::{HostBlockCounts, HostBlockId};
 use crate::pool::BlockCounts;
 use crate::prefix::BlockId;
 
 /// The kinds of items that are answered one by one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlanItem {
+    Offload,
     Trim,
     Fork,
     Extend,
+    Restore,
     Admission,
 }
 
 impl PlanItem {
     pub fn name(self) -> &'static str {
         match self {
+            PlanItem::Offload => "offload",
             PlanItem::Trim => "trim",
             PlanItem::Fork => "fork",
             PlanItem::Extend => "extend",
+            PlanItem::Restore => "restore",
             PlanItem::Admission => "admission",
         }
     }
@@ -49,6 +54,13 @@ pub struct Extend {
     pub num_tokens: i64,
     /// Tokens to append before computing.
     pub append: Vec<i32>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Restore {
+    pub seq_id: i64,
+    /// The most tokens to compute in this step; 0: no limit of its own.
+    pub max_compute: usize,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -90,13 +102,16 @@ pub struct StepRequest {
     pub releases: Vec<i64>,
     /// About sequences that are released.
     pub return_hints: Vec<ReturnHint>,
+    /// Sequences to move to the host tier.
+    pub offloads: Vec<i64>,
     pub trims: Vec<Trim>,
     pub forks: Vec<Fork>,
     pub extends: Vec<Extend>,
+    pub restores: Vec<Restore>,
     pub admissions: Vec<Admission>,
-    /// The most tokens admissions may compute together; 0: no limit.
+    /// The most tokens restores and admissions may compute together; 0: no limit.
     pub admission_token_budget: usize,
-    /// Blocks that admissions leave allocatable.
+    /// Blocks that restores and admissions leave allocatable.
     pub admission_reserve: usize,
 }
 
@@ -115,6 +130,7 @@ pub struct StepPlan {
     pub step_number: u64,
     pub known_step: u64,
     pub released_ids: Vec<i32>,
+    pub offloaded_ids: Vec<i32>,
     pub fork_parent_ids: Vec<i32>,
     pub fork_child_ids: Vec<i32>,
     pub write_seq_ids: Vec<i32>,
@@ -123,6 +139,10 @@ pub struct StepPlan {
     pub write_block_ids: Vec<BlockId>,
     pub copy_sources: Vec<BlockId>,
     pub copy_targets: Vec<BlockId>,
+    pub offload_sources: Vec<BlockId>,
+    pub offload_targets: Vec<HostBlockId>,
+    pub restore_sources: Vec<HostBlockId>,
+    pub restore_targets: Vec<BlockId>,
     pub run_seq_ids: Vec<i32>,
     pub run_starts: Vec<u32>,
     pub run_token_counts: Vec<u32>,
@@ -132,7 +152,12 @@ pub struct StepPlan {
     pub refusals: Vec<RefusedItem>,
     pub admitted_ids: Vec<i32>,
     pub admitted_cached_counts: Vec<u32>,
+    pub restored_ids: Vec<i32>,
+    /// Tokens that need not be computed again.
+    pub restored_counts: Vec<u32>,
     pub counts: BlockCounts,
+    /// None: there is no host tier.
+    pub host_counts: Option<HostBlockCounts>,
 }
 
 impl StepPlan {
@@ -143,11 +168,16 @@ impl StepPlan {
             &self.write_block_ids,
             &self.copy_sources,
             &self.copy_targets,
+            &self.offload_sources,
+            &self.offload_targets,
+            &self.restore_sources,
+            &self.restore_targets,
             &self.run_starts,
             &self.run_token_counts,
             &self.admitted_cached_counts,
         ];
-        let ids = [&self.released_ids, &self.fork_child_ids, &self.write_seq_ids, &self.run_seq_ids];
+        let ids =
+            [&self.released_ids, &self.offloaded_ids, &self.fork_child_ids, &self.write_seq_ids, &self.run_seq_ids];
         let lists = numbers.into_iter().map(|list| fold(list.iter().copied()));
         let lists = lists.chain(ids.into_iter().map(|list| fold(list.iter().map(|id| *id as u32))));
         lists.fold(self.step_number, |all, list| all.rotate_left(7).wrapping_mul(PRIME) ^ list)

@@ -20,10 +20,11 @@ use crate::books::{Geometry, Holdings, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS};
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::eviction::POLICIES;
 use crate::explain::{Explanation, Miss};
+use crate::host::{HostBlockCounts, HostBlockId};
 use crate::looking::{BlockFilter, States};
 use crate::losses::Cause;
 use crate::pins::{Pin, PinId};
-use crate::plans::{Admission, Extend, Fork, RefusedItem, Retention, ReturnHint, StepPlan, StepRequest, Trim};
+use crate::plans::{Admission, Extend, Fork, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest, Trim};
 use crate::pool::BlockState;
 use crate::prefix::{BlockId, Hash};
 use crate::record::{Record, Recorder, ReportedBooks};
@@ -131,6 +132,13 @@ macro_rules! lists {
                 make.call1((counts.free, counts.cached, counts.active, counts.retired))
             }
 
+            /// The same of the host tier; None if there is none.
+            #[getter]
+            fn host_counts<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+                let make = py.import("quire.cachemgr.blocks")?.getattr("HostBlockCounts")?;
+                self.0.host_counts.map(|counts| make.call1((counts.free, counts.held, counts.retired))).transpose()
+            }
+
             /// A serialised StepGrant.
             fn encode_grant<'py>(
                 &self,
@@ -158,6 +166,7 @@ macro_rules! lists {
 
 lists! {
     released_ids: Vec<i32>,
+    offloaded_ids: Vec<i32>,
     fork_parent_ids: Vec<i32>,
     fork_child_ids: Vec<i32>,
     write_seq_ids: Vec<i32>,
@@ -166,6 +175,10 @@ lists! {
     write_block_ids: Vec<BlockId>,
     copy_sources: Vec<BlockId>,
     copy_targets: Vec<BlockId>,
+    offload_sources: Vec<BlockId>,
+    offload_targets: Vec<HostBlockId>,
+    restore_sources: Vec<HostBlockId>,
+    restore_targets: Vec<BlockId>,
     run_seq_ids: Vec<i32>,
     run_starts: Vec<u32>,
     run_token_counts: Vec<u32>,
@@ -173,6 +186,8 @@ lists! {
     given_run_indexes: Vec<u32>,
     admitted_ids: Vec<i32>,
     admitted_cached_counts: Vec<u32>,
+    restored_ids: Vec<i32>,
+    restored_counts: Vec<u32>,
 }
 
 /// A sequence as it was when it was asked for.
@@ -191,6 +206,8 @@ struct SequenceView {
     reserved_tokens: usize,
     num_blocks: usize,
     block_table: Vec<BlockId>,
+    is_offloaded: bool,
+    host_blocks: Vec<HostBlockId>,
 }
 
 /// A prefix that is kept.
@@ -231,8 +248,10 @@ struct StepView {
 struct PyStepRequest {
     releases: Vec<i64>,
     return_hints: Vec<PyReturnHint>,
+    offloads: Vec<i64>,
     trims: Vec<PyTrim>,
     forks: Vec<PyFork>,
+    restores: Vec<PyRestore>,
     admissions: Vec<PyAdmission>,
     admission_token_budget: usize,
     admission_reserve: usize,
@@ -249,6 +268,12 @@ struct PyFork {
     parent_id: i64,
     child_ids: Vec<i64>,
     num_tokens: i64,
+}
+
+#[derive(FromPyObject)]
+struct PyRestore {
+    seq_id: i64,
+    max_compute: usize,
 }
 
 #[derive(FromPyObject)]
@@ -299,12 +324,15 @@ impl PyStepRequest {
         let hint = |PyReturnHint { seq_id, expected_in_s }| ReturnHint { seq_id, expected_in: expected_in_s };
         let fork = |PyFork { parent_id, child_ids, num_tokens }| Fork { parent_id, child_ids, num_tokens };
         let trim = |PyTrim { seq_id, num_tokens }| Trim { seq_id, num_tokens };
+        let restore = |PyRestore { seq_id, max_compute }| Restore { seq_id, max_compute };
         Ok(StepRequest {
             releases: self.releases,
             return_hints: self.return_hints.into_iter().map(hint).collect(),
+            offloads: self.offloads,
             trims: self.trims.into_iter().map(trim).collect(),
             forks: self.forks.into_iter().map(fork).collect(),
             extends,
+            restores: self.restores.into_iter().map(restore).collect(),
             admissions: self.admissions.into_iter().map(PyAdmission::decode).collect::<PyResult<_>>()?,
             admission_token_budget: self.admission_token_budget,
             admission_reserve: self.admission_reserve,
@@ -381,6 +409,8 @@ impl PyBooks {
             reserved_tokens: sequence.reserved_tokens,
             num_blocks: sequence.block_table.len(),
             block_table: sequence.block_table.clone(),
+            is_offloaded: sequence.is_offloaded(),
+            host_blocks: sequence.host_blocks.clone().unwrap_or_default(),
         }
     }
 }
@@ -413,10 +443,11 @@ impl PyBooks {
 impl PyBooks {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist.
     #[new]
-    #[pyo3(signature = (*, num_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, has_recurrent_state = false, directory = None))]
+    #[pyo3(signature = (*, num_blocks, num_host_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, has_recurrent_state = false, directory = None))]
     fn new(
         py: Python<'_>,
         num_blocks: usize,
+        num_host_blocks: usize,
         block_size: usize,
         max_sequences: usize,
         max_sequence_tokens: usize,
@@ -426,13 +457,15 @@ impl PyBooks {
         has_recurrent_state: bool,
         directory: Option<PathBuf>,
     ) -> PyResult<PyBooks> {
+        let model_fingerprint = model_fingerprint.as_bytes().to_vec();
         let geometry = Geometry {
             block_size,
             num_blocks,
+            num_host_blocks,
             max_sequences,
             max_sequence_tokens,
             vocab_size,
-            model_fingerprint: model_fingerprint.as_bytes().to_vec(),
+            model_fingerprint,
             has_recurrent_state,
         };
         let begin = Record::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
@@ -606,6 +639,12 @@ impl PyBooks {
     fn block_counts(&self) -> (usize, usize, usize, usize) {
         let counts = self.0.books().pool().counts();
         (counts.free, counts.cached, counts.active, counts.retired)
+    }
+
+    /// Free, held and retired blocks of the host tier.
+    fn host_block_counts(&self) -> (usize, usize, usize) {
+        let HostBlockCounts { free, held, retired } = self.0.books().host().counts();
+        (free, held, retired)
     }
 
     /// State, references, pins and prefix hash of a block.
@@ -812,6 +851,11 @@ impl PyBooks {
             ("resumed_admissions", counters.resumed_admissions),
             ("resumed_tokens", counters.resumed_tokens),
             ("resumed_cached_tokens", counters.resumed_cached_tokens),
+            ("offloads", counters.offloads),
+            ("restores", counters.restores),
+            ("offloaded_blocks", counters.offloaded_blocks),
+            ("restored_blocks", counters.restored_blocks),
+            ("num_offloaded", self.0.books().num_offloaded() as u64),
             ("num_reserved_blocks", self.0.books().pool().accounts().num_reserved() as u64),
             ("num_pinned_blocks", self.0.books().pool().num_kept() as u64),
             ("num_table_entries", pool.num_references as u64),

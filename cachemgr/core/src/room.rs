@@ -78,7 +78,7 @@ impl Room<'_> {
     /// Blocks that a sequence with a reservation may still have to be handed out: for the tokens to come, and for those
     /// of its own that it can't write though it may have to compute them again, should a step in flight fail.
     pub fn num_reserved_for(&self, sequence: &Sequence) -> usize {
-        if sequence.reserved_tokens == 0 {
+        if sequence.reserved_tokens == 0 || sequence.is_offloaded() {
             return 0;
         }
         let first = sequence.num_computed / self.geometry.block_size;

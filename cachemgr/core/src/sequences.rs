@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::advice::Advice;
 use crate::contents::Content;
+use crate::host::HostBlockId;
 use crate::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
 
 /// Where a sequence is kept; its own until no step in flight needs it any more.
@@ -51,6 +52,8 @@ pub struct Sequence {
     pub num_reserved: usize,
     /// What was said of the blocks that it will get.
     pub tail_advice: Option<Advice>,
+    /// Where it is while it is in the host tier, and has no block table; the first ones of its tokens.
+    pub host_blocks: Option<Vec<HostBlockId>>,
     last_hash: Hash,   // of the last published block
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
@@ -86,6 +89,7 @@ impl Sequence {
             reserved_tokens: 0,
             num_reserved: 0,
             tail_advice: None,
+            host_blocks: None,
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
         }
@@ -122,9 +126,54 @@ impl Sequence {
             reserved_tokens: 0,
             num_reserved: 0,
             tail_advice: self.tail_advice,
+            host_blocks: None,
             last_hash,
             hashes,
         }
+    }
+
+    /// The same sequence in the host tier, where its blocks are these: no published ones, and no token that the worker
+    /// would remember.
+    pub fn offload(&self, host_blocks: Vec<HostBlockId>) -> Sequence {
+        Sequence {
+            seq_id: self.seq_id,
+            number: 0,
+            root: self.root,
+            salt: self.salt.clone(),
+            block_table: Vec::new(),
+            tokens: self.tokens.clone(),
+            num_tokens: self.num_tokens,
+            num_cached: self.num_cached,
+            num_computed: self.num_computed,
+            num_scheduled: self.num_scheduled,
+            num_published: 0,
+            num_writable: 0,
+            sampled_position: None,
+            oldest_state: self.oldest_state,
+            released: false,
+            reserved_tokens: self.reserved_tokens,
+            num_reserved: 0,
+            tail_advice: self.tail_advice,
+            host_blocks: Some(host_blocks),
+            last_hash: self.root,
+            hashes: Vec::new(),
+        }
+    }
+
+    /// Back in the pool, with this table: its first `num_found` blocks were found in the index, the others are its own.
+    /// `hashes` are those of all its full blocks.
+    pub fn restore(&mut self, block_table: Vec<BlockId>, num_found: usize, hashes: &[Hash], block_size: usize) {
+        let num_valid = num_found * block_size;
+        self.block_table = block_table;
+        self.num_computed = self.num_computed.max(num_valid);
+        self.num_scheduled = self.num_scheduled.max(num_valid);
+        self.num_published = num_found;
+        self.last_hash = if num_found > 0 { hashes[num_found - 1] } else { self.root };
+        self.hashes = hashes[num_found..].to_vec();
+    }
+
+    pub fn is_offloaded(&self) -> bool {
+        self.host_blocks.is_some()
     }
 
     pub fn num_known(&self) -> usize {
@@ -243,13 +292,20 @@ impl Sequence {
 pub struct SequenceTable {
     rows: Vec<Option<Sequence>>,
     free: Vec<Row>,
+    num_offloaded: usize,
     next_number: u64,
 }
 
 impl SequenceTable {
-    /// Rows taken: sequences that leases hold, and those released that steps in flight still run.
+    /// Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run; but for
+    /// those in the host tier.
     pub fn len(&self) -> usize {
-        self.rows.len() - self.free.len()
+        self.rows.len() - self.free.len() - self.num_offloaded
+    }
+
+    /// Sequences in the host tier, those that end with a step in flight included.
+    pub fn num_offloaded(&self) -> usize {
+        self.num_offloaded
     }
 
     pub fn get(&self, row: Row) -> &Sequence {
@@ -264,6 +320,7 @@ impl SequenceTable {
     pub fn enter(&mut self, mut sequence: Sequence) -> Row {
         sequence.number = self.next_number;
         self.next_number += 1;
+        self.num_offloaded += usize::from(sequence.is_offloaded());
         if let Some(row) = self.free.pop() {
             self.rows[row as usize] = Some(sequence);
             return row;
@@ -272,10 +329,27 @@ impl SequenceTable {
         self.rows.len() as Row - 1
     }
 
+    /// What is wrong with the counts.
+    pub fn audit(&self, wrong: &mut Vec<String>) {
+        let num_offloaded = self.rows.iter().flatten().filter(|sequence| sequence.is_offloaded()).count();
+        if num_offloaded != self.num_offloaded {
+            wrong.push(format!("{} sequences counted in the host tier, {num_offloaded} are", self.num_offloaded));
+        }
+    }
+
+    /// The sequence of this row leaves the host tier: its blocks there, if it was in it.
+    pub fn take_host_blocks(&mut self, row: Row) -> Option<Vec<HostBlockId>> {
+        let blocks = self.get_mut(row).host_blocks.take();
+        self.num_offloaded -= usize::from(blocks.is_some());
+        blocks
+    }
+
     /// Nothing needs this row any more.
     pub fn leave(&mut self, row: Row) -> Sequence {
         self.free.push(row);
-        self.rows[row as usize].take().expect("a row is left once")
+        let sequence = self.rows[row as usize].take().expect("a row is left once");
+        self.num_offloaded -= usize::from(sequence.is_offloaded());
+        sequence
     }
 }
 

@@ -132,6 +132,10 @@ impl Settlement<'_> {
                 self.table.get_mut(*row).append_promised(tokens[*index]);
             }
         }
+        for heir in &step.heirs {
+            let sequence = self.table.get_mut(heir.row);
+            sequence.num_computed = sequence.num_computed.max(heir.end);
+        }
         let mut published = Vec::new();
         for Run { row, end, .. } in &step.runs {
             let sequence = self.table.get_mut(*row);

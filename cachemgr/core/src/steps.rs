@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
+use crate::host::HostBlockId;
 use crate::prefix::BlockId;
 use crate::sequences::{Row, Sequence};
 
@@ -31,6 +32,14 @@ pub struct Fill {
     pub end: usize,
 }
 
+/// A sequence that goes on in another row: it was offloaded while the step was in flight.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Heir {
+    pub row: Row,
+    /// Positions before this count as computed there when the step is; less after a trim.
+    pub end: usize,
+}
+
 /// A step that was planned and not reported.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct StepInFlight {
@@ -38,8 +47,11 @@ pub struct StepInFlight {
     pub runs: Vec<Run>,
     /// Who else takes over what a run samples: forks, by index of the run.
     pub also: BTreeMap<usize, Vec<Row>>,
+    pub heirs: Vec<Heir>,
     /// Blocks to unpin when the step has ended, in the order in which they were let go.
     pub pinned: Vec<Vec<BlockId>>,
+    /// Blocks of the host tier, likewise.
+    pub pinned_in_host: Vec<Vec<HostBlockId>>,
     pub fills: Vec<Fill>,
     /// Rows of sequences that end with this step: the worker keeps its own until then.
     pub released_rows: Vec<Row>,
@@ -56,6 +68,9 @@ impl StepInFlight {
             }
         }
         self.limit_fills(row, num_tokens / block_size);
+        for heir in self.heirs.iter_mut().filter(|heir| heir.row == row) {
+            heir.end = heir.end.min(num_tokens);
+        }
         if let Some(run) = self.run_of(row) {
             run.end = run.end.min(num_tokens);
             run.receives &= run.sampled_position < num_tokens;
@@ -86,11 +101,22 @@ impl StepInFlight {
         }
     }
 
+    /// The sequence, of so many tokens, goes on in another row: what is computed and sampled for it counts there.
+    pub fn hand_over(&mut self, row: Row, heir: Row, num_tokens: usize) {
+        self.join(row, heir, num_tokens);
+        let end = self.run_of(row).map(|run| run.end);
+        let inherited = || self.heirs.iter().find(|known| known.row == row).map(|known| known.end);
+        if let Some(end) = end.or_else(inherited) {
+            self.heirs.push(Heir { row: heir, end });
+        }
+    }
+
     /// Nothing of it will be computed or sampled.
     pub fn doom(&mut self) {
         self.is_doomed = true;
         self.fills.clear();
         self.also.clear();
+        self.heirs.clear();
         self.runs.iter_mut().for_each(|run| run.receives = false);
     }
 

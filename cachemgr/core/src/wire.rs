@@ -36,6 +36,8 @@ struct StepGrant {
     fork_parent_ids: Vec<i32>,
     #[prost(int32, repeated, tag = "12")]
     fork_child_ids: Vec<i32>,
+    #[prost(int32, repeated, tag = "13")]
+    offloaded_sequence_ids: Vec<i32>,
     #[prost(int32, repeated, tag = "20")]
     write_sequence_ids: Vec<i32>,
     #[prost(uint32, repeated, tag = "21")]
@@ -48,6 +50,14 @@ struct StepGrant {
     copy_source_block_ids: Vec<u32>,
     #[prost(uint32, repeated, tag = "31")]
     copy_target_block_ids: Vec<u32>,
+    #[prost(uint32, repeated, tag = "32")]
+    offload_source_block_ids: Vec<u32>,
+    #[prost(uint32, repeated, tag = "33")]
+    offload_target_host_block_ids: Vec<u32>,
+    #[prost(uint32, repeated, tag = "34")]
+    restore_source_host_block_ids: Vec<u32>,
+    #[prost(uint32, repeated, tag = "35")]
+    restore_target_block_ids: Vec<u32>,
     #[prost(int32, repeated, tag = "40")]
     run_sequence_ids: Vec<i32>,
     #[prost(uint32, repeated, tag = "41")]
@@ -79,8 +89,14 @@ struct PlanAnswer {
     admitted_sequence_ids: Vec<i32>,
     #[prost(uint32, repeated, tag = "21")]
     admitted_cached_token_counts: Vec<u32>,
+    #[prost(int32, repeated, tag = "22")]
+    restored_sequence_ids: Vec<i32>,
+    #[prost(uint32, repeated, tag = "23")]
+    restored_token_counts: Vec<u32>,
     #[prost(message, optional, tag = "30")]
     block_counts: Option<BlockCounts>,
+    #[prost(message, optional, tag = "31")]
+    host_block_counts: Option<HostBlockCounts>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -92,6 +108,16 @@ struct BlockCounts {
     #[prost(uint64, tag = "3")]
     active_count: u64,
     #[prost(uint64, tag = "4")]
+    retired_count: u64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct HostBlockCounts {
+    #[prost(uint64, tag = "1")]
+    free_count: u64,
+    #[prost(uint64, tag = "2")]
+    held_count: u64,
+    #[prost(uint64, tag = "3")]
     retired_count: u64,
 }
 
@@ -168,12 +194,17 @@ pub fn encode_grant(plan: &StepPlan, grantor: &Grantor) -> Vec<u8> {
         released_sequence_ids: plan.released_ids,
         fork_parent_ids: plan.fork_parent_ids,
         fork_child_ids: plan.fork_child_ids,
+        offloaded_sequence_ids: plan.offloaded_ids,
         write_sequence_ids: plan.write_seq_ids,
         write_first_indexes: plan.write_first_indexes,
         write_block_counts: plan.write_block_counts,
         write_block_ids: plan.write_block_ids,
         copy_source_block_ids: plan.copy_sources,
         copy_target_block_ids: plan.copy_targets,
+        offload_source_block_ids: plan.offload_sources,
+        offload_target_host_block_ids: plan.offload_targets,
+        restore_source_host_block_ids: plan.restore_sources,
+        restore_target_block_ids: plan.restore_targets,
         run_sequence_ids: plan.run_seq_ids,
         run_starts: plan.run_starts,
         run_token_counts: plan.run_token_counts,
@@ -195,10 +226,17 @@ pub fn encode_answer(plan: &StepPlan) -> Vec<u8> {
         given_run_indexes: plan.given_run_indexes.clone(),
         admitted_sequence_ids: plan.admitted_ids.clone(),
         admitted_cached_token_counts: plan.admitted_cached_counts.clone(),
+        restored_sequence_ids: plan.restored_ids.clone(),
+        restored_token_counts: plan.restored_counts.clone(),
         block_counts: Some(BlockCounts {
             free_count: counts.free as u64,
             cached_count: counts.cached as u64,
             active_count: counts.active as u64,
+            retired_count: counts.retired as u64,
+        }),
+        host_block_counts: plan.host_counts.map(|counts| HostBlockCounts {
+            free_count: counts.free as u64,
+            held_count: counts.held as u64,
             retired_count: counts.retired as u64,
         }),
     };

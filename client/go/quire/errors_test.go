@@ -119,8 +119,8 @@ func TestARefusalIsAnError(t *testing.T) {
 var reasons = []Reason{
 	ErrInvalidArgument, ErrRequestIDReused, ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange, ErrPositionOutOfRange,
 	ErrPoolNotFound, ErrLeaseNotFound, ErrSequenceNotFound, ErrPrefixNotCached, ErrSequenceExists, ErrEpochChanged,
-	ErrCursorExpired, ErrNothingToCompute, ErrPoolAlreadyAttached, ErrTermSuperseded, ErrOutOfBlocks, ErrTooManySequences,
-	ErrTooManySteps, ErrTokenBudgetSpent, ErrQuotaExceeded, ErrPinBudgetSpent, ErrTooManyLeases, ErrOverloaded,
+	ErrCursorExpired, ErrNothingToCompute, ErrPoolAlreadyAttached, ErrTermSuperseded, ErrSequenceOffloaded, ErrSequenceBusy,
+	ErrOutOfBlocks, ErrOutOfHostBlocks, ErrTooManySequences, ErrTooManySteps, ErrTokenBudgetSpent, ErrQuotaExceeded, ErrPinBudgetSpent, ErrTooManyLeases, ErrOverloaded,
 	ErrTokensMismatch, ErrBlockOutOfRange, ErrBadSignature, ErrLeaseFenced, ErrStepOutOfOrder, ErrPriorStepFailed,
 	ErrStepFailed, ErrPoolDetached, ErrShuttingDown, ErrCredentialsMissing, ErrTokenRejected, ErrRoleMissing,
 }

@@ -266,6 +266,7 @@ class PoolGeometry(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
@@ -291,6 +292,10 @@ class PoolGeometry(_message.Message):
     linear attention). Then nothing is found in the prefix cache, and a
     sequence goes on from where it was computed, or from the token before.
     """
+    host_block_count: _builtins.int
+    """Blocks of the host tier, numbered from 0; each has room for one block of the
+    pool. 0 (no host tier) to 2^24.
+    """
     def __init__(
         self,
         *,
@@ -303,10 +308,11 @@ class PoolGeometry(_message.Message):
         model: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         has_recurrent_state: _builtins.bool = ...,
+        host_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,10 @@ class _PlanItemEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PlanItem.Val
     """One of extends."""
     PLAN_ITEM_ADMISSION: _PlanItem.ValueType  # 4
     """One of admissions."""
+    PLAN_ITEM_OFFLOAD: _PlanItem.ValueType  # 5
+    """One of offload_sequence_ids."""
+    PLAN_ITEM_RESTORE: _PlanItem.ValueType  # 6
+    """One of restores."""
 
 class PlanItem(_PlanItem, metaclass=_PlanItemEnumTypeWrapper):
     """The kind of an item of a plan."""
@@ -54,6 +58,10 @@ PLAN_ITEM_EXTEND: PlanItem.ValueType  # 3
 """One of extends."""
 PLAN_ITEM_ADMISSION: PlanItem.ValueType  # 4
 """One of admissions."""
+PLAN_ITEM_OFFLOAD: PlanItem.ValueType  # 5
+"""One of offload_sequence_ids."""
+PLAN_ITEM_RESTORE: PlanItem.ValueType  # 6
+"""One of restores."""
 Global___PlanItem: _TypeAlias = PlanItem  # noqa: Y015
 
 class _LeaseState:
@@ -370,6 +378,7 @@ class PlanStepRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RELEASE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     RETURN_HINTS_FIELD_NUMBER: _builtins.int
+    OFFLOAD_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TRIM_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TRIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
@@ -377,6 +386,7 @@ class PlanStepRequest(_message.Message):
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     ADMISSION_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     ADMISSION_RESERVE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESTORES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     epoch: _builtins.int
@@ -384,12 +394,12 @@ class PlanStepRequest(_message.Message):
     request_id: _builtins.str
     """Identifies the plan, up to 64 bytes. Empty: the call is not idempotent."""
     admission_token_budget: _builtins.int
-    """The most tokens all admissions of this plan may compute in this step
-    together. 0: no limit. Tokens found in the prefix cache do not count.
+    """The most tokens all restores and admissions of this plan may compute in this
+    step together. 0: no limit. Tokens found in the prefix cache do not count.
     """
     admission_reserve_block_count: _builtins.int
-    """Admissions leave at least this many blocks free or evictable, for sequences
-    that run already. Default 0.
+    """Restores and admissions leave at least this many blocks free or evictable,
+    for sequences that run already. Default 0.
     """
     @_builtins.property
     def release_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -399,6 +409,14 @@ class PlanStepRequest(_message.Message):
     def return_hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReturnHint]:
         """What the client knows of the future of sequences it releases; about others
         than those in release_sequence_ids nothing is said.
+        """
+
+    @_builtins.property
+    def offload_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences to move to the pool's host tier: what is computed of them is
+        copied there, and their blocks come back as those of a release do. Until it
+        is restored or released, a sequence there can't be trimmed, forked or
+        extended.
         """
 
     @_builtins.property
@@ -421,6 +439,10 @@ class PlanStepRequest(_message.Message):
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """New sequences."""
 
+    @_builtins.property
+    def restores(self) -> _containers.RepeatedCompositeFieldContainer[Global___Restore]:
+        """Sequences to bring back from the host tier; they come before admissions."""
+
     def __init__(
         self,
         *,
@@ -429,6 +451,7 @@ class PlanStepRequest(_message.Message):
         request_id: _builtins.str = ...,
         release_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         return_hints: _abc.Iterable[Global___ReturnHint] | None = ...,
+        offload_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         trim_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         trim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
@@ -436,10 +459,11 @@ class PlanStepRequest(_message.Message):
         admissions: _abc.Iterable[Global___Admission] | None = ...,
         admission_token_budget: _builtins.int = ...,
         admission_reserve_block_count: _builtins.int = ...,
+        restores: _abc.Iterable[Global___Restore] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,6 +701,36 @@ class Admission(_message.Message):
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
 @_typing.final
+class Restore(_message.Message):
+    """Brings a sequence back from the host tier into fresh blocks of the pool; what
+    is in the prefix cache is shared instead of copied. It goes on where it was:
+    its run begins behind what is computed, and is given its token ids; its
+    sampling parameters are told the worker again, as at an admission.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    MAX_COMPUTE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    max_compute_token_count: _builtins.int
+    """The most tokens to compute in this step. 0: as many as the plan allows."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        max_compute_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_compute_token_count", b"max_compute_token_count", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
 class Refusal(_message.Message):
     """An item that was refused and changed nothing."""
 
@@ -694,7 +748,8 @@ class Refusal(_message.Message):
         """Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
         SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
         NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-        QUOTA_EXCEEDED, INVALID_ARGUMENT.
+        QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY,
+        INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -727,7 +782,10 @@ class PlanStepResponse(_message.Message):
     GIVEN_RUN_INDEXES_FIELD_NUMBER: _builtins.int
     ADMITTED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ADMITTED_CACHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    RESTORED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
     """The number of the step the grant is for."""
     @_builtins.property
@@ -740,7 +798,9 @@ class PlanStepResponse(_message.Message):
 
     @_builtins.property
     def run_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What the step will compute, extends first, in the order of the request."""
+        """What the step will compute: extends, restores, admissions, in the order of
+        the request.
+        """
 
     @_builtins.property
     def run_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -765,8 +825,20 @@ class PlanStepResponse(_message.Message):
         """Tokens found in the prefix cache; parallel to admitted_sequence_ids."""
 
     @_builtins.property
+    def restored_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sequences restored, in the order of the request."""
+
+    @_builtins.property
+    def restored_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that need not be computed again; parallel to restored_sequence_ids."""
+
+    @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """The pool's blocks after this plan."""
+
+    @_builtins.property
+    def host_block_counts(self) -> Global___HostBlockCounts:
+        """The host tier's blocks after this plan. Unset if the pool has no host tier."""
 
     def __init__(
         self,
@@ -780,11 +852,14 @@ class PlanStepResponse(_message.Message):
         given_run_indexes: _abc.Iterable[_builtins.int] | None = ...,
         admitted_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         admitted_cached_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        restored_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        restored_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         block_counts: Global___BlockCounts | None = ...,
+        host_block_counts: Global___HostBlockCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "grant", b"grant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "grant", b"grant", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_cached_token_counts", b"admitted_cached_token_counts", "admitted_sequence_ids", b"admitted_sequence_ids", "block_counts", b"block_counts", "given_run_indexes", b"given_run_indexes", "grant", b"grant", "refusals", b"refusals", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_cached_token_counts", b"admitted_cached_token_counts", "admitted_sequence_ids", b"admitted_sequence_ids", "block_counts", b"block_counts", "given_run_indexes", b"given_run_indexes", "grant", b"grant", "host_block_counts", b"host_block_counts", "refusals", b"refusals", "restored_sequence_ids", b"restored_sequence_ids", "restored_token_counts", b"restored_token_counts", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,6 +898,36 @@ class BlockCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
+
+@_typing.final
+class HostBlockCounts(_message.Message):
+    """Every block of the host tier is in exactly one of these states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_COUNT_FIELD_NUMBER: _builtins.int
+    RETIRED_COUNT_FIELD_NUMBER: _builtins.int
+    free_count: _builtins.int
+    """Nobody's."""
+    held_count: _builtins.int
+    """Held by one offloaded sequence."""
+    retired_count: _builtins.int
+    """Given back, but a step that is planned could still touch it."""
+    def __init__(
+        self,
+        *,
+        free_count: _builtins.int = ...,
+        held_count: _builtins.int = ...,
+        retired_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_count", b"free_count", "held_count", b"held_count", "retired_count", b"retired_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostBlockCounts: _TypeAlias = HostBlockCounts  # noqa: Y015
 
 @_typing.final
 class PlanStepsRequest(_message.Message):
@@ -941,6 +1046,7 @@ class Pool(_message.Message):
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     epoch: _builtins.int
@@ -954,7 +1060,7 @@ class Pool(_message.Message):
     lease_count: _builtins.int
     """Leases that hold or may hold blocks, those being fenced included."""
     sequence_count: _builtins.int
-    """Sequences."""
+    """Sequences, those in the host tier included."""
     @_builtins.property
     def geometry(self) -> _attach_pb2.PoolGeometry:
         """Sizes and identity."""
@@ -962,6 +1068,10 @@ class Pool(_message.Message):
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
+
+    @_builtins.property
+    def host_block_counts(self) -> Global___HostBlockCounts:
+        """The host tier's blocks by state. Unset if the pool has no host tier."""
 
     def __init__(
         self,
@@ -975,10 +1085,11 @@ class Pool(_message.Message):
         block_counts: Global___BlockCounts | None = ...,
         lease_count: _builtins.int = ...,
         sequence_count: _builtins.int = ...,
+        host_block_counts: Global___HostBlockCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "geometry", b"geometry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "geometry", b"geometry", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "block_counts", b"block_counts", "epoch", b"epoch", "geometry", b"geometry", "lease_count", b"lease_count", "name", b"name", "sequence_count", b"sequence_count", "term", b"term", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "block_counts", b"block_counts", "epoch", b"epoch", "geometry", b"geometry", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "name", b"name", "sequence_count", b"sequence_count", "term", b"term", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1235,6 +1346,9 @@ class Sequence(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESERVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLOADED_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
@@ -1251,9 +1365,17 @@ class Sequence(_message.Message):
     """Number of its blocks."""
     reserved_token_count: _builtins.int
     """The tokens that are guaranteed to it; 0: best effort."""
+    offloaded: _builtins.bool
+    """Whether it is in the host tier; then it has no block_ids."""
+    host_block_count: _builtins.int
+    """Number of its host blocks."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order. Empty in lists."""
+
+    @_builtins.property
+    def host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The host blocks that hold it, in order. Empty in lists."""
 
     def __init__(
         self,
@@ -1267,10 +1389,13 @@ class Sequence(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_count: _builtins.int = ...,
         reserved_token_count: _builtins.int = ...,
+        offloaded: _builtins.bool = ...,
+        host_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        host_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "lease_id_prefix", b"lease_id_prefix", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2433,6 +2558,8 @@ class PoolStatistics(_message.Message):
     SHARED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESERVED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     PLANNED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     FAILED_STEP_COUNT_FIELD_NUMBER: _builtins.int
@@ -2451,6 +2578,10 @@ class PoolStatistics(_message.Message):
     RESUMED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RESUMED_CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLOAD_COUNT_FIELD_NUMBER: _builtins.int
+    RESTORE_COUNT_FIELD_NUMBER: _builtins.int
+    OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -2469,6 +2600,8 @@ class PoolStatistics(_message.Message):
     """Blocks guaranteed to sequences with a reservation, and not held yet."""
     pinned_block_count: _builtins.int
     """Blocks that are pinned, whether sequences hold them or not."""
+    offloaded_sequence_count: _builtins.int
+    """Sequences in the host tier."""
     planned_step_count: _builtins.int
     """Steps planned."""
     computed_step_count: _builtins.int
@@ -2507,9 +2640,23 @@ class PoolStatistics(_message.Message):
     """Tokens of admissions of both kinds that were to be computed though they had
     been before: their blocks were evicted.
     """
+    offload_count: _builtins.int
+    """Sequences moved to the host tier."""
+    restore_count: _builtins.int
+    """Sequences brought back from there."""
+    offloaded_block_count: _builtins.int
+    """Blocks copied to the host tier."""
+    restored_block_count: _builtins.int
+    """Blocks copied back from there. Those that were found in the prefix cache, and
+    those of sequences that ended there, never are.
+    """
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
+
+    @_builtins.property
+    def host_block_counts(self) -> Global___HostBlockCounts:
+        """The host tier's blocks by state. Unset if the pool has no host tier."""
 
     @_builtins.property
     def refusal_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -2528,6 +2675,8 @@ class PoolStatistics(_message.Message):
         shared_block_count: _builtins.int = ...,
         reserved_block_count: _builtins.int = ...,
         pinned_block_count: _builtins.int = ...,
+        host_block_counts: Global___HostBlockCounts | None = ...,
+        offloaded_sequence_count: _builtins.int = ...,
         planned_step_count: _builtins.int = ...,
         computed_step_count: _builtins.int = ...,
         failed_step_count: _builtins.int = ...,
@@ -2546,10 +2695,14 @@ class PoolStatistics(_message.Message):
         resumed_token_count: _builtins.int = ...,
         resumed_cached_token_count: _builtins.int = ...,
         recomputed_token_count: _builtins.int = ...,
+        offload_count: _builtins.int = ...,
+        restore_count: _builtins.int = ...,
+        offloaded_block_count: _builtins.int = ...,
+        restored_block_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fork_count", b"fork_count", "held_token_count", b"held_token_count", "lease_count", b"lease_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fork_count", b"fork_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

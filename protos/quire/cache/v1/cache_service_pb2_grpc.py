@@ -201,9 +201,9 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PlanStep(self, request, context):
-        """Plans one step: releases, trims, forks, extends, admissions, in this order,
-        each item accepted or refused by itself, and a grant for what was
-        accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
+        """Plans one step: releases, offloads, trims, forks, extends, restores,
+        admissions, in this order, each item accepted or refused by itself, and a
+        grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
         send its grant to the worker, with `skip` if it is not to be run.
         Atomic per item: a refused item changes nothing. If the call fails, no item
         was applied. Idempotent per request_id for the lease's last 8 plans.

@@ -58,9 +58,9 @@ class CacheServiceStub:
     worker has fenced it. Idempotent: a lease that is gone is OK.
     """
     PlanStep: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]
-    """Plans one step: releases, trims, forks, extends, admissions, in this order,
-    each item accepted or refused by itself, and a grant for what was
-    accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
+    """Plans one step: releases, offloads, trims, forks, extends, restores,
+    admissions, in this order, each item accepted or refused by itself, and a
+    grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
     send its grant to the worker, with `skip` if it is not to be run.
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
@@ -169,9 +169,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     worker has fenced it. Idempotent: a lease that is gone is OK.
     """
     PlanStep: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]  # type: ignore[assignment]
-    """Plans one step: releases, trims, forks, extends, admissions, in this order,
-    each item accepted or refused by itself, and a grant for what was
-    accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
+    """Plans one step: releases, offloads, trims, forks, extends, restores,
+    admissions, in this order, each item accepted or refused by itself, and a
+    grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
     send its grant to the worker, with `skip` if it is not to be run.
     Atomic per item: a refused item changes nothing. If the call fails, no item
     was applied. Idempotent per request_id for the lease's last 8 plans.
@@ -301,9 +301,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.PlanStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.PlanStepResponse, _abc.Awaitable[_cache_service_pb2.PlanStepResponse]]:
-        """Plans one step: releases, trims, forks, extends, admissions, in this order,
-        each item accepted or refused by itself, and a grant for what was
-        accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
+        """Plans one step: releases, offloads, trims, forks, extends, restores,
+        admissions, in this order, each item accepted or refused by itself, and a
+        grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
         send its grant to the worker, with `skip` if it is not to be run.
         Atomic per item: a refused item changes nothing. If the call fails, no item
         was applied. Idempotent per request_id for the lease's last 8 plans.

@@ -93,6 +93,15 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
     Metadata: value (this term), limit (the worker's highest).
     """
+    ERROR_REASON_SEQUENCE_OFFLOADED: _ErrorReason.ValueType  # 43
+    """FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
+    release it. Metadata: sequence_id.
+    """
+    ERROR_REASON_SEQUENCE_BUSY: _ErrorReason.ValueType  # 44
+    """FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
+    be restored when the steps in flight when it was offloaded have been reported.
+    Ask again in a later plan. Metadata: sequence_id.
+    """
     ERROR_REASON_OUT_OF_BLOCKS: _ErrorReason.ValueType  # 50
     """RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
     sequence_id, needed, free (free and evictable, and not kept for others),
@@ -128,6 +137,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 57
     """RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
     Metadata: limit.
+    """
+    ERROR_REASON_OUT_OF_HOST_BLOCKS: _ErrorReason.ValueType  # 58
+    """RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
+    pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+    free, retired, limit (all blocks of the host tier).
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
     """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
@@ -229,6 +243,15 @@ ERROR_REASON_TERM_SUPERSEDED: ErrorReason.ValueType  # 42
 """FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
 Metadata: value (this term), limit (the worker's highest).
 """
+ERROR_REASON_SEQUENCE_OFFLOADED: ErrorReason.ValueType  # 43
+"""FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
+release it. Metadata: sequence_id.
+"""
+ERROR_REASON_SEQUENCE_BUSY: ErrorReason.ValueType  # 44
+"""FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
+be restored when the steps in flight when it was offloaded have been reported.
+Ask again in a later plan. Metadata: sequence_id.
+"""
 ERROR_REASON_OUT_OF_BLOCKS: ErrorReason.ValueType  # 50
 """RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
 sequence_id, needed, free (free and evictable, and not kept for others),
@@ -264,6 +287,11 @@ or of all. End one, or ask again later. Metadata: limit, limited_by,
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 57
 """RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
 Metadata: limit.
+"""
+ERROR_REASON_OUT_OF_HOST_BLOCKS: ErrorReason.ValueType  # 58
+"""RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
+pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+free, retired, limit (all blocks of the host tier).
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
 """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""

@@ -56,9 +56,9 @@ class StepGrant(_message.Message):
 
     A worker accepts a grant only if the signature fits, the epoch is its own,
     the lease is open, and step_number is the lease's next. Then, in order:
-    forget the released sequences, apply the block table writes, do the copies,
-    write the KV of all runs layer by layer before attending in that layer, and
-    sample.
+    forget the released and the offloaded sequences, apply the block table writes,
+    do the copies (to the host tier, within the pool, from the host tier), write
+    the KV of all runs layer by layer before attending in that layer, and sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -70,6 +70,7 @@ class StepGrant(_message.Message):
     STEP_NUMBER_FIELD_NUMBER: _builtins.int
     KNOWN_STEP_NUMBER_FIELD_NUMBER: _builtins.int
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     FORK_PARENT_IDS_FIELD_NUMBER: _builtins.int
     FORK_CHILD_IDS_FIELD_NUMBER: _builtins.int
     WRITE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
@@ -78,6 +79,10 @@ class StepGrant(_message.Message):
     WRITE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_TARGET_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    OFFLOAD_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    OFFLOAD_TARGET_HOST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    RESTORE_SOURCE_HOST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    RESTORE_TARGET_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     RUN_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     RUN_STARTS_FIELD_NUMBER: _builtins.int
     RUN_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
@@ -106,7 +111,16 @@ class StepGrant(_message.Message):
     """
     @_builtins.property
     def released_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that end. Their rows are free once this is applied."""
+        """Sequences that end, in the pool or in the host tier. Their rows are free once
+        this is applied.
+        """
+
+    @_builtins.property
+    def offloaded_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences that leave for the host tier: their rows are free likewise. One
+        comes back by its next table write, with no last sampled token and no sampling
+        parameters, as one not seen before.
+        """
 
     @_builtins.property
     def fork_parent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -150,6 +164,28 @@ class StepGrant(_message.Message):
         """Parallel to copy_source_block_ids."""
 
     @_builtins.property
+    def offload_source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Copies to the host tier, done before any block of the pool is written in
+        this step.
+        """
+
+    @_builtins.property
+    def offload_target_host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Host blocks, none of them twice; parallel to offload_source_block_ids."""
+
+    @_builtins.property
+    def restore_source_host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Host blocks to copy back, done after the copies to the host tier and before
+        anything is computed.
+        """
+
+    @_builtins.property
+    def restore_target_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks of the pool, none of them twice; parallel to
+        restore_source_host_block_ids.
+        """
+
+    @_builtins.property
     def run_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What to compute: run i computes the KV of run_token_counts[i] tokens of
         run_sequence_ids[i] from position run_starts[i] on.
@@ -186,6 +222,7 @@ class StepGrant(_message.Message):
         step_number: _builtins.int = ...,
         known_step_number: _builtins.int = ...,
         released_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        offloaded_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         fork_parent_ids: _abc.Iterable[_builtins.int] | None = ...,
         fork_child_ids: _abc.Iterable[_builtins.int] | None = ...,
         write_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -194,6 +231,10 @@ class StepGrant(_message.Message):
         write_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_target_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        offload_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        offload_target_host_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        restore_source_host_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        restore_target_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         run_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         run_starts: _abc.Iterable[_builtins.int] | None = ...,
         run_token_counts: _abc.Iterable[_builtins.int] | None = ...,
@@ -203,7 +244,7 @@ class StepGrant(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -412,8 +412,14 @@ class RunStepResponse(_message.Message):
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
     """The step."""
+    offloaded_block_count: _builtins.int
+    """Blocks copied to the host tier."""
+    restored_block_count: _builtins.int
+    """Blocks copied back from there."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sequences for which a token was sampled, in the grant's order."""
@@ -440,10 +446,12 @@ class RunStepResponse(_message.Message):
         sampled_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         timings: Global___StepTimings | None = ...,
+        offloaded_block_count: _builtins.int = ...,
+        restored_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,6 +505,8 @@ class StepTimings(_message.Message):
     PREPARE_FIELD_NUMBER: _builtins.int
     FORWARD_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    OFFLOAD_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Waiting for earlier steps."""
@@ -513,6 +523,16 @@ class StepTimings(_message.Message):
     def sample(self) -> _duration_pb2.Duration:
         """Choosing tokens."""
 
+    @_builtins.property
+    def offload(self) -> _duration_pb2.Duration:
+        """Copies to the host tier, unset if there were none. They may go on beside the
+        forward.
+        """
+
+    @_builtins.property
+    def restore(self) -> _duration_pb2.Duration:
+        """Copies from the host tier, unset if there were none."""
+
     def __init__(
         self,
         *,
@@ -520,10 +540,12 @@ class StepTimings(_message.Message):
         prepare: _duration_pb2.Duration | None = ...,
         forward: _duration_pb2.Duration | None = ...,
         sample: _duration_pb2.Duration | None = ...,
+        offload: _duration_pb2.Duration | None = ...,
+        restore: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "prepare", b"prepare", "queue", b"queue", "sample", b"sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "offload", b"offload", "prepare", b"prepare", "queue", b"queue", "restore", b"restore", "sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "prepare", b"prepare", "queue", b"queue", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward", b"forward", "offload", b"offload", "prepare", b"prepare", "queue", b"queue", "restore", b"restore", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,6 +665,9 @@ class GetStatisticsResponse(_message.Message):
     STEP_IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     UNACKNOWLEDGED_REPORT_COUNT_FIELD_NUMBER: _builtins.int
     FORWARD_TIME_FIELD_NUMBER: _builtins.int
+    OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_COPY_TIME_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The pool's epoch."""
     term: _builtins.int
@@ -669,6 +694,10 @@ class GetStatisticsResponse(_message.Message):
     """Steps accepted and not ended."""
     unacknowledged_report_count: _builtins.int
     """Reports cachemgr has not acknowledged."""
+    offloaded_block_count: _builtins.int
+    """Blocks copied to the host tier."""
+    restored_block_count: _builtins.int
+    """Blocks copied back from there."""
     @_builtins.property
     def refusal_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Steps refused before anything was touched, by reason."""
@@ -676,6 +705,10 @@ class GetStatisticsResponse(_message.Message):
     @_builtins.property
     def forward_time(self) -> _duration_pb2.Duration:
         """Time in the model, all steps together."""
+
+    @_builtins.property
+    def host_copy_time(self) -> _duration_pb2.Duration:
+        """Time in these copies, all steps together."""
 
     def __init__(
         self,
@@ -695,10 +728,13 @@ class GetStatisticsResponse(_message.Message):
         step_in_flight_count: _builtins.int = ...,
         unacknowledged_report_count: _builtins.int = ...,
         forward_time: _duration_pb2.Duration | None = ...,
+        offloaded_block_count: _builtins.int = ...,
+        restored_block_count: _builtins.int = ...,
+        host_copy_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forward_time", b"forward_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forward_time", b"forward_time", "host_copy_time", b"host_copy_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time", "offloaded_block_count", b"offloaded_block_count", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "restored_block_count", b"restored_block_count", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

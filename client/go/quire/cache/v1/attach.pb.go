@@ -534,8 +534,11 @@ type PoolGeometry struct {
 	// linear attention). Then nothing is found in the prefix cache, and a
 	// sequence goes on from where it was computed, or from the token before.
 	HasRecurrentState bool `protobuf:"varint,9,opt,name=has_recurrent_state,json=hasRecurrentState,proto3" json:"has_recurrent_state,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Blocks of the host tier, numbered from 0; each has room for one block of the
+	// pool. 0 (no host tier) to 2^24.
+	HostBlockCount int32 `protobuf:"varint,10,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *PoolGeometry) Reset() {
@@ -629,6 +632,13 @@ func (x *PoolGeometry) GetHasRecurrentState() bool {
 		return x.HasRecurrentState
 	}
 	return false
+}
+
+func (x *PoolGeometry) GetHostBlockCount() int32 {
+	if x != nil {
+		return x.HostBlockCount
+	}
+	return 0
 }
 
 // The pool is accepted.
@@ -1125,7 +1135,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\"T\n" +
 	"\rLeaseProgress\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
-	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xf6\x02\n" +
+	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xa0\x03\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1137,7 +1147,9 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x0fvocabulary_size\x18\x06 \x01(\x05R\x0evocabularySize\x12\x14\n" +
 	"\x05model\x18\a \x01(\tR\x05model\x12+\n" +
 	"\x11model_fingerprint\x18\b \x01(\tR\x10modelFingerprint\x12.\n" +
-	"\x13has_recurrent_state\x18\t \x01(\bR\x11hasRecurrentState\"\xa3\x01\n" +
+	"\x13has_recurrent_state\x18\t \x01(\bR\x11hasRecurrentState\x12(\n" +
+	"\x10host_block_count\x18\n" +
+	" \x01(\x05R\x0ehostBlockCount\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +

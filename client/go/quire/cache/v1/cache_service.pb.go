@@ -37,6 +37,10 @@ const (
 	PlanItem_PLAN_ITEM_EXTEND PlanItem = 3
 	// One of admissions.
 	PlanItem_PLAN_ITEM_ADMISSION PlanItem = 4
+	// One of offload_sequence_ids.
+	PlanItem_PLAN_ITEM_OFFLOAD PlanItem = 5
+	// One of restores.
+	PlanItem_PLAN_ITEM_RESTORE PlanItem = 6
 )
 
 // Enum value maps for PlanItem.
@@ -47,6 +51,8 @@ var (
 		2: "PLAN_ITEM_FORK",
 		3: "PLAN_ITEM_EXTEND",
 		4: "PLAN_ITEM_ADMISSION",
+		5: "PLAN_ITEM_OFFLOAD",
+		6: "PLAN_ITEM_RESTORE",
 	}
 	PlanItem_value = map[string]int32{
 		"PLAN_ITEM_UNSPECIFIED": 0,
@@ -54,6 +60,8 @@ var (
 		"PLAN_ITEM_FORK":        2,
 		"PLAN_ITEM_EXTEND":      3,
 		"PLAN_ITEM_ADMISSION":   4,
+		"PLAN_ITEM_OFFLOAD":     5,
+		"PLAN_ITEM_RESTORE":     6,
 	}
 )
 
@@ -685,6 +693,11 @@ type PlanStepRequest struct {
 	// What the client knows of the future of sequences it releases; about others
 	// than those in release_sequence_ids nothing is said.
 	ReturnHints []*ReturnHint `protobuf:"bytes,11,rep,name=return_hints,json=returnHints,proto3" json:"return_hints,omitempty"`
+	// Sequences to move to the pool's host tier: what is computed of them is
+	// copied there, and their blocks come back as those of a release do. Until it
+	// is restored or released, a sequence there can't be trimmed, forked or
+	// extended.
+	OffloadSequenceIds []int32 `protobuf:"varint,12,rep,packed,name=offload_sequence_ids,json=offloadSequenceIds,proto3" json:"offload_sequence_ids,omitempty"`
 	// Sequences to shorten. Parallel to trim_token_counts.
 	TrimSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=trim_sequence_ids,json=trimSequenceIds,proto3" json:"trim_sequence_ids,omitempty"`
 	// Tokens to keep, 1 to the sequence's tokens (one being sampled counts).
@@ -695,14 +708,16 @@ type PlanStepRequest struct {
 	Extends *Extends `protobuf:"bytes,40,opt,name=extends,proto3" json:"extends,omitempty"`
 	// New sequences.
 	Admissions []*Admission `protobuf:"bytes,50,rep,name=admissions,proto3" json:"admissions,omitempty"`
-	// The most tokens all admissions of this plan may compute in this step
-	// together. 0: no limit. Tokens found in the prefix cache do not count.
+	// The most tokens all restores and admissions of this plan may compute in this
+	// step together. 0: no limit. Tokens found in the prefix cache do not count.
 	AdmissionTokenBudget int32 `protobuf:"varint,51,opt,name=admission_token_budget,json=admissionTokenBudget,proto3" json:"admission_token_budget,omitempty"`
-	// Admissions leave at least this many blocks free or evictable, for sequences
-	// that run already. Default 0.
+	// Restores and admissions leave at least this many blocks free or evictable,
+	// for sequences that run already. Default 0.
 	AdmissionReserveBlockCount int32 `protobuf:"varint,52,opt,name=admission_reserve_block_count,json=admissionReserveBlockCount,proto3" json:"admission_reserve_block_count,omitempty"`
-	unknownFields              protoimpl.UnknownFields
-	sizeCache                  protoimpl.SizeCache
+	// Sequences to bring back from the host tier; they come before admissions.
+	Restores      []*Restore `protobuf:"bytes,53,rep,name=restores,proto3" json:"restores,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PlanStepRequest) Reset() {
@@ -770,6 +785,13 @@ func (x *PlanStepRequest) GetReturnHints() []*ReturnHint {
 	return nil
 }
 
+func (x *PlanStepRequest) GetOffloadSequenceIds() []int32 {
+	if x != nil {
+		return x.OffloadSequenceIds
+	}
+	return nil
+}
+
 func (x *PlanStepRequest) GetTrimSequenceIds() []int32 {
 	if x != nil {
 		return x.TrimSequenceIds
@@ -817,6 +839,13 @@ func (x *PlanStepRequest) GetAdmissionReserveBlockCount() int32 {
 		return x.AdmissionReserveBlockCount
 	}
 	return 0
+}
+
+func (x *PlanStepRequest) GetRestores() []*Restore {
+	if x != nil {
+		return x.Restores
+	}
+	return nil
 }
 
 // Whether the tokens of a released sequence will be asked for again: a chat
@@ -1242,6 +1271,64 @@ func (x *Admission) GetResumed() bool {
 	return false
 }
 
+// Brings a sequence back from the host tier into fresh blocks of the pool; what
+// is in the prefix cache is shared instead of copied. It goes on where it was:
+// its run begins behind what is computed, and is given its token ids; its
+// sampling parameters are told the worker again, as at an admission.
+type Restore struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sequence.
+	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	// The most tokens to compute in this step. 0: as many as the plan allows.
+	MaxComputeTokenCount int32 `protobuf:"varint,2,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *Restore) Reset() {
+	*x = Restore{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Restore) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Restore) ProtoMessage() {}
+
+func (x *Restore) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Restore.ProtoReflect.Descriptor instead.
+func (*Restore) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Restore) GetSequenceId() int32 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
+func (x *Restore) GetMaxComputeTokenCount() int32 {
+	if x != nil {
+		return x.MaxComputeTokenCount
+	}
+	return 0
+}
+
 // An item that was refused and changed nothing.
 type Refusal struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1252,7 +1339,8 @@ type Refusal struct {
 	// Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
 	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
 	// NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-	// QUOTA_EXCEEDED, INVALID_ARGUMENT.
+	// QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY,
+	// INVALID_ARGUMENT.
 	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1260,7 +1348,7 @@ type Refusal struct {
 
 func (x *Refusal) Reset() {
 	*x = Refusal{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1272,7 +1360,7 @@ func (x *Refusal) String() string {
 func (*Refusal) ProtoMessage() {}
 
 func (x *Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1285,7 +1373,7 @@ func (x *Refusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refusal.ProtoReflect.Descriptor instead.
 func (*Refusal) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Refusal) GetItem() PlanItem {
@@ -1318,7 +1406,8 @@ type PlanStepResponse struct {
 	StepNumber int64 `protobuf:"varint,2,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
 	// Items that were refused.
 	Refusals []*Refusal `protobuf:"bytes,3,rep,name=refusals,proto3" json:"refusals,omitempty"`
-	// What the step will compute, extends first, in the order of the request.
+	// What the step will compute: extends, restores, admissions, in the order of
+	// the request.
 	RunSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=run_sequence_ids,json=runSequenceIds,proto3" json:"run_sequence_ids,omitempty"`
 	// First position computed, in tokens; parallel to run_sequence_ids.
 	RunStarts []int32 `protobuf:"varint,11,rep,packed,name=run_starts,json=runStarts,proto3" json:"run_starts,omitempty"`
@@ -1331,15 +1420,21 @@ type PlanStepResponse struct {
 	AdmittedSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=admitted_sequence_ids,json=admittedSequenceIds,proto3" json:"admitted_sequence_ids,omitempty"`
 	// Tokens found in the prefix cache; parallel to admitted_sequence_ids.
 	AdmittedCachedTokenCounts []int32 `protobuf:"varint,21,rep,packed,name=admitted_cached_token_counts,json=admittedCachedTokenCounts,proto3" json:"admitted_cached_token_counts,omitempty"`
+	// The sequences restored, in the order of the request.
+	RestoredSequenceIds []int32 `protobuf:"varint,22,rep,packed,name=restored_sequence_ids,json=restoredSequenceIds,proto3" json:"restored_sequence_ids,omitempty"`
+	// Tokens that need not be computed again; parallel to restored_sequence_ids.
+	RestoredTokenCounts []int32 `protobuf:"varint,23,rep,packed,name=restored_token_counts,json=restoredTokenCounts,proto3" json:"restored_token_counts,omitempty"`
 	// The pool's blocks after this plan.
-	BlockCounts   *BlockCounts `protobuf:"bytes,30,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	BlockCounts *BlockCounts `protobuf:"bytes,30,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
+	// The host tier's blocks after this plan. Unset if the pool has no host tier.
+	HostBlockCounts *HostBlockCounts `protobuf:"bytes,31,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *PlanStepResponse) Reset() {
 	*x = PlanStepResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1351,7 +1446,7 @@ func (x *PlanStepResponse) String() string {
 func (*PlanStepResponse) ProtoMessage() {}
 
 func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1364,7 +1459,7 @@ func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PlanStepResponse) GetGrant() *SignedGrant {
@@ -1430,9 +1525,30 @@ func (x *PlanStepResponse) GetAdmittedCachedTokenCounts() []int32 {
 	return nil
 }
 
+func (x *PlanStepResponse) GetRestoredSequenceIds() []int32 {
+	if x != nil {
+		return x.RestoredSequenceIds
+	}
+	return nil
+}
+
+func (x *PlanStepResponse) GetRestoredTokenCounts() []int32 {
+	if x != nil {
+		return x.RestoredTokenCounts
+	}
+	return nil
+}
+
 func (x *PlanStepResponse) GetBlockCounts() *BlockCounts {
 	if x != nil {
 		return x.BlockCounts
+	}
+	return nil
+}
+
+func (x *PlanStepResponse) GetHostBlockCounts() *HostBlockCounts {
+	if x != nil {
+		return x.HostBlockCounts
 	}
 	return nil
 }
@@ -1454,7 +1570,7 @@ type BlockCounts struct {
 
 func (x *BlockCounts) Reset() {
 	*x = BlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1466,7 +1582,7 @@ func (x *BlockCounts) String() string {
 func (*BlockCounts) ProtoMessage() {}
 
 func (x *BlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1479,7 +1595,7 @@ func (x *BlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockCounts.ProtoReflect.Descriptor instead.
 func (*BlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *BlockCounts) GetFreeCount() int32 {
@@ -1510,6 +1626,70 @@ func (x *BlockCounts) GetRetiredCount() int32 {
 	return 0
 }
 
+// Every block of the host tier is in exactly one of these states.
+type HostBlockCounts struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Nobody's.
+	FreeCount int32 `protobuf:"varint,1,opt,name=free_count,json=freeCount,proto3" json:"free_count,omitempty"`
+	// Held by one offloaded sequence.
+	HeldCount int32 `protobuf:"varint,2,opt,name=held_count,json=heldCount,proto3" json:"held_count,omitempty"`
+	// Given back, but a step that is planned could still touch it.
+	RetiredCount  int32 `protobuf:"varint,3,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HostBlockCounts) Reset() {
+	*x = HostBlockCounts{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HostBlockCounts) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HostBlockCounts) ProtoMessage() {}
+
+func (x *HostBlockCounts) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HostBlockCounts.ProtoReflect.Descriptor instead.
+func (*HostBlockCounts) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *HostBlockCounts) GetFreeCount() int32 {
+	if x != nil {
+		return x.FreeCount
+	}
+	return 0
+}
+
+func (x *HostBlockCounts) GetHeldCount() int32 {
+	if x != nil {
+		return x.HeldCount
+	}
+	return 0
+}
+
+func (x *HostBlockCounts) GetRetiredCount() int32 {
+	if x != nil {
+		return x.RetiredCount
+	}
+	return 0
+}
+
 // See CacheService.PlanSteps.
 type PlanStepsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1521,7 +1701,7 @@ type PlanStepsRequest struct {
 
 func (x *PlanStepsRequest) Reset() {
 	*x = PlanStepsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1533,7 +1713,7 @@ func (x *PlanStepsRequest) String() string {
 func (*PlanStepsRequest) ProtoMessage() {}
 
 func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1546,7 +1726,7 @@ func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsRequest.ProtoReflect.Descriptor instead.
 func (*PlanStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PlanStepsRequest) GetPlan() *PlanStepRequest {
@@ -1572,7 +1752,7 @@ type PlanStepsResponse struct {
 
 func (x *PlanStepsResponse) Reset() {
 	*x = PlanStepsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1584,7 +1764,7 @@ func (x *PlanStepsResponse) String() string {
 func (*PlanStepsResponse) ProtoMessage() {}
 
 func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1597,7 +1777,7 @@ func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PlanStepsResponse) GetAnswer() isPlanStepsResponse_Answer {
@@ -1654,7 +1834,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1666,7 +1846,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1679,7 +1859,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetPoolRequest) GetPool() string {
@@ -1700,7 +1880,7 @@ type GetPoolResponse struct {
 
 func (x *GetPoolResponse) Reset() {
 	*x = GetPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1712,7 +1892,7 @@ func (x *GetPoolResponse) String() string {
 func (*GetPoolResponse) ProtoMessage() {}
 
 func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1725,7 +1905,7 @@ func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolResponse.ProtoReflect.Descriptor instead.
 func (*GetPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetPoolResponse) GetPool() *Pool {
@@ -1754,15 +1934,17 @@ type Pool struct {
 	BlockCounts *BlockCounts `protobuf:"bytes,7,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
 	// Leases that hold or may hold blocks, those being fenced included.
 	LeaseCount int32 `protobuf:"varint,8,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
-	// Sequences.
+	// Sequences, those in the host tier included.
 	SequenceCount int32 `protobuf:"varint,9,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The host tier's blocks by state. Unset if the pool has no host tier.
+	HostBlockCounts *HostBlockCounts `protobuf:"bytes,10,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1774,7 +1956,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1787,7 +1969,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Pool) GetName() string {
@@ -1853,6 +2035,13 @@ func (x *Pool) GetSequenceCount() int32 {
 	return 0
 }
 
+func (x *Pool) GetHostBlockCounts() *HostBlockCounts {
+	if x != nil {
+		return x.HostBlockCounts
+	}
+	return nil
+}
+
 // See CacheService.ListPools.
 type ListPoolsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1866,7 +2055,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1878,7 +2067,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1891,7 +2080,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListPoolsRequest) GetPageSize() int32 {
@@ -1921,7 +2110,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1933,7 +2122,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1946,7 +2135,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -1982,7 +2171,7 @@ type ListLeasesRequest struct {
 
 func (x *ListLeasesRequest) Reset() {
 	*x = ListLeasesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1994,7 +2183,7 @@ func (x *ListLeasesRequest) String() string {
 func (*ListLeasesRequest) ProtoMessage() {}
 
 func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2007,7 +2196,7 @@ func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
 func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListLeasesRequest) GetPool() string {
@@ -2058,7 +2247,7 @@ type ListLeasesResponse struct {
 
 func (x *ListLeasesResponse) Reset() {
 	*x = ListLeasesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2070,7 +2259,7 @@ func (x *ListLeasesResponse) String() string {
 func (*ListLeasesResponse) ProtoMessage() {}
 
 func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2083,7 +2272,7 @@ func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
 func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListLeasesResponse) GetLeases() []*Lease {
@@ -2129,7 +2318,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2141,7 +2330,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2154,7 +2343,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Lease) GetLeaseIdPrefix() string {
@@ -2234,7 +2423,7 @@ type GetSequenceRequest struct {
 
 func (x *GetSequenceRequest) Reset() {
 	*x = GetSequenceRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2246,7 +2435,7 @@ func (x *GetSequenceRequest) String() string {
 func (*GetSequenceRequest) ProtoMessage() {}
 
 func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2259,7 +2448,7 @@ func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceRequest.ProtoReflect.Descriptor instead.
 func (*GetSequenceRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GetSequenceRequest) GetLeaseId() string {
@@ -2287,7 +2476,7 @@ type GetSequenceResponse struct {
 
 func (x *GetSequenceResponse) Reset() {
 	*x = GetSequenceResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2299,7 +2488,7 @@ func (x *GetSequenceResponse) String() string {
 func (*GetSequenceResponse) ProtoMessage() {}
 
 func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2312,7 +2501,7 @@ func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceResponse.ProtoReflect.Descriptor instead.
 func (*GetSequenceResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetSequenceResponse) GetSequence() *Sequence {
@@ -2343,13 +2532,19 @@ type Sequence struct {
 	BlockCount int32 `protobuf:"varint,8,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// The tokens that are guaranteed to it; 0: best effort.
 	ReservedTokenCount int32 `protobuf:"varint,9,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Whether it is in the host tier; then it has no block_ids.
+	Offloaded bool `protobuf:"varint,10,opt,name=offloaded,proto3" json:"offloaded,omitempty"`
+	// The host blocks that hold it, in order. Empty in lists.
+	HostBlockIds []int32 `protobuf:"varint,11,rep,packed,name=host_block_ids,json=hostBlockIds,proto3" json:"host_block_ids,omitempty"`
+	// Number of its host blocks.
+	HostBlockCount int32 `protobuf:"varint,12,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Sequence) Reset() {
 	*x = Sequence{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2361,7 +2556,7 @@ func (x *Sequence) String() string {
 func (*Sequence) ProtoMessage() {}
 
 func (x *Sequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2374,7 +2569,7 @@ func (x *Sequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
 func (*Sequence) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Sequence) GetLeaseIdPrefix() string {
@@ -2440,6 +2635,27 @@ func (x *Sequence) GetReservedTokenCount() int32 {
 	return 0
 }
 
+func (x *Sequence) GetOffloaded() bool {
+	if x != nil {
+		return x.Offloaded
+	}
+	return false
+}
+
+func (x *Sequence) GetHostBlockIds() []int32 {
+	if x != nil {
+		return x.HostBlockIds
+	}
+	return nil
+}
+
+func (x *Sequence) GetHostBlockCount() int32 {
+	if x != nil {
+		return x.HostBlockCount
+	}
+	return 0
+}
+
 // See CacheService.ListSequences.
 type ListSequencesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2459,7 +2675,7 @@ type ListSequencesRequest struct {
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2471,7 +2687,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2484,7 +2700,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -2535,7 +2751,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2763,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2776,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -2604,7 +2820,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2616,7 +2832,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2629,7 +2845,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -2711,7 +2927,7 @@ type ListBlocksRequest struct {
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2723,7 +2939,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2736,7 +2952,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -2794,7 +3010,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2806,7 +3022,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2819,7 +3035,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -2851,7 +3067,7 @@ type ListTenantsRequest struct {
 
 func (x *ListTenantsRequest) Reset() {
 	*x = ListTenantsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2863,7 +3079,7 @@ func (x *ListTenantsRequest) String() string {
 func (*ListTenantsRequest) ProtoMessage() {}
 
 func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2876,7 +3092,7 @@ func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
 func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListTenantsRequest) GetPool() string {
@@ -2913,7 +3129,7 @@ type ListTenantsResponse struct {
 
 func (x *ListTenantsResponse) Reset() {
 	*x = ListTenantsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2925,7 +3141,7 @@ func (x *ListTenantsResponse) String() string {
 func (*ListTenantsResponse) ProtoMessage() {}
 
 func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2938,7 +3154,7 @@ func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
 func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListTenantsResponse) GetTenants() []*Tenant {
@@ -2985,7 +3201,7 @@ type Tenant struct {
 
 func (x *Tenant) Reset() {
 	*x = Tenant{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2997,7 +3213,7 @@ func (x *Tenant) String() string {
 func (*Tenant) ProtoMessage() {}
 
 func (x *Tenant) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3010,7 +3226,7 @@ func (x *Tenant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
 func (*Tenant) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Tenant) GetName() string {
@@ -3099,7 +3315,7 @@ type WatchBlocksRequest struct {
 
 func (x *WatchBlocksRequest) Reset() {
 	*x = WatchBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3111,7 +3327,7 @@ func (x *WatchBlocksRequest) String() string {
 func (*WatchBlocksRequest) ProtoMessage() {}
 
 func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3124,7 +3340,7 @@ func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
 func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *WatchBlocksRequest) GetPool() string {
@@ -3166,7 +3382,7 @@ type WatchBlocksResponse struct {
 
 func (x *WatchBlocksResponse) Reset() {
 	*x = WatchBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3178,7 +3394,7 @@ func (x *WatchBlocksResponse) String() string {
 func (*WatchBlocksResponse) ProtoMessage() {}
 
 func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3191,7 +3407,7 @@ func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
 func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WatchBlocksResponse) GetEpoch() int64 {
@@ -3243,7 +3459,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3255,7 +3471,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3268,7 +3484,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *BlockEvent) GetKind() BlockEventKind {
@@ -3324,7 +3540,7 @@ type ExplainPrefixRequest struct {
 
 func (x *ExplainPrefixRequest) Reset() {
 	*x = ExplainPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3336,7 +3552,7 @@ func (x *ExplainPrefixRequest) String() string {
 func (*ExplainPrefixRequest) ProtoMessage() {}
 
 func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3349,7 +3565,7 @@ func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ExplainPrefixRequest) GetPool() string {
@@ -3414,7 +3630,7 @@ type ExplainPrefixResponse struct {
 
 func (x *ExplainPrefixResponse) Reset() {
 	*x = ExplainPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3426,7 +3642,7 @@ func (x *ExplainPrefixResponse) String() string {
 func (*ExplainPrefixResponse) ProtoMessage() {}
 
 func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3439,7 +3655,7 @@ func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ExplainPrefixResponse) GetPool() string {
@@ -3534,7 +3750,7 @@ type CheckAdmissionRequest struct {
 
 func (x *CheckAdmissionRequest) Reset() {
 	*x = CheckAdmissionRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3546,7 +3762,7 @@ func (x *CheckAdmissionRequest) String() string {
 func (*CheckAdmissionRequest) ProtoMessage() {}
 
 func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3559,7 +3775,7 @@ func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *CheckAdmissionRequest) GetPool() string {
@@ -3595,7 +3811,7 @@ type CheckAdmissionResponse struct {
 
 func (x *CheckAdmissionResponse) Reset() {
 	*x = CheckAdmissionResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3607,7 +3823,7 @@ func (x *CheckAdmissionResponse) String() string {
 func (*CheckAdmissionResponse) ProtoMessage() {}
 
 func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3620,7 +3836,7 @@ func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
@@ -3656,7 +3872,7 @@ type AdmissionCheck struct {
 
 func (x *AdmissionCheck) Reset() {
 	*x = AdmissionCheck{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3668,7 +3884,7 @@ func (x *AdmissionCheck) String() string {
 func (*AdmissionCheck) ProtoMessage() {}
 
 func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3681,7 +3897,7 @@ func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
 func (*AdmissionCheck) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *AdmissionCheck) GetPool() string {
@@ -3759,7 +3975,7 @@ type PinPrefixRequest struct {
 
 func (x *PinPrefixRequest) Reset() {
 	*x = PinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3771,7 +3987,7 @@ func (x *PinPrefixRequest) String() string {
 func (*PinPrefixRequest) ProtoMessage() {}
 
 func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3784,7 +4000,7 @@ func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *PinPrefixRequest) GetPool() string {
@@ -3834,7 +4050,7 @@ type PinPrefixResponse struct {
 
 func (x *PinPrefixResponse) Reset() {
 	*x = PinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3846,7 +4062,7 @@ func (x *PinPrefixResponse) String() string {
 func (*PinPrefixResponse) ProtoMessage() {}
 
 func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3859,7 +4075,7 @@ func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *PinPrefixResponse) GetPinId() string {
@@ -3910,7 +4126,7 @@ type UnpinPrefixRequest struct {
 
 func (x *UnpinPrefixRequest) Reset() {
 	*x = UnpinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3922,7 +4138,7 @@ func (x *UnpinPrefixRequest) String() string {
 func (*UnpinPrefixRequest) ProtoMessage() {}
 
 func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3935,7 +4151,7 @@ func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *UnpinPrefixRequest) GetPool() string {
@@ -3961,7 +4177,7 @@ type UnpinPrefixResponse struct {
 
 func (x *UnpinPrefixResponse) Reset() {
 	*x = UnpinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3973,7 +4189,7 @@ func (x *UnpinPrefixResponse) String() string {
 func (*UnpinPrefixResponse) ProtoMessage() {}
 
 func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3986,7 +4202,7 @@ func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
 }
 
 // See CacheService.ListPins.
@@ -4004,7 +4220,7 @@ type ListPinsRequest struct {
 
 func (x *ListPinsRequest) Reset() {
 	*x = ListPinsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4016,7 +4232,7 @@ func (x *ListPinsRequest) String() string {
 func (*ListPinsRequest) ProtoMessage() {}
 
 func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4029,7 +4245,7 @@ func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
 func (*ListPinsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ListPinsRequest) GetPool() string {
@@ -4066,7 +4282,7 @@ type ListPinsResponse struct {
 
 func (x *ListPinsResponse) Reset() {
 	*x = ListPinsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4078,7 +4294,7 @@ func (x *ListPinsResponse) String() string {
 func (*ListPinsResponse) ProtoMessage() {}
 
 func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4091,7 +4307,7 @@ func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
 func (*ListPinsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ListPinsResponse) GetPins() []*Pin {
@@ -4125,7 +4341,7 @@ type Pin struct {
 
 func (x *Pin) Reset() {
 	*x = Pin{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4137,7 +4353,7 @@ func (x *Pin) String() string {
 func (*Pin) ProtoMessage() {}
 
 func (x *Pin) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4150,7 +4366,7 @@ func (x *Pin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pin.ProtoReflect.Descriptor instead.
 func (*Pin) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *Pin) GetPinId() string {
@@ -4199,7 +4415,7 @@ type LookupPrefixRequest struct {
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4211,7 +4427,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4224,7 +4440,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -4266,7 +4482,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4278,7 +4494,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4291,7 +4507,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -4318,7 +4534,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4330,7 +4546,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4343,7 +4559,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -4385,7 +4601,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4397,7 +4613,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4410,7 +4626,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -4431,7 +4647,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4443,7 +4659,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4456,7 +4672,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -4477,7 +4693,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4489,7 +4705,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4502,7 +4718,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -4527,7 +4743,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4539,7 +4755,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4552,7 +4768,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -4587,7 +4803,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4599,7 +4815,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4612,7 +4828,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -4633,7 +4849,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4645,7 +4861,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4658,7 +4874,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -4691,6 +4907,10 @@ type PoolStatistics struct {
 	ReservedBlockCount int32 `protobuf:"varint,9,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
 	// Blocks that are pinned, whether sequences hold them or not.
 	PinnedBlockCount int32 `protobuf:"varint,10,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
+	// The host tier's blocks by state. Unset if the pool has no host tier.
+	HostBlockCounts *HostBlockCounts `protobuf:"bytes,11,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
+	// Sequences in the host tier.
+	OffloadedSequenceCount int32 `protobuf:"varint,12,opt,name=offloaded_sequence_count,json=offloadedSequenceCount,proto3" json:"offloaded_sequence_count,omitempty"`
 	// Steps planned.
 	PlannedStepCount int64 `protobuf:"varint,20,opt,name=planned_step_count,json=plannedStepCount,proto3" json:"planned_step_count,omitempty"`
 	// Steps reported computed.
@@ -4729,13 +4949,22 @@ type PoolStatistics struct {
 	// Tokens of admissions of both kinds that were to be computed though they had
 	// been before: their blocks were evicted.
 	RecomputedTokenCount int64 `protobuf:"varint,37,opt,name=recomputed_token_count,json=recomputedTokenCount,proto3" json:"recomputed_token_count,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// Sequences moved to the host tier.
+	OffloadCount int64 `protobuf:"varint,38,opt,name=offload_count,json=offloadCount,proto3" json:"offload_count,omitempty"`
+	// Sequences brought back from there.
+	RestoreCount int64 `protobuf:"varint,39,opt,name=restore_count,json=restoreCount,proto3" json:"restore_count,omitempty"`
+	// Blocks copied to the host tier.
+	OffloadedBlockCount int64 `protobuf:"varint,40,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
+	// Blocks copied back from there. Those that were found in the prefix cache, and
+	// those of sequences that ended there, never are.
+	RestoredBlockCount int64 `protobuf:"varint,41,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4747,7 +4976,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4760,7 +4989,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -4829,6 +5058,20 @@ func (x *PoolStatistics) GetReservedBlockCount() int32 {
 func (x *PoolStatistics) GetPinnedBlockCount() int32 {
 	if x != nil {
 		return x.PinnedBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetHostBlockCounts() *HostBlockCounts {
+	if x != nil {
+		return x.HostBlockCounts
+	}
+	return nil
+}
+
+func (x *PoolStatistics) GetOffloadedSequenceCount() int32 {
+	if x != nil {
+		return x.OffloadedSequenceCount
 	}
 	return 0
 }
@@ -4959,6 +5202,34 @@ func (x *PoolStatistics) GetRecomputedTokenCount() int64 {
 	return 0
 }
 
+func (x *PoolStatistics) GetOffloadCount() int64 {
+	if x != nil {
+		return x.OffloadCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetRestoreCount() int64 {
+	if x != nil {
+		return x.RestoreCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetOffloadedBlockCount() int64 {
+	if x != nil {
+		return x.OffloadedBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetRestoredBlockCount() int64 {
+	if x != nil {
+		return x.RestoredBlockCount
+	}
+	return 0
+}
+
 var File_quire_cache_v1_cache_service_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
@@ -4985,7 +5256,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteLeaseRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x15\n" +
-	"\x13DeleteLeaseResponse\"\xbd\x04\n" +
+	"\x13DeleteLeaseResponse\"\xa4\x05\n" +
 	"\x0fPlanStepRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x1d\n" +
@@ -4993,7 +5264,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"request_id\x18\x03 \x01(\tR\trequestId\x120\n" +
 	"\x14release_sequence_ids\x18\n" +
 	" \x03(\x05R\x12releaseSequenceIds\x12=\n" +
-	"\freturn_hints\x18\v \x03(\v2\x1a.quire.cache.v1.ReturnHintR\vreturnHints\x12*\n" +
+	"\freturn_hints\x18\v \x03(\v2\x1a.quire.cache.v1.ReturnHintR\vreturnHints\x120\n" +
+	"\x14offload_sequence_ids\x18\f \x03(\x05R\x12offloadSequenceIds\x12*\n" +
 	"\x11trim_sequence_ids\x18\x14 \x03(\x05R\x0ftrimSequenceIds\x12*\n" +
 	"\x11trim_token_counts\x18\x15 \x03(\x05R\x0ftrimTokenCounts\x12*\n" +
 	"\x05forks\x18\x1e \x03(\v2\x14.quire.cache.v1.ForkR\x05forks\x121\n" +
@@ -5002,7 +5274,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"admissions\x182 \x03(\v2\x19.quire.cache.v1.AdmissionR\n" +
 	"admissions\x124\n" +
 	"\x16admission_token_budget\x183 \x01(\x05R\x14admissionTokenBudget\x12A\n" +
-	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\"\x98\x01\n" +
+	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\x123\n" +
+	"\brestores\x185 \x03(\v2\x17.quire.cache.v1.RestoreR\brestores\"\x98\x01\n" +
 	"\n" +
 	"ReturnHint\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
@@ -5034,12 +5307,16 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04salt\x18\x04 \x01(\fR\x04salt\x120\n" +
 	"\x14reserved_token_count\x18\x05 \x01(\x05R\x12reservedTokenCount\x127\n" +
 	"\tretention\x18\x06 \x03(\v2\x19.quire.cache.v1.RetentionR\tretention\x12\x18\n" +
-	"\aresumed\x18\a \x01(\bR\aresumed\"\x85\x01\n" +
+	"\aresumed\x18\a \x01(\bR\aresumed\"a\n" +
+	"\aRestore\x12\x1f\n" +
+	"\vsequence_id\x18\x01 \x01(\x05R\n" +
+	"sequenceId\x125\n" +
+	"\x17max_compute_token_count\x18\x02 \x01(\x05R\x14maxComputeTokenCount\"\x85\x01\n" +
 	"\aRefusal\x12,\n" +
 	"\x04item\x18\x01 \x01(\x0e2\x18.quire.cache.v1.PlanItemR\x04item\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\x12+\n" +
-	"\x05error\x18\x03 \x01(\v2\x15.quire.cache.v1.ErrorR\x05error\"\xef\x03\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.quire.cache.v1.ErrorR\x05error\"\xa4\x05\n" +
 	"\x10PlanStepResponse\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x12\x1f\n" +
 	"\vstep_number\x18\x02 \x01(\x03R\n" +
@@ -5052,14 +5329,23 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x10run_token_counts\x18\f \x03(\x05R\x0erunTokenCounts\x12*\n" +
 	"\x11given_run_indexes\x18\r \x03(\x05R\x0fgivenRunIndexes\x122\n" +
 	"\x15admitted_sequence_ids\x18\x14 \x03(\x05R\x13admittedSequenceIds\x12?\n" +
-	"\x1cadmitted_cached_token_counts\x18\x15 \x03(\x05R\x19admittedCachedTokenCounts\x12>\n" +
-	"\fblock_counts\x18\x1e \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\"\x97\x01\n" +
+	"\x1cadmitted_cached_token_counts\x18\x15 \x03(\x05R\x19admittedCachedTokenCounts\x122\n" +
+	"\x15restored_sequence_ids\x18\x16 \x03(\x05R\x13restoredSequenceIds\x122\n" +
+	"\x15restored_token_counts\x18\x17 \x03(\x05R\x13restoredTokenCounts\x12>\n" +
+	"\fblock_counts\x18\x1e \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12K\n" +
+	"\x11host_block_counts\x18\x1f \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"\x97\x01\n" +
 	"\vBlockCounts\x12\x1d\n" +
 	"\n" +
 	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12!\n" +
 	"\fcached_count\x18\x02 \x01(\x05R\vcachedCount\x12!\n" +
 	"\factive_count\x18\x03 \x01(\x05R\vactiveCount\x12#\n" +
-	"\rretired_count\x18\x04 \x01(\x05R\fretiredCount\"G\n" +
+	"\rretired_count\x18\x04 \x01(\x05R\fretiredCount\"t\n" +
+	"\x0fHostBlockCounts\x12\x1d\n" +
+	"\n" +
+	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12\x1d\n" +
+	"\n" +
+	"held_count\x18\x02 \x01(\x05R\theldCount\x12#\n" +
+	"\rretired_count\x18\x03 \x01(\x05R\fretiredCount\"G\n" +
 	"\x10PlanStepsRequest\x123\n" +
 	"\x04plan\x18\x01 \x01(\v2\x1f.quire.cache.v1.PlanStepRequestR\x04plan\"\x84\x01\n" +
 	"\x11PlanStepsResponse\x126\n" +
@@ -5069,7 +5355,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x0eGetPoolRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\";\n" +
 	"\x0fGetPoolResponse\x12(\n" +
-	"\x04pool\x18\x01 \x01(\v2\x14.quire.cache.v1.PoolR\x04pool\"\xc9\x02\n" +
+	"\x04pool\x18\x01 \x01(\v2\x14.quire.cache.v1.PoolR\x04pool\"\x96\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x12\n" +
@@ -5080,7 +5366,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\fblock_counts\x18\a \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12\x1f\n" +
 	"\vlease_count\x18\b \x01(\x05R\n" +
 	"leaseCount\x12%\n" +
-	"\x0esequence_count\x18\t \x01(\x05R\rsequenceCount\"N\n" +
+	"\x0esequence_count\x18\t \x01(\x05R\rsequenceCount\x12K\n" +
+	"\x11host_block_counts\x18\n" +
+	" \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"N\n" +
 	"\x10ListPoolsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -5115,7 +5403,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xf8\x02\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xe6\x03\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -5128,7 +5416,11 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\tblock_ids\x18\a \x03(\x05R\bblockIds\x12\x1f\n" +
 	"\vblock_count\x18\b \x01(\x05R\n" +
 	"blockCount\x120\n" +
-	"\x14reserved_token_count\x18\t \x01(\x05R\x12reservedTokenCount\"\xa9\x01\n" +
+	"\x14reserved_token_count\x18\t \x01(\x05R\x12reservedTokenCount\x12\x1c\n" +
+	"\toffloaded\x18\n" +
+	" \x01(\bR\toffloaded\x12$\n" +
+	"\x0ehost_block_ids\x18\v \x03(\x05R\fhostBlockIds\x12(\n" +
+	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\"\xa9\x01\n" +
 	"\x14ListSequencesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\tR\aleaseId\x12\x1b\n" +
@@ -5294,8 +5586,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xf3\n" +
-	"\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xaa\r\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -5308,7 +5599,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x12shared_block_count\x18\b \x01(\x05R\x10sharedBlockCount\x120\n" +
 	"\x14reserved_block_count\x18\t \x01(\x05R\x12reservedBlockCount\x12,\n" +
 	"\x12pinned_block_count\x18\n" +
-	" \x01(\x05R\x10pinnedBlockCount\x12,\n" +
+	" \x01(\x05R\x10pinnedBlockCount\x12K\n" +
+	"\x11host_block_counts\x18\v \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\x128\n" +
+	"\x18offloaded_sequence_count\x18\f \x01(\x05R\x16offloadedSequenceCount\x12,\n" +
 	"\x12planned_step_count\x18\x14 \x01(\x03R\x10plannedStepCount\x12.\n" +
 	"\x13computed_step_count\x18\x15 \x01(\x03R\x11computedStepCount\x12*\n" +
 	"\x11failed_step_count\x18\x16 \x01(\x03R\x0ffailedStepCount\x12,\n" +
@@ -5327,16 +5620,22 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x17resumed_admission_count\x18\" \x01(\x03R\x15resumedAdmissionCount\x12.\n" +
 	"\x13resumed_token_count\x18# \x01(\x03R\x11resumedTokenCount\x12;\n" +
 	"\x1aresumed_cached_token_count\x18$ \x01(\x03R\x17resumedCachedTokenCount\x124\n" +
-	"\x16recomputed_token_count\x18% \x01(\x03R\x14recomputedTokenCount\x1a@\n" +
+	"\x16recomputed_token_count\x18% \x01(\x03R\x14recomputedTokenCount\x12#\n" +
+	"\roffload_count\x18& \x01(\x03R\foffloadCount\x12#\n" +
+	"\rrestore_count\x18' \x01(\x03R\frestoreCount\x122\n" +
+	"\x15offloaded_block_count\x18( \x01(\x03R\x13offloadedBlockCount\x120\n" +
+	"\x14restored_block_count\x18) \x01(\x03R\x12restoredBlockCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*|\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*\xaa\x01\n" +
 	"\bPlanItem\x12\x19\n" +
 	"\x15PLAN_ITEM_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0ePLAN_ITEM_TRIM\x10\x01\x12\x12\n" +
 	"\x0ePLAN_ITEM_FORK\x10\x02\x12\x14\n" +
 	"\x10PLAN_ITEM_EXTEND\x10\x03\x12\x17\n" +
-	"\x13PLAN_ITEM_ADMISSION\x10\x04*X\n" +
+	"\x13PLAN_ITEM_ADMISSION\x10\x04\x12\x15\n" +
+	"\x11PLAN_ITEM_OFFLOAD\x10\x05\x12\x15\n" +
+	"\x11PLAN_ITEM_RESTORE\x10\x06*X\n" +
 	"\n" +
 	"LeaseState\x12\x1b\n" +
 	"\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x14\n" +
@@ -5406,7 +5705,7 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 62)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(PlanItem)(0),                    // 0: quire.cache.v1.PlanItem
 	(LeaseState)(0),                  // 1: quire.cache.v1.LeaseState
@@ -5425,168 +5724,174 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*Fork)(nil),                     // 14: quire.cache.v1.Fork
 	(*Extends)(nil),                  // 15: quire.cache.v1.Extends
 	(*Admission)(nil),                // 16: quire.cache.v1.Admission
-	(*Refusal)(nil),                  // 17: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 18: quire.cache.v1.PlanStepResponse
-	(*BlockCounts)(nil),              // 19: quire.cache.v1.BlockCounts
-	(*PlanStepsRequest)(nil),         // 20: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 21: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 22: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 23: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 24: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 25: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 26: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 27: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 28: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 29: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 30: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 31: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 32: quire.cache.v1.Sequence
-	(*ListSequencesRequest)(nil),     // 33: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 34: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 35: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 36: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 37: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 38: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 39: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 40: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 41: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 42: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 43: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 44: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 45: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 46: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 47: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 48: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 49: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 50: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 51: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 52: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 53: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 54: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 55: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 56: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 57: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 58: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 59: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 60: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 61: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 62: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 63: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 64: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 65: quire.cache.v1.PoolStatistics
-	nil,                              // 66: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 67: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 68: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 69: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 70: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 71: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 72: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 73: quire.cache.v1.AttachPoolResponse
+	(*Restore)(nil),                  // 17: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 18: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 19: quire.cache.v1.PlanStepResponse
+	(*BlockCounts)(nil),              // 20: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 21: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 22: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 23: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 24: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 25: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 26: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 27: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 28: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 29: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 30: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 31: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 32: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 33: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 34: quire.cache.v1.Sequence
+	(*ListSequencesRequest)(nil),     // 35: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 36: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 37: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 38: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 39: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 40: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 41: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 42: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 43: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 44: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 45: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 46: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 47: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 48: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 49: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 50: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 51: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 52: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 53: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 54: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 55: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 56: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 57: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 58: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 59: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 60: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 61: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 62: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 63: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 64: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 65: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 66: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 67: quire.cache.v1.PoolStatistics
+	nil,                              // 68: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 69: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 70: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 71: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 72: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 73: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 74: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 75: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	67, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	68, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	69, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	68, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	69, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	70, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	71, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	70, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
 	12, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
 	14, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
 	15, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
 	16, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	67, // 8: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	67, // 9: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	13, // 10: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
-	0,  // 11: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	70, // 12: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	71, // 13: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	17, // 14: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	19, // 15: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	11, // 16: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	18, // 17: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	70, // 18: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	24, // 19: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	69, // 20: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	19, // 21: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	24, // 22: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	1,  // 23: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	29, // 24: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	1,  // 25: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	67, // 26: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	68, // 27: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	32, // 28: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	32, // 29: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	2,  // 30: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	2,  // 31: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	35, // 32: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	40, // 33: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	43, // 34: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	3,  // 35: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	35, // 36: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	4,  // 37: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	68, // 38: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	16, // 39: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	48, // 40: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	70, // 41: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	19, // 42: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	67, // 43: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	68, // 44: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	55, // 45: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	68, // 46: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	58, // 47: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	19, // 48: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	65, // 49: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	19, // 50: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	66, // 51: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	5,  // 52: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	7,  // 53: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	9,  // 54: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	11, // 55: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	20, // 56: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	72, // 57: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	22, // 58: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	25, // 59: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	27, // 60: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	30, // 61: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	33, // 62: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	36, // 63: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	38, // 64: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	41, // 65: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	56, // 66: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	44, // 67: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	46, // 68: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	49, // 69: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	51, // 70: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	53, // 71: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	59, // 72: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	61, // 73: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	63, // 74: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	6,  // 75: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	8,  // 76: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	10, // 77: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	18, // 78: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	21, // 79: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	73, // 80: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	23, // 81: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	26, // 82: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	28, // 83: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	31, // 84: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	34, // 85: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	37, // 86: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	39, // 87: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	42, // 88: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	57, // 89: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	45, // 90: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	47, // 91: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	50, // 92: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	52, // 93: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	54, // 94: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	60, // 95: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	62, // 96: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	64, // 97: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	75, // [75:98] is the sub-list for method output_type
-	52, // [52:75] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	17, // 8: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	69, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	69, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	13, // 11: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	0,  // 12: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	72, // 13: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	73, // 14: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	18, // 15: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	20, // 16: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	21, // 17: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	11, // 18: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	19, // 19: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	72, // 20: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	26, // 21: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	71, // 22: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	20, // 23: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	21, // 24: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	26, // 25: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	1,  // 26: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	31, // 27: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	1,  // 28: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	69, // 29: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	70, // 30: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	34, // 31: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	34, // 32: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	2,  // 33: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	2,  // 34: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	37, // 35: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	42, // 36: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	45, // 37: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	3,  // 38: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	37, // 39: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	4,  // 40: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	70, // 41: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	16, // 42: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	50, // 43: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	72, // 44: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	20, // 45: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	69, // 46: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	70, // 47: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	57, // 48: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	70, // 49: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	60, // 50: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	20, // 51: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	67, // 52: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	20, // 53: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	21, // 54: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	68, // 55: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	5,  // 56: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	7,  // 57: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	9,  // 58: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	11, // 59: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	22, // 60: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	74, // 61: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	24, // 62: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	27, // 63: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	29, // 64: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	32, // 65: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	35, // 66: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	38, // 67: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	40, // 68: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	43, // 69: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	58, // 70: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	46, // 71: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	48, // 72: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	51, // 73: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	53, // 74: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	55, // 75: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	61, // 76: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	63, // 77: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	65, // 78: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	6,  // 79: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	8,  // 80: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	10, // 81: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	19, // 82: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	23, // 83: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	75, // 84: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	25, // 85: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	28, // 86: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	30, // 87: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	33, // 88: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	36, // 89: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	39, // 90: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	41, // 91: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	44, // 92: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	59, // 93: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	47, // 94: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	49, // 95: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	52, // 96: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	54, // 97: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	56, // 98: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	62, // 99: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	64, // 100: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	66, // 101: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	79, // [79:102] is the sub-list for method output_type
+	56, // [56:79] is the sub-list for method input_type
+	56, // [56:56] is the sub-list for extension type_name
+	56, // [56:56] is the sub-list for extension extendee
+	0,  // [0:56] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -5601,23 +5906,23 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		(*ReturnHint_ExpectedIn)(nil),
 		(*ReturnHint_NotExpected)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[16].OneofWrappers = []any{
+	file_quire_cache_v1_cache_service_proto_msgTypes[18].OneofWrappers = []any{
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[22].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[28].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[31].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[39].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[40].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[51].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[24].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[30].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[33].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[41].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[53].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   62,
+			NumMessages:   64,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

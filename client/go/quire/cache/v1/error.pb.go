@@ -79,6 +79,13 @@ const (
 	// FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
 	// Metadata: value (this term), limit (the worker's highest).
 	ErrorReason_ERROR_REASON_TERM_SUPERSEDED ErrorReason = 42
+	// FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
+	// release it. Metadata: sequence_id.
+	ErrorReason_ERROR_REASON_SEQUENCE_OFFLOADED ErrorReason = 43
+	// FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
+	// be restored when the steps in flight when it was offloaded have been reported.
+	// Ask again in a later plan. Metadata: sequence_id.
+	ErrorReason_ERROR_REASON_SEQUENCE_BUSY ErrorReason = 44
 	// RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
 	// sequence_id, needed, free (free and evictable, and not kept for others),
 	// retired: how many blocks will come back by themselves when steps in flight
@@ -107,6 +114,10 @@ const (
 	// RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
 	// Metadata: limit.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 57
+	// RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
+	// pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+	// free, retired, limit (all blocks of the host tier).
+	ErrorReason_ERROR_REASON_OUT_OF_HOST_BLOCKS ErrorReason = 58
 	// UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 60
 	// UNAVAILABLE. The server is draining. Ask again elsewhere or later.
@@ -142,6 +153,8 @@ var (
 		40: "ERROR_REASON_NOTHING_TO_COMPUTE",
 		41: "ERROR_REASON_POOL_ALREADY_ATTACHED",
 		42: "ERROR_REASON_TERM_SUPERSEDED",
+		43: "ERROR_REASON_SEQUENCE_OFFLOADED",
+		44: "ERROR_REASON_SEQUENCE_BUSY",
 		50: "ERROR_REASON_OUT_OF_BLOCKS",
 		51: "ERROR_REASON_TOO_MANY_SEQUENCES",
 		52: "ERROR_REASON_TOO_MANY_STEPS",
@@ -150,6 +163,7 @@ var (
 		55: "ERROR_REASON_PIN_BUDGET_SPENT",
 		56: "ERROR_REASON_TOO_MANY_LEASES",
 		57: "ERROR_REASON_OVERLOADED",
+		58: "ERROR_REASON_OUT_OF_HOST_BLOCKS",
 		60: "ERROR_REASON_POOL_DETACHED",
 		61: "ERROR_REASON_SHUTTING_DOWN",
 		70: "ERROR_REASON_CREDENTIALS_MISSING",
@@ -174,6 +188,8 @@ var (
 		"ERROR_REASON_NOTHING_TO_COMPUTE":    40,
 		"ERROR_REASON_POOL_ALREADY_ATTACHED": 41,
 		"ERROR_REASON_TERM_SUPERSEDED":       42,
+		"ERROR_REASON_SEQUENCE_OFFLOADED":    43,
+		"ERROR_REASON_SEQUENCE_BUSY":         44,
 		"ERROR_REASON_OUT_OF_BLOCKS":         50,
 		"ERROR_REASON_TOO_MANY_SEQUENCES":    51,
 		"ERROR_REASON_TOO_MANY_STEPS":        52,
@@ -182,6 +198,7 @@ var (
 		"ERROR_REASON_PIN_BUDGET_SPENT":      55,
 		"ERROR_REASON_TOO_MANY_LEASES":       56,
 		"ERROR_REASON_OVERLOADED":            57,
+		"ERROR_REASON_OUT_OF_HOST_BLOCKS":    58,
 		"ERROR_REASON_POOL_DETACHED":         60,
 		"ERROR_REASON_SHUTTING_DOWN":         61,
 		"ERROR_REASON_CREDENTIALS_MISSING":   70,
@@ -314,7 +331,7 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"retryDelay\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\x94\b\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\xfe\b\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -333,7 +350,9 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\x1bERROR_REASON_CURSOR_EXPIRED\x10\x1f\x12#\n" +
 	"\x1fERROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n" +
 	"\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n" +
-	"\x1cERROR_REASON_TERM_SUPERSEDED\x10*\x12\x1e\n" +
+	"\x1cERROR_REASON_TERM_SUPERSEDED\x10*\x12#\n" +
+	"\x1fERROR_REASON_SEQUENCE_OFFLOADED\x10+\x12\x1e\n" +
+	"\x1aERROR_REASON_SEQUENCE_BUSY\x10,\x12\x1e\n" +
 	"\x1aERROR_REASON_OUT_OF_BLOCKS\x102\x12#\n" +
 	"\x1fERROR_REASON_TOO_MANY_SEQUENCES\x103\x12\x1f\n" +
 	"\x1bERROR_REASON_TOO_MANY_STEPS\x104\x12#\n" +
@@ -341,7 +360,8 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\x1bERROR_REASON_QUOTA_EXCEEDED\x106\x12!\n" +
 	"\x1dERROR_REASON_PIN_BUDGET_SPENT\x107\x12 \n" +
 	"\x1cERROR_REASON_TOO_MANY_LEASES\x108\x12\x1b\n" +
-	"\x17ERROR_REASON_OVERLOADED\x109\x12\x1e\n" +
+	"\x17ERROR_REASON_OVERLOADED\x109\x12#\n" +
+	"\x1fERROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x12\x1e\n" +
 	"\x1aERROR_REASON_POOL_DETACHED\x10<\x12\x1e\n" +
 	"\x1aERROR_REASON_SHUTTING_DOWN\x10=\x12$\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10F\x12\x1f\n" +

@@ -82,9 +82,9 @@ func (x *SignedGrant) GetSignature() []byte {
 //
 // A worker accepts a grant only if the signature fits, the epoch is its own,
 // the lease is open, and step_number is the lease's next. Then, in order:
-// forget the released sequences, apply the block table writes, do the copies,
-// write the KV of all runs layer by layer before attending in that layer, and
-// sample.
+// forget the released and the offloaded sequences, apply the block table writes,
+// do the copies (to the host tier, within the pool, from the host tier), write
+// the KV of all runs layer by layer before attending in that layer, and sample.
 type StepGrant struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name.
@@ -101,8 +101,13 @@ type StepGrant struct {
 	// A step after it that was to compute and did not, because it failed or was
 	// skipped, makes this step fail too: it may build on what was not computed.
 	KnownStepNumber int64 `protobuf:"varint,6,opt,name=known_step_number,json=knownStepNumber,proto3" json:"known_step_number,omitempty"`
-	// Sequences that end. Their rows are free once this is applied.
+	// Sequences that end, in the pool or in the host tier. Their rows are free once
+	// this is applied.
 	ReleasedSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=released_sequence_ids,json=releasedSequenceIds,proto3" json:"released_sequence_ids,omitempty"`
+	// Sequences that leave for the host tier: their rows are free likewise. One
+	// comes back by its next table write, with no last sampled token and no sampling
+	// parameters, as one not seen before.
+	OffloadedSequenceIds []int32 `protobuf:"varint,13,rep,packed,name=offloaded_sequence_ids,json=offloadedSequenceIds,proto3" json:"offloaded_sequence_ids,omitempty"`
 	// Sequences that begin as the continuation of another: the child takes over
 	// the parent's last sampled token and sampling state. Its block table comes by
 	// the writes below. Parallel to fork_child_ids.
@@ -125,6 +130,17 @@ type StepGrant struct {
 	CopySourceBlockIds []int32 `protobuf:"varint,30,rep,packed,name=copy_source_block_ids,json=copySourceBlockIds,proto3" json:"copy_source_block_ids,omitempty"`
 	// Parallel to copy_source_block_ids.
 	CopyTargetBlockIds []int32 `protobuf:"varint,31,rep,packed,name=copy_target_block_ids,json=copyTargetBlockIds,proto3" json:"copy_target_block_ids,omitempty"`
+	// Copies to the host tier, done before any block of the pool is written in
+	// this step.
+	OffloadSourceBlockIds []int32 `protobuf:"varint,32,rep,packed,name=offload_source_block_ids,json=offloadSourceBlockIds,proto3" json:"offload_source_block_ids,omitempty"`
+	// Host blocks, none of them twice; parallel to offload_source_block_ids.
+	OffloadTargetHostBlockIds []int32 `protobuf:"varint,33,rep,packed,name=offload_target_host_block_ids,json=offloadTargetHostBlockIds,proto3" json:"offload_target_host_block_ids,omitempty"`
+	// Host blocks to copy back, done after the copies to the host tier and before
+	// anything is computed.
+	RestoreSourceHostBlockIds []int32 `protobuf:"varint,34,rep,packed,name=restore_source_host_block_ids,json=restoreSourceHostBlockIds,proto3" json:"restore_source_host_block_ids,omitempty"`
+	// Blocks of the pool, none of them twice; parallel to
+	// restore_source_host_block_ids.
+	RestoreTargetBlockIds []int32 `protobuf:"varint,35,rep,packed,name=restore_target_block_ids,json=restoreTargetBlockIds,proto3" json:"restore_target_block_ids,omitempty"`
 	// What to compute: run i computes the KV of run_token_counts[i] tokens of
 	// run_sequence_ids[i] from position run_starts[i] on.
 	RunSequenceIds []int32 `protobuf:"varint,40,rep,packed,name=run_sequence_ids,json=runSequenceIds,proto3" json:"run_sequence_ids,omitempty"`
@@ -226,6 +242,13 @@ func (x *StepGrant) GetReleasedSequenceIds() []int32 {
 	return nil
 }
 
+func (x *StepGrant) GetOffloadedSequenceIds() []int32 {
+	if x != nil {
+		return x.OffloadedSequenceIds
+	}
+	return nil
+}
+
 func (x *StepGrant) GetForkParentIds() []int32 {
 	if x != nil {
 		return x.ForkParentIds
@@ -282,6 +305,34 @@ func (x *StepGrant) GetCopyTargetBlockIds() []int32 {
 	return nil
 }
 
+func (x *StepGrant) GetOffloadSourceBlockIds() []int32 {
+	if x != nil {
+		return x.OffloadSourceBlockIds
+	}
+	return nil
+}
+
+func (x *StepGrant) GetOffloadTargetHostBlockIds() []int32 {
+	if x != nil {
+		return x.OffloadTargetHostBlockIds
+	}
+	return nil
+}
+
+func (x *StepGrant) GetRestoreSourceHostBlockIds() []int32 {
+	if x != nil {
+		return x.RestoreSourceHostBlockIds
+	}
+	return nil
+}
+
+func (x *StepGrant) GetRestoreTargetBlockIds() []int32 {
+	if x != nil {
+		return x.RestoreTargetBlockIds
+	}
+	return nil
+}
+
 func (x *StepGrant) GetRunSequenceIds() []int32 {
 	if x != nil {
 		return x.RunSequenceIds
@@ -331,7 +382,7 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x1aquire/cache/v1/grant.proto\x12\x0equire.cache.v1\"A\n" +
 	"\vSignedGrant\x12\x14\n" +
 	"\x05grant\x18\x01 \x01(\fR\x05grant\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xbd\x06\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xe9\b\n" +
 	"\tStepGrant\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x12\n" +
@@ -341,7 +392,8 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"stepNumber\x12*\n" +
 	"\x11known_step_number\x18\x06 \x01(\x03R\x0fknownStepNumber\x122\n" +
 	"\x15released_sequence_ids\x18\n" +
-	" \x03(\x05R\x13releasedSequenceIds\x12&\n" +
+	" \x03(\x05R\x13releasedSequenceIds\x124\n" +
+	"\x16offloaded_sequence_ids\x18\r \x03(\x05R\x14offloadedSequenceIds\x12&\n" +
 	"\x0ffork_parent_ids\x18\v \x03(\x05R\rforkParentIds\x12$\n" +
 	"\x0efork_child_ids\x18\f \x03(\x05R\fforkChildIds\x12,\n" +
 	"\x12write_sequence_ids\x18\x14 \x03(\x05R\x10writeSequenceIds\x12.\n" +
@@ -349,7 +401,11 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x12write_block_counts\x18\x16 \x03(\x05R\x10writeBlockCounts\x12&\n" +
 	"\x0fwrite_block_ids\x18\x17 \x03(\x05R\rwriteBlockIds\x121\n" +
 	"\x15copy_source_block_ids\x18\x1e \x03(\x05R\x12copySourceBlockIds\x121\n" +
-	"\x15copy_target_block_ids\x18\x1f \x03(\x05R\x12copyTargetBlockIds\x12(\n" +
+	"\x15copy_target_block_ids\x18\x1f \x03(\x05R\x12copyTargetBlockIds\x127\n" +
+	"\x18offload_source_block_ids\x18  \x03(\x05R\x15offloadSourceBlockIds\x12@\n" +
+	"\x1doffload_target_host_block_ids\x18! \x03(\x05R\x19offloadTargetHostBlockIds\x12@\n" +
+	"\x1drestore_source_host_block_ids\x18\" \x03(\x05R\x19restoreSourceHostBlockIds\x127\n" +
+	"\x18restore_target_block_ids\x18# \x03(\x05R\x15restoreTargetBlockIds\x12(\n" +
 	"\x10run_sequence_ids\x18( \x03(\x05R\x0erunSequenceIds\x12\x1d\n" +
 	"\n" +
 	"run_starts\x18) \x03(\x05R\trunStarts\x12(\n" +

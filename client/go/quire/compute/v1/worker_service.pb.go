@@ -604,9 +604,13 @@ type RunStepResponse struct {
 	// sequence_ids.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,4,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Where the time went.
-	Timings       *StepTimings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Timings *StepTimings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
+	// Blocks copied to the host tier.
+	OffloadedBlockCount int32 `protobuf:"varint,6,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
+	// Blocks copied back from there.
+	RestoredBlockCount int32 `protobuf:"varint,7,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *RunStepResponse) Reset() {
@@ -672,6 +676,20 @@ func (x *RunStepResponse) GetTimings() *StepTimings {
 		return x.Timings
 	}
 	return nil
+}
+
+func (x *RunStepResponse) GetOffloadedBlockCount() int32 {
+	if x != nil {
+		return x.OffloadedBlockCount
+	}
+	return 0
+}
+
+func (x *RunStepResponse) GetRestoredBlockCount() int32 {
+	if x != nil {
+		return x.RestoredBlockCount
+	}
+	return 0
 }
 
 // Log-probabilities of one sampled token, natural logarithm.
@@ -757,7 +775,12 @@ type StepTimings struct {
 	// The model.
 	Forward *durationpb.Duration `protobuf:"bytes,3,opt,name=forward,proto3" json:"forward,omitempty"`
 	// Choosing tokens.
-	Sample        *durationpb.Duration `protobuf:"bytes,4,opt,name=sample,proto3" json:"sample,omitempty"`
+	Sample *durationpb.Duration `protobuf:"bytes,4,opt,name=sample,proto3" json:"sample,omitempty"`
+	// Copies to the host tier, unset if there were none. They may go on beside the
+	// forward.
+	Offload *durationpb.Duration `protobuf:"bytes,5,opt,name=offload,proto3" json:"offload,omitempty"`
+	// Copies from the host tier, unset if there were none.
+	Restore       *durationpb.Duration `protobuf:"bytes,6,opt,name=restore,proto3" json:"restore,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -816,6 +839,20 @@ func (x *StepTimings) GetForward() *durationpb.Duration {
 func (x *StepTimings) GetSample() *durationpb.Duration {
 	if x != nil {
 		return x.Sample
+	}
+	return nil
+}
+
+func (x *StepTimings) GetOffload() *durationpb.Duration {
+	if x != nil {
+		return x.Offload
+	}
+	return nil
+}
+
+func (x *StepTimings) GetRestore() *durationpb.Duration {
+	if x != nil {
+		return x.Restore
 	}
 	return nil
 }
@@ -1022,7 +1059,13 @@ type GetStatisticsResponse struct {
 	// Reports cachemgr has not acknowledged.
 	UnacknowledgedReportCount int32 `protobuf:"varint,14,opt,name=unacknowledged_report_count,json=unacknowledgedReportCount,proto3" json:"unacknowledged_report_count,omitempty"`
 	// Time in the model, all steps together.
-	ForwardTime   *durationpb.Duration `protobuf:"bytes,15,opt,name=forward_time,json=forwardTime,proto3" json:"forward_time,omitempty"`
+	ForwardTime *durationpb.Duration `protobuf:"bytes,15,opt,name=forward_time,json=forwardTime,proto3" json:"forward_time,omitempty"`
+	// Blocks copied to the host tier.
+	OffloadedBlockCount int64 `protobuf:"varint,16,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
+	// Blocks copied back from there.
+	RestoredBlockCount int64 `protobuf:"varint,17,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
+	// Time in these copies, all steps together.
+	HostCopyTime  *durationpb.Duration `protobuf:"bytes,18,opt,name=host_copy_time,json=hostCopyTime,proto3" json:"host_copy_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1158,6 +1201,27 @@ func (x *GetStatisticsResponse) GetUnacknowledgedReportCount() int32 {
 func (x *GetStatisticsResponse) GetForwardTime() *durationpb.Duration {
 	if x != nil {
 		return x.ForwardTime
+	}
+	return nil
+}
+
+func (x *GetStatisticsResponse) GetOffloadedBlockCount() int64 {
+	if x != nil {
+		return x.OffloadedBlockCount
+	}
+	return 0
+}
+
+func (x *GetStatisticsResponse) GetRestoredBlockCount() int64 {
+	if x != nil {
+		return x.RestoredBlockCount
+	}
+	return 0
+}
+
+func (x *GetStatisticsResponse) GetHostCopyTime() *durationpb.Duration {
+	if x != nil {
+		return x.HostCopyTime
 	}
 	return nil
 }
@@ -1307,32 +1371,36 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xf7\x01\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xdd\x02\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
 	"\fsequence_ids\x18\x02 \x03(\x05R\vsequenceIds\x12*\n" +
 	"\x11sampled_token_ids\x18\x03 \x03(\x05R\x0fsampledTokenIds\x12;\n" +
 	"\blogprobs\x18\x04 \x03(\v2\x1f.quire.compute.v1.TokenLogprobsR\blogprobs\x127\n" +
-	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\"\xa0\x01\n" +
+	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
+	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
+	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\"\xa0\x01\n" +
 	"\rTokenLogprobs\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12'\n" +
 	"\x0fsampled_logprob\x18\x02 \x01(\x02R\x0esampledLogprob\x12\"\n" +
 	"\rtop_token_ids\x18\x03 \x03(\x05R\vtopTokenIds\x12!\n" +
-	"\ftop_logprobs\x18\x04 \x03(\x02R\vtopLogprobs\"\xdb\x01\n" +
+	"\ftop_logprobs\x18\x04 \x03(\x02R\vtopLogprobs\"\xc5\x02\n" +
 	"\vStepTimings\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x123\n" +
 	"\aprepare\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\aprepare\x123\n" +
 	"\aforward\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aforward\x121\n" +
-	"\x06sample\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x06sample\"G\n" +
+	"\x06sample\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x06sample\x123\n" +
+	"\aoffload\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\aoffload\x123\n" +
+	"\arestore\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\arestore\"G\n" +
 	"\x0fRunStepsRequest\x124\n" +
 	"\x04step\x18\x01 \x01(\v2 .quire.compute.v1.RunStepRequestR\x04step\"\x84\x01\n" +
 	"\x10RunStepsResponse\x127\n" +
 	"\x04step\x18\x01 \x01(\v2!.quire.compute.v1.RunStepResponseH\x00R\x04step\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x15.quire.cache.v1.ErrorH\x00R\x05errorB\b\n" +
 	"\x06answer\"\x16\n" +
-	"\x14GetStatisticsRequest\"\x9c\x06\n" +
+	"\x14GetStatisticsRequest\"\xc3\a\n" +
 	"\x15GetStatisticsResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x12\n" +
 	"\x04term\x18\x02 \x01(\x03R\x04term\x12\x1a\n" +
@@ -1349,7 +1417,10 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0esequence_count\x18\f \x01(\x05R\rsequenceCount\x12/\n" +
 	"\x14step_in_flight_count\x18\r \x01(\x05R\x11stepInFlightCount\x12>\n" +
 	"\x1bunacknowledged_report_count\x18\x0e \x01(\x05R\x19unacknowledgedReportCount\x12<\n" +
-	"\fforward_time\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\vforwardTime\x1a@\n" +
+	"\fforward_time\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\vforwardTime\x122\n" +
+	"\x15offloaded_block_count\x18\x10 \x01(\x03R\x13offloadedBlockCount\x120\n" +
+	"\x14restored_block_count\x18\x11 \x01(\x03R\x12restoredBlockCount\x12?\n" +
+	"\x0ehost_copy_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\fhostCopyTime\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"4\n" +
@@ -1430,26 +1501,29 @@ var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
 	18, // 7: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
 	18, // 8: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
 	18, // 9: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	5,  // 10: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	6,  // 11: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	19, // 12: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	15, // 13: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	18, // 14: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	1,  // 15: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	5,  // 16: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	9,  // 17: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	11, // 18: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	13, // 19: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 20: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	6,  // 21: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	10, // 22: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	12, // 23: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	14, // 24: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	20, // [20:25] is the sub-list for method output_type
-	15, // [15:20] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	18, // 10: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	18, // 11: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	5,  // 12: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	6,  // 13: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	19, // 14: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	15, // 15: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	18, // 16: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	18, // 17: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	1,  // 18: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	5,  // 19: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	9,  // 20: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	11, // 21: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	13, // 22: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 23: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	6,  // 24: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	10, // 25: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	12, // 26: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	14, // 27: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	23, // [23:28] is the sub-list for method output_type
+	18, // [18:23] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }

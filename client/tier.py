@@ -1,0 +1,55 @@
+"""Whether a preempted sequence is worth a copy in the host tier: computing it again against copying it. Pure.
+
+Both cost what steps took of late. Before anything was measured the defaults stand; the one for copies is what a bus of
+16 lanes does at its best, so that the first copies are made, and measured, wherever they might pay.
+"""
+
+from quire.client.errors import InvalidRequest
+
+DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
+DEFAULT_COPY_BYTES_PER_S = 16e9
+# What an observation counts for, beside the one after it.
+_MEMORY = 0.9
+
+
+class Rate:
+    """An amount per second, of late."""
+
+    __slots__ = ("_amount", "_default", "_seconds")
+
+    def __init__(self, default: float) -> None:
+        """default is what stands before anything was observed."""
+        if default <= 0:
+            raise InvalidRequest.of_field("default", default, "above 0")
+        self._default = default
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Something took so long; what took no time says nothing."""
+        if amount > 0 and seconds > 0:
+            self._amount = _MEMORY * self._amount + amount
+            self._seconds = _MEMORY * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        """The present rate."""
+        return self._amount / self._seconds if self._seconds else self._default
+
+
+class TierCosts:
+    """What computing and copying cost.
+
+    prefill     tokens per second, in steps that are mostly prompts
+    copy        bytes per second, to the host tier and back
+    """
+
+    __slots__ = ("copy", "prefill")
+
+    def __init__(self) -> None:
+        self.prefill = Rate(DEFAULT_PREFILL_TOKENS_PER_S)
+        self.copy = Rate(DEFAULT_COPY_BYTES_PER_S)
+
+    def prefers_offload(self, *, num_lost_tokens: int, num_bytes: int) -> bool:
+        """Whether copying so many bytes there and back takes less than computing so many tokens again."""
+        return 2 * num_bytes / self.copy.per_s < num_lost_tokens / self.prefill.per_s

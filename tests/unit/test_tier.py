@@ -1,0 +1,53 @@
+"""What computing and copying cost, of late, and which of them a preempted sequence takes."""
+
+import pytest
+
+from quire.client.errors import InvalidRequest
+from quire.client.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
+
+
+def test_a_rate_is_its_default_until_something_was_observed() -> None:
+    rate = Rate(5.0)
+    rate.observe(0, 1.0)
+    rate.observe(10, 0.0)
+    assert rate.per_s == 5.0
+    rate.observe(10, 4.0)
+    assert rate.per_s == 2.5
+    with pytest.raises(InvalidRequest):
+        Rate(0.0)
+
+
+def test_a_rate_is_that_of_late() -> None:
+    rate = Rate(1.0)
+    for _ in range(20):
+        rate.observe(100, 1.0)
+    assert rate.per_s == pytest.approx(100)
+    for _ in range(50):
+        rate.observe(10, 1.0)
+    assert 10 < rate.per_s < 11
+
+
+def test_a_rate_weighs_by_time() -> None:
+    rate = Rate(1.0)
+    rate.observe(1, 1.0)
+    rate.observe(1000, 1.0)
+    assert rate.per_s == pytest.approx(1000.9 / 1.9)
+
+
+def test_a_copy_is_taken_if_there_and_back_is_faster_than_computing() -> None:
+    costs = TierCosts()
+    costs.prefill.observe(1000, 1.0)
+    costs.copy.observe(2e6, 1.0)
+    assert costs.prefers_offload(num_lost_tokens=101, num_bytes=100_000)
+    assert not costs.prefers_offload(num_lost_tokens=100, num_bytes=100_000)
+    assert not costs.prefers_offload(num_lost_tokens=0, num_bytes=1)
+    costs.copy.observe(1e9, 1.0)
+    assert costs.prefers_offload(num_lost_tokens=2, num_bytes=100_000)
+
+
+def test_before_anything_was_measured_the_defaults_stand() -> None:
+    costs = TierCosts()
+    num_tokens = 100
+    num_bytes = int(DEFAULT_COPY_BYTES_PER_S / 2 * num_tokens / DEFAULT_PREFILL_TOKENS_PER_S)
+    assert costs.prefers_offload(num_lost_tokens=num_tokens, num_bytes=num_bytes - 1)
+    assert not costs.prefers_offload(num_lost_tokens=num_tokens, num_bytes=num_bytes)
