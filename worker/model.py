@@ -30,6 +30,7 @@ from quire.worker.fused_steps import FusedSteps
 from quire.worker.fusion import FusionReport, fuse_model, unfused
 from quire.worker.kv_pool import KeptPerToken, KVPool
 from quire.worker.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.packed_linear import pack_linears
 from quire.worker.past_positions import PastPositions
 from quire.worker.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
 from quire.worker.self_check import (
@@ -269,6 +270,8 @@ def _prepare_paged(
     paged = PagedModel(
         model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
     )
+    if expanded is None and fused_steps is None:
+        pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
     return paged
