@@ -240,6 +240,7 @@ class Executor:
         """Forgets everything."""
         for lease_id in list(self._leases):
             self.fence_lease(lease_id)
+        self._host_pool.finish()  # of a step that could not be applied
         self._is_damaged = False
 
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:

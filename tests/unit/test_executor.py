@@ -13,6 +13,7 @@ import torch
 from quire.cache.v1 import grant_pb2
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.grants import RowSampling, Step
+from quire.worker.host_pool import HostCopies, make_host_pool
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel, prepare_model
 from quire.worker.sampler import SamplingParams
@@ -28,9 +29,10 @@ def model() -> PagedModel:
     return prepare_model(zoo.build("llama"), max_model_len=64)
 
 
-def executor(model: PagedModel) -> Executor:
+def executor(model: PagedModel, *, num_host_blocks: int = 0) -> Executor:
     pool = KVPool(model.specs, num_blocks=12, block_size=BLOCK_SIZE, dtype=model.dtype, device="cpu")
-    return Executor(model, pool, max_num_seqs=4)
+    host_pool = make_host_pool(pool, num_blocks=num_host_blocks)
+    return Executor(model, pool, max_num_seqs=4, host_pool=host_pool)
 
 
 def grant(number: int, **fields: object) -> grant_pb2.StepGrant:
@@ -99,6 +101,32 @@ def test_a_grant_that_cannot_be_applied_damages_the_pool(model: PagedModel) -> N
         damaged.launch(make_step(grant(1, released_sequence_ids=[7])))
     with pytest.raises(PoolDamagedError, match="an earlier step"):
         damaged.launch(steps()[0])
+
+
+@pytest.mark.parametrize("way", ["offload", "restore"])
+def test_a_copy_of_the_host_tier_that_fails_damages_the_pool(model: PagedModel, way: str) -> None:
+    damaged = executor(model, num_host_blocks=2)
+    damaged.launch(steps()[0])
+    leaving = grant(2, offloaded_sequence_ids=[2])
+    leaving.offload_source_block_ids.extend([7, 2])
+    leaving.offload_target_host_block_ids.extend([0, 1])
+    if way == "offload":
+        leaving.offload_target_host_block_ids[1] = 2  # there are two
+        refused = leaving
+    else:
+        assert damaged.launch(make_step(leaving)).collect().host.num_offloaded == 2
+        refused = grant(3, write_sequence_ids=[2], write_first_indexes=[0], write_block_counts=[2])
+        refused.write_block_ids.extend([5, 6])
+        refused.offload_source_block_ids.append(1)
+        refused.offload_target_host_block_ids.append(1)
+        refused.restore_source_host_block_ids.extend([0, 2])
+        refused.restore_target_block_ids.extend([5, 6])
+    with pytest.raises(PoolDamagedError, match="host_block_id 2 is not in 0 .. 1"):
+        damaged.launch(make_step(refused))
+    with pytest.raises(PoolDamagedError, match="an earlier step"):
+        damaged.launch(steps()[1])
+    damaged.begin_epoch()
+    assert damaged.launch(steps()[0]).collect().host == HostCopies(), "what the step that failed copied is not told"
 
 
 class LostModel:
