@@ -1040,6 +1040,8 @@ class Scheduler:
         if sequence.state is _RUNNING:
             self._reserve_steps = _RESERVE_STEPS
             self._is_quota_short = False
+            # The first in line asks again, and nobody before it: what it had to leave to others was more.
+            self._admission_needs = min(self._admission_needs, 1)
         self._leave(sequence)
         self._leave_host(sequence)
         sequence.finish(reason)

@@ -867,6 +867,26 @@ def test_nobody_overtakes_the_one_who_was_refused_blocks() -> None:
     world.run()
 
 
+def test_who_was_refused_for_a_reserve_asks_again_when_that_is_small_again() -> None:
+    """Under pressure admissions leave more to those who run; the end of one of them is the end of that."""
+    world = World(limits(num_blocks=16))
+    (ending,), (staying,) = (world.add([number], max_tokens=count, ends=()) for number, count in ((1, 3), (2, 20)))
+    world.plan()
+    world.scheduler._reserve_steps = 64  # as after many preemptions: 16 blocks for each
+    (newcomer,) = world.add([3] * 8, max_tokens=2, ends=())
+    world.plan()
+    assert world.scheduler.statistics().refusals == 1
+    assert not world.scheduler.schedule().admissions
+    while ending.state is not SequenceState.FINISHED:
+        assert newcomer.state is SequenceState.WAITING
+        if len(world.flight) < 2:
+            world.plan()
+        world.end_step()
+    assert staying.state is SequenceState.RUNNING
+    assert [admission.token_ids for admission in world.scheduler.schedule().admissions] == [newcomer.token_ids]
+    world.run()
+
+
 def test_who_runs_alone_asks_for_blocks_again() -> None:
     world = World(limits())
     (sequence,) = world.add([1] * 12, max_tokens=2, ends=())
