@@ -121,7 +121,7 @@ def test_a_copy_of_the_host_tier_that_fails_damages_the_pool(model: PagedModel, 
         refused.offload_target_host_block_ids.append(1)
         refused.restore_source_host_block_ids.extend([0, 2])
         refused.restore_target_block_ids.extend([5, 6])
-    with pytest.raises(PoolDamagedError, match="host_block_id 2 is not in 0 .. 1"):
+    with pytest.raises(PoolDamagedError, match="host_block_id 2 is not in"):
         damaged.launch(make_step(refused))
     with pytest.raises(PoolDamagedError, match="an earlier step"):
         damaged.launch(steps()[1])
