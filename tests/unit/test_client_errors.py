@@ -234,6 +234,26 @@ def test_a_lease_is_asked_for_again_under_one_request_id(tmp_path: Path) -> None
     with_server(tmp_path, body)
 
 
+class Broken:
+    """A connection that breaks in the midst of a call, in gRPC's words."""
+
+    code, details, trailing_metadata = grpc.StatusCode.INTERNAL, "Internal error from Core", ()
+
+
+def test_a_connection_that_breaks_in_the_midst_of_a_call_is_an_absence(tmp_path: Path) -> None:
+    async def body(address: str, cache: Cache, worker: Worker) -> None:
+        client = CacheClient(address, retry=QUICK)
+        cache.leases = [Broken()]
+        assert (await client.create_lease("p", ttl_s=1.0)).lease_id == "lease"
+        cache.leases = [Broken()] * QUICK.max_attempts
+        with pytest.raises(Unavailable) as caught:
+            await client.create_lease("p", ttl_s=1.0)
+        assert caught.value.reason == "INTERNAL"
+        await client.close()
+
+    with_server(tmp_path, body)
+
+
 def test_a_server_that_says_when_to_ask_again_is_asked_then(tmp_path: Path) -> None:
     async def body(address: str, cache: Cache, worker: Worker) -> None:
         client, loop = CacheClient(address, retry=QUICK), asyncio.get_running_loop()
