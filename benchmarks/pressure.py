@@ -108,7 +108,7 @@ def draw_requests(count: int) -> list[Request]:
 class Run:
     """One way of serving the requests."""
 
-    def __init__(self, way: str, num_blocks: int, *, num_host_blocks: int, reserves: bool) -> None:
+    def __init__(self, way: str, num_blocks: int, *, num_host_blocks: int = 0, reserves: bool) -> None:
         self._way = way
         self._num_blocks = num_blocks
         self._books = Books(num_blocks, block_size=BLOCK_SIZE, num_host_blocks=num_host_blocks)

@@ -222,10 +222,11 @@ def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
 # -- pressure ---------------------------------------------------------------------------------------------------------
 
 
-def under_pressure(num_blocks: int, *, reserves: bool) -> Any:
+def under_pressure(num_blocks: int, *, reserves: bool, num_host_blocks: int = 0) -> Any:
     requests = pressure.draw_requests(10)
     ended: list[None] = []
-    result = pressure.Run("a way", num_blocks, reserves=reserves).serve(requests, lambda: ended.append(None))
+    run = pressure.Run("a way", num_blocks, num_host_blocks=num_host_blocks, reserves=reserves)
+    result = run.serve(requests, lambda: ended.append(None))
     assert len(ended) == len(requests)
     return result
 
@@ -244,6 +245,13 @@ def test_without_room_the_last_arrived_are_computed_again_unless_the_longest_was
     assert (reserving.num_preemptions, reserving.num_wasted) == (0, 0)
     assert preempting.num_computed == reserving.num_computed + preempting.num_wasted
     assert max(reserving.first_token_steps) > max(preempting.first_token_steps)
+
+
+def test_what_the_host_tier_keeps_is_not_computed_again() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    keeping = under_pressure(num_blocks, reserves=False, num_host_blocks=2_000)
+    assert keeping.num_offloads == keeping.num_preemptions > 0
+    assert (keeping.num_wasted, keeping.num_restored > 0) == (0, True)
 
 
 def test_blocks_add_up_in_every_step_and_two_runs_are_equal() -> None:
@@ -265,7 +273,7 @@ def test_a_block_is_partial_while_it_has_room_for_its_sequence() -> None:
 
 def test_fairness_is_one_for_equal_speeds_and_a_share_if_one_has_all() -> None:
     def fairness(speeds: list[float]) -> float:
-        result = pressure.Result("", 1, 1, 1, 1, 0, 0, [], [], speeds)
+        result = pressure.Result("", 1, 1, 1, 1, 0, 0, 0, 0, [], [], speeds)
         return float(result.fairness)
 
     assert fairness([2.0, 2.0, 2.0]) == pytest.approx(1.0)
