@@ -137,6 +137,12 @@ async def unary(
     return await retried(attempt, policy)
 
 
+def is_being_cancelled() -> bool:
+    """Whether somebody wants the task that runs to end. gRPC raises CancelledError for reasons of its own, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class OrderedStream(Generic[Request, Response]):
     """A bidirectional stream where each request has one answer, in order. Opened when first used and after a break.
 
@@ -173,7 +179,7 @@ class OrderedStream(Generic[Request, Response]):
                 # Written in part or not at all: the order of answers can't be relied on any more.
                 self._break(Unavailable("a request was given up while it was written"))
                 # gRPC says this also to who writes on a stream that was broken meanwhile: no wish of our caller.
-                if (task := asyncio.current_task()) is not None and task.cancelling():
+                if is_being_cancelled():
                     raise
             return future
 

@@ -29,7 +29,7 @@ from typing import Self
 from quire.cache.v1.cache_service_pb2 import PlanStepRequest
 from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
-from quire.client.channel import RetryPolicy
+from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine_metrics import EngineLook, EnginePage, Measured, RequestTimes
 from quire.client.errors import (
@@ -474,7 +474,7 @@ class Engine:
                 self._wake.clear()
                 await self._wake.wait()
         except BaseException as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if is_being_cancelled():
                 raise  # the engine is closed
             _log.exception("the engine's loop has died: %s", self.statistics())
             stopped = EngineStopped(f"the engine's loop has died: {error!r}")
@@ -581,18 +581,21 @@ class Engine:
             self._counters.wait_s += ended - started
         self._flight.popleft()
         self._measured.step.observe(ended - sent)
-        self._observe_costs(step, response)
+        timings = _timings_of(response)
+        self._observe_costs(step, response, timings)
         if span is not NO_SPAN:
-            span.end(step_number=step.step_number, tokens=sum(step.counts), **_timings_of(response))
+            span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
         self._undelivered.append((sampled, response, ended))
         if step.seq_ids:
             self._counters.computed_steps += 1
             self._recoveries_in_row = self._fruitless_in_row = 0
 
-    def _observe_costs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
+    def _observe_costs(
+        self, step: Step, response: worker_service_pb2.RunStepResponse, seconds: dict[str, float]
+    ) -> None:
         """What the step says of computing tokens again, if it was mostly prompts, and of copies."""
-        seconds, num_tokens = _timings_of(response), sum(step.counts)
+        num_tokens = sum(step.counts)
         if 2 * sum(count for count in step.counts if count > 1) > num_tokens:
             self._scheduler.costs.prefill.observe(num_tokens, seconds["forward_s"] + seconds["sample_s"])
         block_bytes = self._scheduler.limits.block_bytes

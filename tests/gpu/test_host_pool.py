@@ -1,31 +1,20 @@
 """The host tier beside a pool on a GPU: what is copied comes back, whatever the device is asked meanwhile."""
 
 import torch
+from layers import causal_layer
 
 from quire.worker.host_pool import PinnedHostPool, make_host_pool
 from quire.worker.kv_pool import KVPool
-from quire.worker.probe import Causal, LayerSpec
 
-SPECS = {
-    index: LayerSpec(
-        layer_idx=index,
-        num_query_heads=8,
-        num_kv_heads=2,
-        k_head_dim=128,
-        v_head_dim=128,
-        mask=Causal(),
-        scaling=1.0,
-        softcap=None,
-        has_sinks=False,
-    )
-    for index in range(16)
+LAYERS = {
+    index: causal_layer(index, num_query_heads=8, num_kv_heads=2, k_head_dim=128, v_head_dim=128) for index in range(16)
 }
 NUM_BLOCKS = 257
 NUM_MOVED = 100
 
 
 def test_copies_are_behind_what_was_asked_before_and_before_what_is_asked_then(device: torch.device) -> None:
-    pool = KVPool(SPECS, num_blocks=NUM_BLOCKS, block_size=16, dtype=torch.bfloat16, device=device)
+    pool = KVPool(LAYERS, num_blocks=NUM_BLOCKS, block_size=16, dtype=torch.bfloat16, device=device)
     host_pool = make_host_pool(pool, num_blocks=NUM_MOVED + 1)
     assert isinstance(host_pool, PinnedHostPool)
     generator = torch.Generator(device).manual_seed(0)

@@ -139,6 +139,19 @@ class Pair:
 
     # -- looking
 
+    def await_attached(self) -> None:
+        """Returns when the worker is attached, by both sides' word."""
+
+        def is_attached() -> bool:
+            try:
+                pool = self.pool()
+            except RefusedError:  # no worker has come yet
+                return False
+            statistics = self.worker_statistics()
+            return pool.attached and (statistics.epoch, statistics.term) == (pool.epoch, pool.term)
+
+        await_that("the worker is attached", is_attached)
+
     def pool(self, name: str = "default") -> cache_service_pb2.Pool:
         return ask(self.cache.GetPool, cache_service_pb2.GetPoolRequest(pool=name), wait_for_ready=True).pool
 

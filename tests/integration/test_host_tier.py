@@ -15,7 +15,6 @@ from integration.protocol_client import (
     WORKER_ARGS,
     LeaseHolder,
     Pair,
-    RefusedError,
     ask,
     await_that,
     draw_tokens,
@@ -55,22 +54,11 @@ def services(model_dir: Path, folder: Path) -> Iterator[LocalServices]:
 def pair(services: LocalServices) -> Iterator[Pair]:
     """Both processes, attached, without a lease. Afterwards every block of both tiers is back (I8)."""
     pair = Pair(services)
-    await_attached(pair)
+    pair.await_attached()
     yield pair
     assert pair.leases() == []
     assert_all_is_back(pair)
     pair.close()
-
-
-def await_attached(pair: Pair) -> None:
-    def is_attached() -> bool:
-        try:
-            pool = pair.pool()
-        except RefusedError:  # no worker has come yet
-            return False
-        return pool.attached and pair.worker_statistics().term == pool.term
-
-    await_that("the worker is attached", is_attached)
 
 
 def assert_all_is_back(pair: Pair) -> None:
@@ -234,7 +222,7 @@ def test_a_cachemgr_that_comes_back_knows_who_is_in_the_host_tier(pair: Pair, ge
     pair.services.cachemgr.kill()
     pair.services.cachemgr.start()
     pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
-    await_attached(pair)
+    pair.await_attached()
     assert holder.sequence(1) == before
     overwrite(pair)
     holder.run(restore(holder, 1))

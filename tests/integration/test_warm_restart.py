@@ -59,7 +59,7 @@ def services(model_dir: Path, folder: Path) -> Iterator[LocalServices]:
 def pair(services: LocalServices) -> Iterator[Pair]:
     """Both processes, attached, without a lease. Afterwards every block is back (I8)."""
     pair = Pair(services)
-    await_attached(pair)
+    pair.await_attached()
     yield pair
     for lease in pair.leases():
         pytest.fail(f"lease {lease.lease_id_prefix} was left over")
@@ -69,18 +69,6 @@ def pair(services: LocalServices) -> Iterator[Pair]:
     pair.close()
 
 
-def await_attached(pair: Pair) -> None:
-    def is_attached() -> bool:
-        try:
-            pool = pair.pool()
-        except RefusedError:  # no worker has come yet
-            return False
-        statistics = pair.worker_statistics()
-        return pool.attached and (statistics.epoch, statistics.term) == (pool.epoch, pool.term)
-
-    await_that("the worker is attached", is_attached)
-
-
 def kill(pair: Pair) -> None:
     pair.services.cachemgr.kill()
 
@@ -88,7 +76,7 @@ def kill(pair: Pair) -> None:
 def start(pair: Pair) -> None:
     pair.services.cachemgr.start()
     pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
-    await_attached(pair)
+    pair.await_attached()
 
 
 def begin(pair: Pair, prompt: list[int] = PROMPT, *, num_steps: int = 3) -> LeaseHolder:
@@ -256,7 +244,7 @@ def test_a_worker_that_died_meanwhile_is_a_new_epoch(pair: Pair, generate: Gener
     pair.services.worker.start()
     pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
     pair.services.worker.wait_serving(START_TIMEOUT_S)
-    await_attached(pair)
+    pair.await_attached()
     with pytest.raises(RefusedError) as caught:
         holder.extend(1)
     assert caught.value.reason == "EPOCH_CHANGED"

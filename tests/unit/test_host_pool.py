@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layers import UNEVEN_LAYERS
 
 from quire.worker.host_pool import HostCopies, HostPool, by_consecutive_rows, count_host_blocks, make_host_pool
 from quire.worker.kv_pool import KVPool
-from quire.worker.probe import Causal, LayerSpec
-
-
-def spec(layer_idx: int, *, num_kv_heads: int, k_head_dim: int, v_head_dim: int) -> LayerSpec:
-    return LayerSpec(
-        layer_idx=layer_idx,
-        num_query_heads=num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        k_head_dim=k_head_dim,
-        v_head_dim=v_head_dim,
-        mask=Causal(),
-        scaling=1.0,
-        softcap=None,
-        has_sinks=False,
-    )
-
-
-# Layers differ from one another, and layer indices have gaps.
-SPECS = {
-    0: spec(0, num_kv_heads=2, k_head_dim=8, v_head_dim=8),
-    3: spec(3, num_kv_heads=1, k_head_dim=6, v_head_dim=4),
-}
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> KVPool:
     """Seven blocks, all but the null block random."""
-    pool = KVPool(SPECS, num_blocks=7, block_size=4, dtype=dtype, device="cpu")
+    pool = KVPool(UNEVEN_LAYERS, num_blocks=7, block_size=4, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(0)
     for tensor in pool.tensors():
         tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(dtype)

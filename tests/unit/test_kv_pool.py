@@ -6,38 +6,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from layers import UNEVEN_LAYERS, causal_layer
 
 from quire.kernels import reference
 from quire.worker.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, share_of_device, size_pool
-from quire.worker.probe import Causal, LayerSpec
 
 BLOCK_SIZE = 4
 
 
-def spec(layer_idx: int, *, num_kv_heads: int, k_head_dim: int, v_head_dim: int) -> LayerSpec:
-    return LayerSpec(
-        layer_idx=layer_idx,
-        num_query_heads=num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        k_head_dim=k_head_dim,
-        v_head_dim=v_head_dim,
-        mask=Causal(),
-        scaling=1.0,
-        softcap=None,
-        has_sinks=False,
-    )
-
-
-# Layers differ from one another, and layer indices have gaps.
-SPECS = {
-    0: spec(0, num_kv_heads=2, k_head_dim=8, v_head_dim=8),
-    3: spec(3, num_kv_heads=1, k_head_dim=6, v_head_dim=4),
-}
-
-
 def make_pool(*, num_blocks: int = 7, dtype: torch.dtype = torch.float32) -> KVPool:
     """A pool whose blocks, but for the null block, hold random numbers."""
-    pool = KVPool(SPECS, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu")
+    pool = KVPool(UNEVEN_LAYERS, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(0)
     for tensor in pool.tensors():
         tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(dtype)
@@ -45,12 +24,12 @@ def make_pool(*, num_blocks: int = 7, dtype: torch.dtype = torch.float32) -> KVP
 
 
 def test_geometry_and_bytes() -> None:
-    pool = KVPool(SPECS, num_blocks=5, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device="cpu")
+    pool = KVPool(UNEVEN_LAYERS, num_blocks=5, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device="cpu")
     assert pool.k(0).shape == pool.v(0).shape == (5, 4, 2, 8)
     assert pool.k(3).shape == (5, 4, 1, 6)
     assert pool.v(3).shape == (5, 4, 1, 4)
     assert all(tensor.dtype == torch.bfloat16 and not tensor.any() for tensor in pool.tensors())
-    assert bytes_per_block(SPECS, BLOCK_SIZE, torch.bfloat16) == 4 * (2 * 16 + 10) * 2
+    assert bytes_per_block(UNEVEN_LAYERS, BLOCK_SIZE, torch.bfloat16) == 4 * (2 * 16 + 10) * 2
     assert pool.statistics() == KVPoolStatistics(
         num_blocks=5,
         block_size=4,
@@ -126,7 +105,7 @@ def test_every_byte_of_every_layer_counts_and_so_does_its_place() -> None:
 
 
 def test_checksums_are_the_same_in_every_release() -> None:
-    pool = KVPool(SPECS, num_blocks=3, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")
+    pool = KVPool(UNEVEN_LAYERS, num_blocks=3, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu")
     pool.k(0)[1, 0, 0, 0] = 1.0
     assert pool.checksum_blocks([0, 1]) == KNOWN_CHECKSUMS
 
@@ -151,7 +130,7 @@ def test_a_written_null_block_is_a_broken_invariant() -> None:
 def test_a_pool_too_small_is_refused(field: str, value: int) -> None:
     sizes = {"num_blocks": 2, "block_size": 1} | {field: value}
     with pytest.raises(ValueError, match=f"{field}={value} is below"):
-        KVPool(SPECS, dtype=torch.float32, device="cpu", **sizes)
+        KVPool(UNEVEN_LAYERS, dtype=torch.float32, device="cpu", **sizes)
 
 
 class TestSize:
@@ -198,7 +177,7 @@ class TestSize:
 class TestOneTensor:
     """Layers of one geometry in one tensor, [blocks, layers, 2, H, S, D]."""
 
-    UNIFORM: ClassVar = {i: spec(i, num_kv_heads=2, k_head_dim=8, v_head_dim=8) for i in (0, 3)}
+    UNIFORM: ClassVar = {i: causal_layer(i, num_kv_heads=2, k_head_dim=8, v_head_dim=8) for i in (0, 3)}
 
     def pools(self, dtype: torch.dtype = torch.float32) -> tuple[KVPool, KVPool]:
         """The same content in one tensor, and in one each."""
@@ -248,7 +227,7 @@ class TestOneTensor:
 
     def test_layers_that_differ_do_not_fit(self) -> None:
         with pytest.raises(ValueError, match="the layers differ"):
-            KVPool(SPECS, num_blocks=3, block_size=4, dtype=torch.float32, device="cpu", in_one_tensor=True)
+            KVPool(UNEVEN_LAYERS, num_blocks=3, block_size=4, dtype=torch.float32, device="cpu", in_one_tensor=True)
 
 
 class TestShareOfDevice:
