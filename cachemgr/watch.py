@@ -156,5 +156,5 @@ class Changes:
 def cursor_expired(ledger: Ledger) -> CallRefused:
     """What came after a watcher's place is not known any more."""
     kept = ledger.num_changes_kept()
-    message = f"more than {kept} blocks changed in pool {ledger.pool!r} since the cursor; begin again without one"
+    message = f"more than {kept} changes in pool {ledger.pool!r} since the cursor; begin again without one"
     return CallRefused(refuse(Reason.CURSOR_EXPIRED, message, pool=ledger.pool, limit=kept))

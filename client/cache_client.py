@@ -1,15 +1,26 @@
 """cachemgr over gRPC: a thin typed client. Deadlines, safe retries, lease keep-alive; no policy."""
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from google.protobuf import duration_pb2
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1 import cache_service_pb2_grpc
-from quire.client.channel import ONCE, RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, retried, unary
+from quire.client.channel import (
+    ONCE,
+    RETRIES,
+    OrderedStream,
+    RetryPolicy,
+    answers,
+    decode_error,
+    open_channel,
+    retried,
+    unary,
+)
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, ProtocolViolation, QuireError
 
@@ -151,6 +162,13 @@ class CacheClient:
             if not page.next_page_token:
                 return blocks
             request.page_token = page.next_page_token
+
+    async def watch_blocks(self, pool: str = "", *, cursor: str = "") -> AsyncGenerator[pb.WatchBlocksResponse, None]:
+        """See CacheService.WatchBlocks; goes on until it is closed. Raises NotFound, CursorExpired, Unavailable."""
+        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor)
+        async with contextlib.aclosing(answers(self._stub.WatchBlocks(request))) as changes:
+            async for answer in changes:
+                yield answer
 
     async def lookup_prefix(
         self, token_ids: list[int], *, pool: str = "", salt: bytes = b""

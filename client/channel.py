@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -135,6 +135,17 @@ async def unary(
             raise decode_rpc_error(error) from None
 
     return await retried(attempt, policy)
+
+
+async def answers(call: grpc.aio.UnaryStreamCall[Any, Response]) -> AsyncGenerator[Response, None]:
+    """The answers of a stream; the call ends with the generator. Raises QuireError."""
+    try:
+        async for answer in call:
+            yield answer
+    except grpc.aio.AioRpcError as error:
+        raise decode_rpc_error(error) from None
+    finally:
+        call.cancel()
 
 
 def is_being_cancelled() -> bool:

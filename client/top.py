@@ -16,13 +16,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import grpc
 from rich.console import Console
 from rich.live import Live
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1 import cache_service_pb2_grpc
-from quire.client.channel import decode_rpc_error, open_channel, unary
+from quire.client.channel import answers, open_channel, unary
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, NotFound, QuireError
 from quire.client.snapshot import MAX_LISTED_BLOCKS, UnreachableError, cause_of, check_reachable
@@ -181,15 +180,10 @@ class _Source:
                 yield
 
     async def _watch(self, pool: str, book: BlockBook) -> AsyncGenerator[None, None]:
-        call = self._stub.WatchBlocks(pb.WatchBlocksRequest(pool=pool))
-        try:
-            async for answer in call:
+        async with contextlib.aclosing(answers(self._stub.WatchBlocks(pb.WatchBlocksRequest(pool=pool)))) as changes:
+            async for answer in changes:
                 book.apply(answer)
                 yield
-        except grpc.aio.AioRpcError as error:
-            raise decode_rpc_error(error) from None
-        finally:
-            call.cancel()
 
     async def _scan(self, pool: str, book: BlockBook) -> AsyncGenerator[None, None]:
         """A page at a time, over and over: of a big pool a watch would tell more than a map can show."""
