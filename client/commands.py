@@ -280,7 +280,13 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 @option("--min-p", default=0.0, metavar="NUMBER", help="Only tokens this times as probable as the best one, 0 to 1.")
 @option("--repetition-penalty", default=1.0, metavar="NUMBER", help="Above 1: tokens that occurred are less probable.")
 @option("--presence-penalty", default=0.0, metavar="NUMBER", help="Above 0: tokens generated before are less probable.")
-@option("--seed", type=int, metavar="NUMBER", help="The same seed gives the same text. Default: another each time.")
+@option(
+    "--seed",
+    type=int,
+    metavar="NUMBER",
+    help="Fixes the random numbers. Default: others each time. The text can still differ beside other requests: the "
+    "logits depend on the batch by rounding.",
+)
 @option("--stop", multiple=True, metavar="TEXT", help="End a sample before this text. May be given several times.")
 @option("--logprobs", type=int, metavar="COUNT", help="Log-probabilities: of each token and this many others.")
 @option("--json", "as_json", envvar="QUIRE_GENERATE_JSON", is_flag=True, help="Write one JSON object instead of text.")
@@ -439,7 +445,13 @@ def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
     metavar="COUNT",
     help="Blocks of the pool, the null block included.",
 )
-@option("--seed", type=click.IntRange(min=0), default=20, metavar="NUMBER", help="The same seed gives the same texts.")
+@option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=20,
+    metavar="NUMBER",
+    help="Fixes the random numbers that choose the tokens.",
+)
 def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int, num_blocks: int, seed: int) -> None:
     """Start both services, generate, and show what the cache did.
 

@@ -66,8 +66,9 @@ class QuireError(Exception):
         """Tokens that each sample of a request had given out before this; empty if it is no error of a request.
 
         Who wants the rest asks for it: each sample's prompt and those tokens are the new prompt, max_tokens is less by
-        their number, and with the first one's seed plus the sample's index what comes is what would have come. With a
-        presence penalty it is not: what was generated counts as prompt then.
+        their number, and the seed is the first one's plus the sample's index. Then the random numbers are those that
+        would have come. The tokens are those too, but for rounding (docs/architecture.md, Seeds). With a presence
+        penalty they are others: what was generated counts as prompt then.
         """
         counts = self.metadata.get("delivered_token_counts", "")
         return tuple(int(count) for count in counts.split(",") if count.isdecimal())

@@ -23,7 +23,8 @@ class SamplingParams:
     min_p                only tokens at least this times as probable as the most probable one, 0 to 1
     repetition_penalty   divides the logits of tokens that occurred, above 0, up to 100; 1: none
     presence_penalty     taken from the logits of tokens that were generated, -100 to 100; 0: none
-    seed                 the same seed, prompt and parameters give the same tokens; None: another each time
+    seed                 fixes the random numbers that choose the tokens; None: others each time. The tokens can still
+                         differ, as the logits depend on the batch by rounding: docs/architecture.md, Seeds
     stop                 strings at which a sample ends; not part of its text. One string is taken as a tuple of one
     stop_token_ids       tokens at which a sample ends, beside the model's own end tokens
     ignore_eos           go on at the model's end tokens

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -57,10 +56,24 @@ positions, always.
 Tiny models with random weights, float32, on a CPU. Each ran {prompts} prompts of up to {longest} tokens in chunks
 beside sequences that decode, {forks} forks and a preemption. "Per token" is what one layer keeps, in elements: heads ×
 (key + value), for each kind of layer of this tiny model. "Equal" means that all {tokens} tokens sampled are those of
-`generate`.
+`generate`. "Equal, rope pinned": those of `generate` with the same [pinned rope](#ropes-that-depend-on-the-length).
 
 | family | class | runs | masks | per token | state per sequence | shares prefixes | tokens |
 | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+ROPES = """## Ropes that depend on the length
+
+The frequencies of some ropes depend on the length of the sequence: dynamic NTK (`rope_type` with "dynamic") and
+longrope (Phi-3 with 128 k). transformers' `generate` takes those of the present length, and in a batch those of the
+longest sequence. The worker pins them at load to those of a sequence of `--max-model-len` tokens, so that a sequence
+has the same keys whatever its length and whoever is in the batch. Other engines do the same.
+
+So with a `--max-model-len` above the model's original length (`original_max_position_embeddings`, or for dynamic NTK
+`max_position_embeddings`) such a model can give other tokens than `generate` does. A sequence within the original
+length is computed with frequencies that were made for long ones, which can lower its quality. The worker's log
+says so at load, in a line with `rope` and `pinned`. With `--max-model-len` at the original length or below, the tokens
+are those of `generate`. In the table above `generate` ran with a pinned rope, too.
 """
 
 
@@ -75,7 +88,7 @@ def rows() -> Iterator[str]:
             per_token(model),
             f"{sum(spec.num_bytes for spec in model.state_specs.values())} bytes" if model.state_specs else "",
             "no" if model.has_recurrent_state else "yes",
-            "equal" if is_equal(name, model) else "**differ**",
+            tokens(name, model),
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -102,19 +115,16 @@ def per_token(model: PagedModel) -> str:
     return ", ".join(shapes) or "nothing"
 
 
-def is_equal(name: str, model: PagedModel) -> bool:
+def tokens(name: str, model: PagedModel) -> str:
+    """Compare with the model alone, its rope pinned like the worker's if it has one that depends on the length."""
     found, forked = run_mixed(model, NEW_TOKENS)
-    own = reference(name)
+    own = zoo.build(name)
+    num_pinned = pin_rope(own, MAX_MODEL_LEN)
+    own.set_attn_implementation("eager")
     expected = [zoo.generate(own, prompt, NEW_TOKENS) for prompt in make_prompts()]
-    return found == expected and forked == [expected[i] for i in FORKED]
-
-
-def reference(name: str) -> Any:
-    """The model alone, with a rope that does not depend on the length generated so far."""
-    model = zoo.build(name)
-    pin_rope(model, MAX_MODEL_LEN)
-    model.set_attn_implementation("eager")
-    return model
+    if found != expected or forked != [expected[i] for i in FORKED]:
+        return "**differ**"
+    return "equal, rope pinned" if num_pinned else "equal"
 
 
 def refusals() -> Iterator[str]:
@@ -140,8 +150,8 @@ def write(output: Path) -> None:
         forks=len(FORKED),
         tokens=(len(prompts) + len(FORKED)) * NEW_TOKENS,
     )
-    lines = [*rows(), "", "## What is refused", "", "| family | class | why |", "| --- | --- | --- |", *refusals(), ""]
-    output.write_text(header + "\n".join(lines))
+    refused = ["## What is refused", "", "| family | class | why |", "| --- | --- | --- |", *refusals(), ""]
+    output.write_text(header + "\n".join([*rows(), "", ROPES, *refused]))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 # ruff: noqa: N803
 """From logits to tokens: argmax, and seeded sampling with top-k, top-p and min-p. Nothing is sorted.
 
-The meaning is that of quire.worker.sampler, so that a seed draws the same tokens on a CPU and here. A row is drawn by
-inverting its cumulative distribution, in token order, at one uniform number that is a hash of (seed, position), and
-depends on nothing else. (Gumbel noise would need a number per token, and give other tokens than the CPU does.)
+The meaning is that of quire.worker.sampler: from the same logits a seed draws the same token on a CPU and here, but for
+rounding at a border between two tokens. A row is drawn by inverting its cumulative distribution, in token order, at one
+uniform number that is a hash of (seed, position), and depends on nothing else. (Gumbel noise would need a number per
+token, and give other tokens than the CPU does.)
 
 A token's gap is (greatest logit - its logit) / temperature. Gaps are not negative, so their bits as an integer, the
 token's key, are in the same order. Every filter keeps the tokens whose key is at most some threshold: the greatest key

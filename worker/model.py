@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,8 @@ from quire.worker.self_check import (
 )
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
+
+log = logging.getLogger(__name__)
 
 DTYPES = tuple(TOLERANCE)
 
@@ -190,8 +193,8 @@ def load_model(
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
     dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope whose
-    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len. With fused_steps
-    modules are fused (quire.worker.fusion), and a pool has at least their block size.
+    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len; see pin_rope(). With
+    fused_steps modules are fused (quire.worker.fusion), and a pool has at least their block size.
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
@@ -406,21 +409,32 @@ def pin_rope(model: Any, max_model_len: int) -> int:
     """Make every rope a function of position alone, in place; return how many were changed.
 
     Dynamic NTK and longrope choose frequencies by the greatest position of the whole batch, so that one long sequence
-    would change all the others. They are fixed to what they are for a sequence of max_model_len tokens.
+    would change all the others. They are fixed to what they are for a sequence of max_model_len tokens. If these are
+    not the frequencies of a short sequence, a log line says so: transformers' generate() takes other ones then.
     """
     num_pinned = 0
+    stretched: set[str] = set()
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and _depends_on_batch(rope_type):
-            _pin(module, rope_type, max_model_len, prefix="", arguments={})
+            if _pin(module, rope_type, max_model_len, prefix="", arguments={}):
+                stretched.add(rope_type)
             module.rope_type = "default"
             num_pinned += 1
         elif isinstance(rope_type, dict):
             for layer_type in [key for key, value in rope_type.items() if _depends_on_batch(value)]:
                 arguments = {"layer_type": layer_type}
-                _pin(module, rope_type[layer_type], max_model_len, prefix=f"{layer_type}_", arguments=arguments)
+                if _pin(module, rope_type[layer_type], max_model_len, prefix=f"{layer_type}_", arguments=arguments):
+                    stretched.add(rope_type[layer_type])
                 rope_type[layer_type] = "default"
                 num_pinned += 1
+    if stretched:
+        log.info(
+            "rope (%s) pinned to max_model_len=%d: shorter sequences can get other tokens than "
+            "transformers' generate gives",
+            ", ".join(sorted(stretched)),
+            max_model_len,
+        )
     return num_pinned
 
 
@@ -428,11 +442,16 @@ def _depends_on_batch(rope_type: str) -> bool:
     return rope_type == "longrope" or "dynamic" in rope_type
 
 
-def _pin(module: Any, rope_type: str, max_model_len: int, *, prefix: str, arguments: dict[str, str]) -> None:
+def _pin(module: Any, rope_type: str, max_model_len: int, *, prefix: str, arguments: dict[str, str]) -> bool:
+    """Pin one rope; return True if this changes its frequencies, which are those of a short sequence at load."""
     inv_freq = getattr(module, f"{prefix}inv_freq")
-    pinned, scaling = ROPE_INIT_FUNCTIONS[rope_type](module.config, inv_freq.device, seq_len=max_model_len, **arguments)
-    setattr(module, f"{prefix}inv_freq", pinned.to(inv_freq.dtype))
+    computed, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+        module.config, inv_freq.device, seq_len=max_model_len, **arguments
+    )
+    pinned = computed.to(inv_freq.dtype)
+    setattr(module, f"{prefix}inv_freq", pinned)
     setattr(module, f"{prefix}attention_scaling", scaling)
+    return not torch.equal(pinned, inv_freq)
 
 
 def _choose_experts_implementation(model: Any) -> None:

@@ -5,8 +5,9 @@ penalty over output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p al
 least some threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
 
 A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
-(seed, position). So what a request draws depends on its own logits and on nothing else: not on who shares the batch,
-how its prompt was cut, or whether it was preempted in between.
+(seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
+themselves depend on the shape of the batch by rounding: on who shares it, how a prompt was cut, and preemptions. So the
+same seed can give another token (docs/architecture.md, Seeds).
 """
 
 from __future__ import annotations

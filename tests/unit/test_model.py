@@ -362,6 +362,18 @@ def test_pinning_keeps_ropes_that_depend_on_nothing() -> None:
     assert pin_rope(zoo.build("phi3_longrope"), MAX_MODEL_LEN) == 1
 
 
+@pytest.mark.parametrize(("name", "rope"), [("llama_dynamic_rope", "dynamic"), ("phi3_longrope", "longrope")])
+def test_a_pinned_rope_that_differs_from_that_of_short_sequences_is_logged(
+    name: str, rope: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="quire.worker.model"):
+        pin_rope(zoo.build(name), 16)
+        assert not caplog.messages, "within the original length nothing differs"
+        pin_rope(zoo.build(name), MAX_MODEL_LEN)
+    (said,) = caplog.messages
+    assert said.startswith(f"rope ({rope}) pinned to max_model_len={MAX_MODEL_LEN}: shorter sequences")
+
+
 def test_a_rope_pinned_to_a_short_length_is_the_original() -> None:
     """Within the original length nothing is stretched: the same as transformers without pinning."""
     for name in ("llama_dynamic_rope", "phi3_longrope"):

@@ -272,8 +272,10 @@ class SamplingParameters(_message.Message):
     presence_penalty: _builtins.float
     """Taken from the logits of tokens that were generated, in [-2, 2]. Default 0."""
     seed: _builtins.int
-    """The same seed, tokens and parameters give the same token, whatever else is
-    in the batch. Any value; taken modulo 2^63.
+    """The random number that chooses a token depends on the seed and the token's
+    position, and on nothing else. The logits depend on the shape of the batch by
+    rounding, so the same seed can give another token beside other sequences, more
+    often in bfloat16 (docs/architecture.md, Seeds). Any value; taken modulo 2^63.
     """
     logprob_count: _builtins.int
     """Log-probabilities to answer with, beside the chosen token's: 0 to

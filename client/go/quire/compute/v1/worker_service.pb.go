@@ -343,8 +343,10 @@ type SamplingParameters struct {
 	RepetitionPenalty *float32 `protobuf:"fixed32,5,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
 	// Taken from the logits of tokens that were generated, in [-2, 2]. Default 0.
 	PresencePenalty float32 `protobuf:"fixed32,6,opt,name=presence_penalty,json=presencePenalty,proto3" json:"presence_penalty,omitempty"`
-	// The same seed, tokens and parameters give the same token, whatever else is
-	// in the batch. Any value; taken modulo 2^63.
+	// The random number that chooses a token depends on the seed and the token's
+	// position, and on nothing else. The logits depend on the shape of the batch by
+	// rounding, so the same seed can give another token beside other sequences, more
+	// often in bfloat16 (docs/architecture.md, Seeds). Any value; taken modulo 2^63.
 	Seed int64 `protobuf:"varint,7,opt,name=seed,proto3" json:"seed,omitempty"`
 	// Log-probabilities to answer with, beside the chosen token's: 0 to
 	// GetModelResponse.max_logprob_count of the most probable tokens. Unset: none,
