@@ -44,7 +44,7 @@ SHARES_INTERVAL_S = 1.0
 class CachemgrCommand(ServerCommand):
     files = (
         ("/run/quire/cachemgr.sock", "Where it listens unless told otherwise."),
-        ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 100 bytes a block and 64 MiB."),
+        ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 120 bytes a block and 64 MiB."),
         (
             "--token-file, --tenants, --tls-*",
             "Read again when they change. While one can't be read, it stays as it was.",

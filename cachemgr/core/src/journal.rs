@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::prefix::BlockId;
 use crate::tenants::TenantId;
 
-/// Changes that are kept in the smallest pool; in larger ones, one for every block.
+/// Changes that are kept in the smallest pool. In larger ones: as many as blocks, rounded up to a power of two.
 const MIN_KEPT: usize = 65_536;
 /// Changes that are read for one answer, times the blocks that it may have.
 const READ_AHEAD: usize = 16;

@@ -12,7 +12,7 @@
 //!     record      changes as values: to be written down, and made again     store   the files they are written to
 //!     python      the only one that knows Python
 //!
-//! Pure: no I/O, no clock, no threads; but for the store.
+//! No clock. No I/O and no threads either, but in the store.
 
 #![forbid(unsafe_code)]
 

@@ -1,0 +1,207 @@
+"""The blocks on the pages that can be run here do what their pages say: README.md, docs/inspection.md,
+docs/observability.md, docs/operations.md and docs/security.md, on both real services with the model that ships here."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+from conformance.foreign import build_grpcurl, find
+from pages import ROOT, SHELL, Block
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client import CacheClient, Engine, SamplingParams
+from quire.client.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+
+THIS = "tests/integration/test_docs.py"
+MODEL = ROOT / "deploy/demo/model"
+TIMEOUT_S = 120
+PATIENCE_S = 20
+DEFAULT_FOLDER = "/run/quire"
+SECURITY_PORTS = ("7070", "7071", "7080", "7081", "9400")
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[LocalServices]:
+    """Both services, for all blocks but those that start their own."""
+    with LocalServices.start(model=MODEL, num_blocks=64) as services:
+        yield services
+
+
+def run_shell(text: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """What the commands print. Fails if one of them fails."""
+    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env={**os.environ, "PATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+async def run_python(block: Block, names: dict[str, Any]) -> dict[str, Any]:
+    """The names that a block leaves behind; it may await at its top."""
+    code = compile(block.text, block.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    outcome = eval(code, names)  # the pages are ours
+    if inspect.isawaitable(outcome):
+        await outcome
+    return names
+
+
+COMMANDS = [
+    each
+    for page in ("README.md", "docs/observability.md", "docs/operations.md")
+    for each in pages.blocks(page)
+    if each.test == THIS and each.language in SHELL
+]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.place)
+def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None:
+    """All but `quire up`, which does not end; tests/unit/test_docs.py reads its flags."""
+    text = re.sub(r"^quire up .*$", "", block.text, flags=re.M)
+    assert text.strip()
+    folder = Path(services.cachemgr_address.removeprefix("unix:")).parent
+    environment = {"QUIRE_CACHEMGR": services.cachemgr_address}
+    if "grpcurl" in text:
+        environment["PATH"] = os.pathsep.join(
+            (str(build_grpcurl().parent), str(Path(sys.executable).parent), os.environ["PATH"])
+        )
+    said = run_shell(text.replace(DEFAULT_FOLDER, str(folder)), tmp_path, environment)
+    assert said
+    if "AuditPool" in text:
+        assert '"violations"' not in said
+
+
+def test_a_copy_of_the_blocks_is_kept(services: LocalServices) -> None:
+    """docs/inspection.md: what the snippet holds is what ListBlocks says."""
+
+    async def run() -> None:
+        names = await run_python(pages.block("docs/inspection.md", test=THIS), {})
+        cache = CacheClient(services.cachemgr_address)
+        blocks: dict[int, pb.Block] = {}
+        keeping = asyncio.create_task(names["keep"](cache, blocks))
+        try:
+            async with Engine.connect(services.cachemgr_address) as engine:
+                await engine.complete(["Each thread holds a lock while it reads"], SamplingParams(max_tokens=40))
+            async with asyncio.timeout(PATIENCE_S):
+                while not blocks or blocks != await listed(cache):
+                    await asyncio.sleep(0.02)
+                await cache.reset_prefix_cache()
+                while blocks:
+                    await asyncio.sleep(0.02)
+        finally:
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+            await cache.close()
+
+    asyncio.run(run())
+
+
+async def listed(cache: CacheClient) -> dict[int, pb.Block]:
+    return {block.block_id: block for block in await cache.list_blocks() if block.state != pb.BLOCK_STATE_FREE}
+
+
+def test_an_engine_serves_metrics(services: LocalServices) -> None:
+    """docs/observability.md, Metrics."""
+
+    async def run() -> None:
+        block = pages.block("docs/observability.md", test=THIS, containing="metrics_listen")
+        port = free_ports(1)[0]
+        names = await run_python(on_ports(block, {"9402": port}), {"cachemgr": services.cachemgr_address})
+        async with names["engine"] as engine:
+            await engine.complete(["The input tensor"], SamplingParams(max_tokens=2))
+            page = await asyncio.to_thread(run_shell, f"curl --silent --fail http://127.0.0.1:{port}/metrics", ROOT, {})
+        assert "quire_engine_generation_tokens_total" in page
+
+    find("curl", for_what="docs/observability.md")
+    asyncio.run(run())
+
+
+def test_an_engine_makes_traces(services: LocalServices) -> None:
+    """docs/observability.md, Traces. Nobody takes the spans here; tests/integration/test_tracing.py has a collector."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+
+    async def run() -> None:
+        block = pages.block("docs/observability.md", test=THIS, containing="otlp_tracing")
+        assert block.text.count("    ...\n") == 1
+        text = block.text.replace("    ...\n", "    done = await engine.complete(['The input tensor'])\n")
+        block = on_ports(replace(block, text=text), {"4317": free_ports(1)[0]})
+        names = await run_python(block, {"cachemgr": services.cachemgr_address})
+        assert names["done"][0].samples[0].text
+
+    asyncio.run(run())
+
+
+def test_the_set_up_of_security(tmp_path: Path) -> None:
+    """docs/security.md, Set up: certificates, tokens, both services, and those who call."""
+    find("openssl", for_what="docs/security.md")
+    find("curl", for_what="docs/security.md")
+    ports = dict(zip(SECURITY_PORTS, free_ports(len(SECURITY_PORTS)), strict=True))
+    blocks = [each for each in pages.blocks("docs/security.md") if each.test == THIS]
+    certificates, callers, servers, calls, python = (on_ports(each, ports) for each in blocks)
+    run_shell(certificates.text, tmp_path, {})
+    run_shell(callers.text, tmp_path, {})
+    with contextlib.ExitStack() as stack:
+        for command in servers.commands():
+            stack.enter_context(serving(command.replace("0.0.0.0", "127.0.0.1"), tmp_path))
+        said = run_shell(calls.text, tmp_path, {})
+        assert "quire_kv_blocks" in said
+        asyncio.run(call_with_a_token(python, tmp_path))
+
+
+async def call_with_a_token(block: Block, folder: Path) -> None:
+    with contextlib.chdir(folder):
+        names = await run_python(block, {})
+        async with names["engine"] as engine:
+            (done,) = await engine.complete(["The input tensor"], SamplingParams(max_tokens=2))
+    assert done.samples[0].token_ids
+
+
+@contextlib.contextmanager
+def serving(command: str, folder: Path) -> Iterator[None]:
+    """`quire cachemgr ...` or `quire worker ...`, with files of the folder, until the block ends."""
+    _, name, *arguments = shlex.split(command)
+    arguments = [str(folder / each) if (folder / each).is_file() else each for each in arguments]
+    arguments = [{"PATH_OR_HUB_ID": str(MODEL)}.get(each, each) for each in arguments]
+    arguments += ["--num-blocks", "64"] if name == "worker" else []
+    health = f"unix:{folder}/{name}.sock"
+    process = ServiceProcess(name, target=f"quire.{name}", arguments=[*arguments, "--listen", health], address=health)
+    process.start()
+    try:
+        process.wait_serving({"cachemgr": CACHEMGR_START_TIMEOUT_S, "worker": WORKER_START_TIMEOUT_S}[name])
+        yield
+    finally:
+        process.terminate()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def on_ports(block: Block, ports: Mapping[str, int]) -> Block:
+    """With these ports in place of those on the page."""
+    return replace(block, text=re.sub("|".join(ports), lambda found: str(ports[found[0]]), block.text))

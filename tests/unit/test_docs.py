@@ -1,0 +1,212 @@
+"""Every block on the pages is run or says why not, and what the pages name is there: flags, metrics, links, files."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pages
+import pytest
+from deploy.tools import SERVICES, parse_service
+from google.protobuf import json_format
+from pages import PAGES, ROOT, SHELL, Block
+
+from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr.shares import read_shares
+from quire.client.bench import NAMES
+from quire.client.commands import quire
+from quire.serving.access import read_token_file
+
+THIS = "tests/unit/test_docs.py"
+BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
+COMMANDS = [(each.place, command) for each in BLOCKS if each.language in SHELL for command in each.commands()]
+QUIRE = [(place, command) for place, command in COMMANDS if re.match(r"(\w+=\S+ )*quire \w", command)]
+FOREIGN_FLAGS = {"--append"}  # of usermod
+SCRIPTS = [path for folder in ("benchmarks", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+PACKAGES = ("cachemgr", "worker", "client", "serving", "kernels")
+# What may read a variable that is not for a flag.
+READERS = [ROOT / "Makefile", *(ROOT / "client").rglob("*.go")] + [
+    path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)
+]
+METRICS = ("cachemgr/metrics.py", "worker/metrics.py", "client/engine_metrics.py", "serving/metrics.py")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_every_block_is_run_or_says_why_not(block: Block) -> None:
+    if block.language == "text":
+        assert block.test is None
+        return
+    assert (block.test is None) != (block.reason is None), "say which test runs it, or why none does: tests/pages.py"
+    if block.test is not None:
+        assert (ROOT / block.test).is_file()
+        assert block.page in (ROOT / block.test).read_text(), "the test does not name the page"
+
+
+@pytest.mark.parametrize(("place", "command"), QUIRE, ids=[f"{place} {command[:40]}" for place, command in QUIRE])
+def test_the_flags_of_quire_are_there(
+    place: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = list(arguments(command))
+    for name in ("ca.pem", "server.pem", "server.key", "worker-1.pem", "worker-1.key", "tokens", "tenants.toml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    name, *flags = words
+    if name == "bench":
+        check_bench(flags)
+    elif "..." in flags:
+        context = service(name).make_context(name, [flag for flag in flags if flag != "..."], resilient_parsing=True)
+        assert context.params
+    elif name in SERVICES and flags != ["--help"]:
+        parse_service(name, flags, {}, monkeypatch)
+    elif name not in SERVICES:
+        context = quire.commands[name].make_context(name, flags)
+        extra = [*context.params.get("worker_flags", ()), *context.args]
+        if name == "up":
+            parse_service("worker", ["--model", "x", *extra], {}, monkeypatch)
+
+
+def arguments(command: str) -> Iterator[str]:
+    """The words behind `quire`, up to a pipe or a redirection."""
+    words = iter(shlex.split(command))
+    for word in words:
+        if word == "quire":
+            break
+    for word in words:
+        if word in ("|", ">", ">>", "&"):
+            return
+        yield word
+
+
+def service(name: str) -> click.Command:
+    command: click.Command = importlib.import_module(SERVICES[name]).main
+    return command
+
+
+def check_bench(words: list[str]) -> None:
+    name, *flags = words
+    assert name in NAMES
+    own = {flag for parameter in quire.commands["bench"].params for flag in parameter.opts}
+    scripts = [path for path in (ROOT / "benchmarks").rglob("*.py") if name.replace("-", "_") in path.as_posix()]
+    script = "".join(path.read_text() for path in scripts)
+    for flag in flags:
+        assert not flag.startswith("--") or flag in own or f'"{flag}' in script or f"/{flag}" in script, flag
+
+
+def test_flags_in_the_text_are_there() -> None:
+    known = FOREIGN_FLAGS | {flag for command in all_commands() for flag in flags_of(command)}
+    known |= {flag for path in SCRIPTS for flag in re.findall(r'"(--[a-z-]+)', path.read_text())}
+    unknown = {
+        (page, flag)
+        for page in PAGES
+        for code in inline_code(page)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)
+        if flag not in known
+    }
+    assert not unknown
+
+
+def all_commands() -> list[click.Command]:
+    return [quire, *quire.commands.values(), *map(service, SERVICES)]
+
+
+def flags_of(command: click.Command) -> set[str]:
+    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+
+
+def inline_code(page: str) -> list[str]:
+    """`code` within the text, without the blocks."""
+    text = re.sub(r"^```.*?^```$", "", pages.read(page), flags=re.M | re.S)
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_variables_are_there() -> None:
+    known = {
+        f"QUIRE_{name}_{parameter.name}".upper()
+        for name, command in [*quire.commands.items(), *((name, service(name)) for name in SERVICES)]
+        for parameter in command.params
+    }
+    known |= set(re.findall(r"QUIRE_[A-Z_]*[A-Z]", "".join(path.read_text() for path in READERS)))
+    assert not {
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"QUIRE_[A-Z_]*[A-Z]", pages.read(page))
+        if name not in known
+    }
+
+
+def test_metrics_are_there() -> None:
+    source = "".join((ROOT / path).read_text() for path in METRICS)
+    made = set(re.findall(r'"(quire_\w+)"', source))
+    made |= {f"quire_engine_{name}" for name in re.findall(r'"(\w+)"', source)}
+    named = {
+        (page, name)
+        for page in PAGES
+        for code in inline_code(page)
+        for name in re.findall(r"\bquire_(?:kv|cache|leases|sequences|pool|worker|engine|tls)\w*", code)
+    }
+    assert len(named) > 50
+    assert not {(page, name) for page, name in named if not {name, re.sub("_(total|info)$", "", name)} & made}
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = [(place, command) for place, command in COMMANDS if command.startswith("make ")]
+    named += [(page, code) for page in PAGES for code in inline_code(page) if code.startswith("make ")]
+    assert named
+    assert not {(place, command) for place, command in named if command.split()[1] not in targets}
+
+
+def test_files_in_the_architecture_are_there() -> None:
+    """The tree at the top of docs/architecture.md."""
+    tree = next(block.text for block in pages.blocks("docs/architecture.md") if "cachemgr/" in block.text)
+    named = set(re.findall(r"\b\w+\.(?:py|rs)\b", tree))
+    there = {path.name for folder in PACKAGES for path in (ROOT / folder).rglob("*.*")}
+    assert len(named) > 50
+    assert not named - there
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages.read(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file.read_text()), target
+
+
+def anchors(text: str) -> set[str]:
+    """Those that the headings of a page get."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_plan_with_advice_is_one() -> None:
+    """The request in docs/advice.md, with ids in place of its "…"."""
+    command = pages.block("docs/advice.md", test=THIS).text
+    (written,) = re.findall(r"-d '(.*)'", command, re.S)
+    filled = re.sub(r'"epoch": "…"', '"epoch": "7"', written).replace("[ … ]", "[1, 2]")
+    request = json_format.Parse(filled, cache_service_pb2.PlanStepRequest())
+    assert [retention.priority for retention in request.admissions[0].retention] == [9, 3]
+
+
+def test_the_token_file_is_one(tmp_path: Path) -> None:
+    """That of docs/security.md."""
+    path = tmp_path / "tokens"
+    path.write_text(pages.block("docs/security.md", test=THIS, language="").text)
+    read = read_token_file(path)
+    assert ([entry.name for entry in read.tokens], len(read.certificates)) == (["bob"], 3)
+
+
+def test_the_tenants_file_is_one(tmp_path: Path) -> None:
+    """That of docs/security.md."""
+    path = tmp_path / "tenants.toml"
+    path.write_text(pages.block("docs/security.md", test=THIS, language="toml").text)
+    shares = read_shares(path)
+    assert set(shares.tenants) == {"alice", "quire://bob"}
