@@ -93,6 +93,9 @@ class LedgerStatistics:
     host_counts: HostBlockCounts | None
     """None: there is no host tier."""
     num_leases: int
+    num_fencing_leases: int
+    num_steps_in_flight: int
+    """Planned and not reported, of all leases."""
     num_sequences: int
     num_offloaded: int
     """Sequences in the host tier."""
@@ -123,6 +126,10 @@ class LedgerStatistics:
     offloaded_blocks: int
     restored_blocks: int
     """Copied to the host tier and back."""
+    computed_tokens: int
+    """Tokens whose keys and values steps computed, as far as they were reported."""
+    generated_tokens: int
+    """Tokens that these steps added to sequences."""
     num_reserved_blocks: int
     """Guaranteed to sequences with a reservation, and not held yet."""
     num_pinned_blocks: int
@@ -512,6 +519,7 @@ class Ledger:
             counts=self.counts(),
             host_counts=self.host_counts(),
             num_leases=len(self._leases),
+            num_fencing_leases=sum(lease.state is LeaseState.FENCING for lease in self._leases.values()),
             num_sequences=sum(map(self._books.num_sequences, self._leases)),
             num_held_tokens=self._books.num_held_tokens(),
             expired_leases=self._num_expired,

@@ -458,6 +458,10 @@ def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache
         restore_count=statistics.restores,
         offloaded_block_count=statistics.offloaded_blocks,
         restored_block_count=statistics.restored_blocks,
+        computed_token_count=statistics.computed_tokens,
+        generated_token_count=statistics.generated_tokens,
+        step_in_flight_count=statistics.num_steps_in_flight,
+        fencing_lease_count=statistics.num_fencing_leases,
     )
 
 

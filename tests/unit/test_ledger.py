@@ -1322,11 +1322,42 @@ def test_statistics_count_what_happened(bench: Bench) -> None:
     assert steps == (4, 2, 1, 1)
     assert (statistics.admissions, statistics.admitted_tokens, statistics.cached_tokens) == (2, 6, 2)
     assert (statistics.forks, statistics.copied_blocks) == (1, 1)
+    assert (statistics.computed_tokens, statistics.generated_tokens) == (5, 3)
     assert (statistics.num_leases, statistics.num_sequences) == (2, 3)
     assert (statistics.num_table_entries, statistics.num_shared_blocks) == (6, 2)
     assert statistics.num_held_tokens == 5
     assert statistics.refusals == {Reason.SEQUENCE_NOT_FOUND: 1}
     assert before.planned_steps == 1, "statistics are of one moment"
+
+
+def test_tokens_are_counted_when_their_step_is_reported_computed(bench: Bench) -> None:
+    def counted() -> tuple[int, int, int]:
+        statistics = bench.ledger.statistics()
+        return statistics.num_steps_in_flight, statistics.computed_tokens, statistics.generated_tokens
+
+    bench.admit(1, 1, 2, 3)
+    bench.admit(2, 4, 5)
+    assert counted() == (2, 0, 0)
+    bench.settle()
+    assert counted() == (1, 3, 1)
+    bench.report(2, StepOutcome.FAILED)
+    assert counted() == (0, 3, 1)
+
+
+def test_a_found_prefix_is_not_computed(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.settle()
+    bench.admit(2, 1, 2, 3)
+    bench.settle()
+    assert bench.ledger.statistics().cached_tokens == 2
+    assert bench.ledger.statistics().computed_tokens == 3 + 1
+
+
+def test_fenced_leases_and_their_steps_are_counted_until_they_are_gone(bench: Bench) -> None:
+    bench.admit(1, 1, 2, 3)
+    bench.ledger.end_lease("a")
+    statistics = bench.ledger.statistics()
+    assert (statistics.num_leases, statistics.num_fencing_leases, statistics.num_steps_in_flight) == (2, 1, 1)
 
 
 # -- the host tier --------------------------------------------------------------------------------------------------

@@ -82,6 +82,9 @@ pub struct Counters {
     pub restores: u64,
     pub offloaded_blocks: u64,
     pub restored_blocks: u64,
+    /// Tokens whose keys and values reported steps computed, and tokens that these steps added to sequences.
+    pub computed_tokens: u64,
+    pub generated_tokens: u64,
 }
 
 impl Counters {
@@ -400,6 +403,11 @@ impl Books {
     /// Sequences that leases hold in the host tier.
     pub fn num_offloaded(&self) -> usize {
         self.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
+    }
+
+    /// Steps planned and not reported, of all leases. O(leases).
+    pub fn num_steps_in_flight(&self) -> usize {
+        self.leases.values().map(|lease| lease.in_flight.len()).sum()
     }
 
     /// Rows of all leases' sequences.

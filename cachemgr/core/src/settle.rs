@@ -125,11 +125,13 @@ impl Settlement<'_> {
         for (run, token) in step.runs.iter().zip(tokens) {
             if run.receives {
                 self.table.get_mut(run.row).append_promised(*token);
+                self.counters.generated_tokens += 1;
             }
         }
         for (index, forks) in &step.also {
             for row in forks {
                 self.table.get_mut(*row).append_promised(tokens[*index]);
+                self.counters.generated_tokens += 1;
             }
         }
         for heir in &step.heirs {
@@ -139,6 +141,7 @@ impl Settlement<'_> {
         let mut published = Vec::new();
         for Run { row, end, .. } in &step.runs {
             let sequence = self.table.get_mut(*row);
+            self.counters.computed_tokens += end.saturating_sub(sequence.num_computed) as u64;
             sequence.num_computed = sequence.num_computed.max(*end);
             let num_full = sequence.num_computed.min(sequence.num_known()) / self.geometry.block_size;
             if num_full > sequence.num_published && !self.geometry.has_recurrent_state {

@@ -22,7 +22,7 @@ use crate::errors::Failure;
 use crate::record::{Record, ReportedBooks};
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -625,6 +625,6 @@ mod tests {
             recorder.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (3, vec![1479441654, 3057721341]));
+        assert_eq!((VERSION, sums), (4, vec![3268511265, 3689405193]));
     }
 }

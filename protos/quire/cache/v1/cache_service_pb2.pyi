@@ -2560,6 +2560,8 @@ class PoolStatistics(_message.Message):
     PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     OFFLOADED_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    STEP_IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
+    FENCING_LEASE_COUNT_FIELD_NUMBER: _builtins.int
     PLANNED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTED_STEP_COUNT_FIELD_NUMBER: _builtins.int
     FAILED_STEP_COUNT_FIELD_NUMBER: _builtins.int
@@ -2582,6 +2584,8 @@ class PoolStatistics(_message.Message):
     RESTORE_COUNT_FIELD_NUMBER: _builtins.int
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -2602,6 +2606,10 @@ class PoolStatistics(_message.Message):
     """Blocks that are pinned, whether sequences hold them or not."""
     offloaded_sequence_count: _builtins.int
     """Sequences in the host tier."""
+    step_in_flight_count: _builtins.int
+    """Steps planned and not reported, of all leases."""
+    fencing_lease_count: _builtins.int
+    """Leases being fenced: they have ended, and their steps in flight have not."""
     planned_step_count: _builtins.int
     """Steps planned."""
     computed_step_count: _builtins.int
@@ -2650,6 +2658,14 @@ class PoolStatistics(_message.Message):
     """Blocks copied back from there. Those that were found in the prefix cache, and
     those of sequences that ended there, never are.
     """
+    computed_token_count: _builtins.int
+    """Tokens whose keys and values were computed by steps, prompts and generated
+    tokens alike. A step counts when it is reported COMPUTED.
+    """
+    generated_token_count: _builtins.int
+    """Tokens that these steps sampled and added to sequences; a token that a fork
+    takes too counts once for each sequence.
+    """
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -2677,6 +2693,8 @@ class PoolStatistics(_message.Message):
         pinned_block_count: _builtins.int = ...,
         host_block_counts: Global___HostBlockCounts | None = ...,
         offloaded_sequence_count: _builtins.int = ...,
+        step_in_flight_count: _builtins.int = ...,
+        fencing_lease_count: _builtins.int = ...,
         planned_step_count: _builtins.int = ...,
         computed_step_count: _builtins.int = ...,
         failed_step_count: _builtins.int = ...,
@@ -2699,10 +2717,12 @@ class PoolStatistics(_message.Message):
         restore_count: _builtins.int = ...,
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
+        computed_token_count: _builtins.int = ...,
+        generated_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fork_count", b"fork_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4911,6 +4911,10 @@ type PoolStatistics struct {
 	HostBlockCounts *HostBlockCounts `protobuf:"bytes,11,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
 	// Sequences in the host tier.
 	OffloadedSequenceCount int32 `protobuf:"varint,12,opt,name=offloaded_sequence_count,json=offloadedSequenceCount,proto3" json:"offloaded_sequence_count,omitempty"`
+	// Steps planned and not reported, of all leases.
+	StepInFlightCount int32 `protobuf:"varint,13,opt,name=step_in_flight_count,json=stepInFlightCount,proto3" json:"step_in_flight_count,omitempty"`
+	// Leases being fenced: they have ended, and their steps in flight have not.
+	FencingLeaseCount int32 `protobuf:"varint,14,opt,name=fencing_lease_count,json=fencingLeaseCount,proto3" json:"fencing_lease_count,omitempty"`
 	// Steps planned.
 	PlannedStepCount int64 `protobuf:"varint,20,opt,name=planned_step_count,json=plannedStepCount,proto3" json:"planned_step_count,omitempty"`
 	// Steps reported computed.
@@ -4958,8 +4962,14 @@ type PoolStatistics struct {
 	// Blocks copied back from there. Those that were found in the prefix cache, and
 	// those of sequences that ended there, never are.
 	RestoredBlockCount int64 `protobuf:"varint,41,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Tokens whose keys and values were computed by steps, prompts and generated
+	// tokens alike. A step counts when it is reported COMPUTED.
+	ComputedTokenCount int64 `protobuf:"varint,42,opt,name=computed_token_count,json=computedTokenCount,proto3" json:"computed_token_count,omitempty"`
+	// Tokens that these steps sampled and added to sequences; a token that a fork
+	// takes too counts once for each sequence.
+	GeneratedTokenCount int64 `protobuf:"varint,43,opt,name=generated_token_count,json=generatedTokenCount,proto3" json:"generated_token_count,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
@@ -5072,6 +5082,20 @@ func (x *PoolStatistics) GetHostBlockCounts() *HostBlockCounts {
 func (x *PoolStatistics) GetOffloadedSequenceCount() int32 {
 	if x != nil {
 		return x.OffloadedSequenceCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetStepInFlightCount() int32 {
+	if x != nil {
+		return x.StepInFlightCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetFencingLeaseCount() int32 {
+	if x != nil {
+		return x.FencingLeaseCount
 	}
 	return 0
 }
@@ -5226,6 +5250,20 @@ func (x *PoolStatistics) GetOffloadedBlockCount() int64 {
 func (x *PoolStatistics) GetRestoredBlockCount() int64 {
 	if x != nil {
 		return x.RestoredBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetComputedTokenCount() int64 {
+	if x != nil {
+		return x.ComputedTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetGeneratedTokenCount() int64 {
+	if x != nil {
+		return x.GeneratedTokenCount
 	}
 	return 0
 }
@@ -5586,7 +5624,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xaa\r\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xf1\x0e\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -5601,7 +5639,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x12pinned_block_count\x18\n" +
 	" \x01(\x05R\x10pinnedBlockCount\x12K\n" +
 	"\x11host_block_counts\x18\v \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\x128\n" +
-	"\x18offloaded_sequence_count\x18\f \x01(\x05R\x16offloadedSequenceCount\x12,\n" +
+	"\x18offloaded_sequence_count\x18\f \x01(\x05R\x16offloadedSequenceCount\x12/\n" +
+	"\x14step_in_flight_count\x18\r \x01(\x05R\x11stepInFlightCount\x12.\n" +
+	"\x13fencing_lease_count\x18\x0e \x01(\x05R\x11fencingLeaseCount\x12,\n" +
 	"\x12planned_step_count\x18\x14 \x01(\x03R\x10plannedStepCount\x12.\n" +
 	"\x13computed_step_count\x18\x15 \x01(\x03R\x11computedStepCount\x12*\n" +
 	"\x11failed_step_count\x18\x16 \x01(\x03R\x0ffailedStepCount\x12,\n" +
@@ -5624,7 +5664,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\roffload_count\x18& \x01(\x03R\foffloadCount\x12#\n" +
 	"\rrestore_count\x18' \x01(\x03R\frestoreCount\x122\n" +
 	"\x15offloaded_block_count\x18( \x01(\x03R\x13offloadedBlockCount\x120\n" +
-	"\x14restored_block_count\x18) \x01(\x03R\x12restoredBlockCount\x1a@\n" +
+	"\x14restored_block_count\x18) \x01(\x03R\x12restoredBlockCount\x120\n" +
+	"\x14computed_token_count\x18* \x01(\x03R\x12computedTokenCount\x122\n" +
+	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*\xaa\x01\n" +
