@@ -24,6 +24,9 @@ from quire.client.channel import (
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, ProtocolViolation, QuireError
 
+_BLOCK_PAGE_SIZE = 10_000
+"""The most that cachemgr gives."""
+
 
 class CacheApi(Protocol):
     """What the engine needs of cachemgr. Every method raises QuireError and nothing else."""
@@ -155,7 +158,7 @@ class CacheClient:
     ) -> list[pb.Block]:
         """See CacheService.ListBlocks; all pages. Raises NotFound."""
         blocks: list[pb.Block] = []
-        request = pb.ListBlocksRequest(pool=pool, state=state, lease_id=lease_id)
+        request = pb.ListBlocksRequest(pool=pool, state=state, lease_id=lease_id, page_size=_BLOCK_PAGE_SIZE)
         while True:
             page = await unary(self._stub.ListBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
             blocks += page.blocks

@@ -3,8 +3,7 @@
 Colours say what glyphs say too, so nothing is lost without them; where the terminal has ASCII only, so have the glyphs.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,15 +12,15 @@ from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.panel import Panel
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.snapshot import Snapshot, ratio
 
-_CELL_WIDTH = 2
-_MAX_CELLS_PER_ROW = 128
-_MAX_MAP_ROWS = 16
+MAX_MAP_ROWS = 16
+BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Of control characters only these reach a terminal.
 _HARMLESS_CONTROLS = "\n\t"
@@ -49,7 +48,7 @@ class Look:
 
 LOOKS = {
     BlockKind.SHARED: Look("shared", "█", "#", "bright_magenta"),
-    BlockKind.ACTIVE: Look("held", "█", "@", "green"),
+    BlockKind.ACTIVE: Look("held by one", "█", "@", "green"),
     BlockKind.RETIRED: Look("retired", "▓", "x", "yellow"),
     BlockKind.CACHED: Look("cached", "▒", "o", "cyan"),
     BlockKind.FREE: Look("free", "·", ".", "bright_black"),
@@ -68,85 +67,126 @@ def kind_of(block: pb.Block) -> BlockKind:
     return BlockKind.SHARED if kind is BlockKind.ACTIVE and block.reference_count > 1 else kind
 
 
-def kinds_of(snapshot: Snapshot) -> list[BlockKind]:
-    """The kinds of a pool's blocks by id; by state instead if they were too many to be listed."""
+def kinds_of(snapshot: Snapshot) -> bytes:
+    """The kind of each of a pool's blocks, by id; in order of kinds if the blocks were too many to be listed."""
     if snapshot.blocks:
-        return [kind_of(block) for block in snapshot.blocks]
-    counts = snapshot.statistics.block_counts
-    num_shared = min(snapshot.statistics.shared_block_count, counts.active_count)
-    return [
-        *[BlockKind.SHARED] * num_shared,
-        *[BlockKind.ACTIVE] * (counts.active_count - num_shared),
-        *[BlockKind.RETIRED] * counts.retired_count,
-        *[BlockKind.CACHED] * counts.cached_count,
-        *[BlockKind.FREE] * counts.free_count,
-    ]
+        return bytes(kind_of(block) for block in snapshot.blocks)
+    return b"".join(bytes([kind]) * count for kind, count in kind_counts(snapshot.statistics).items())
+
+
+def kind_counts(statistics: pb.PoolStatistics) -> dict[BlockKind, int]:
+    """Blocks of each kind, in the order in which kinds are drawn."""
+    counts = statistics.block_counts
+    num_shared = min(statistics.shared_block_count, counts.active_count)
+    return {
+        BlockKind.SHARED: num_shared,
+        BlockKind.ACTIVE: counts.active_count - num_shared,
+        BlockKind.RETIRED: counts.retired_count,
+        BlockKind.CACHED: counts.cached_count,
+        BlockKind.FREE: counts.free_count,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a pool's blocks are laid out: cells in a row, blocks in a cell, columns of a cell."""
+
+    per_row: int
+    per_cell: int
+    cell_width: int
+
+
+def grid_of(num_blocks: int, *, width: int, rows: int) -> Grid:
+    """The finest grid that has room for all blocks; with gaps between cells if there is room for those too.
+
+    width includes the number of a row's first block.
+    """
+    width -= _label_width(num_blocks)
+    per_row = max(8, width // 2 // 8 * 8)
+    if num_blocks <= per_row * rows:
+        return Grid(per_row, 1, 2)
+    per_row, per_cell = max(8, width // 8 * 8), 1
+    while num_blocks > per_row * rows * per_cell:
+        per_cell *= 2
+    return Grid(per_row, per_cell, 1)
+
+
+def _label_width(num_blocks: int) -> int:
+    return len(str(num_blocks)) + 1
+
+
+def map_rows(kinds: bytes | bytearray, grid: Grid, options: ConsoleOptions) -> Iterator[Text]:
+    """A pool's blocks by id as rows of cells, the number of a row's first block before it."""
+    label_width = _label_width(len(kinds)) - 1
+    for start in range(0, len(kinds), grid.per_row * grid.per_cell):
+        row = Text.assemble((f"{start + 1:>{label_width}} ", "dim"), no_wrap=True)
+        for cell in range(start, min(start + grid.per_row * grid.per_cell, len(kinds)), grid.per_cell):
+            glyph, style = _cell(kinds[cell : cell + grid.per_cell], options)
+            row.append(glyph + " " * (grid.cell_width - 1), style=style)
+        row.rstrip()
+        yield row
+
+
+def _cell(kinds: bytes | bytearray, options: ConsoleOptions) -> tuple[str, str]:
+    """A single block by its kind's glyph. Of several the height says how many are not free.
+
+    The colour says what most of those are; with ASCII only the character does, and nothing says how many they are.
+    """
+    used = len(kinds) - kinds.count(BlockKind.FREE)
+    if not used:
+        return glyph_of(BlockKind.FREE, options), LOOKS[BlockKind.FREE].style
+    kind = max(list(BlockKind)[1:], key=lambda kind: (kinds.count(kind), kind))
+    if len(kinds) == 1 or options.ascii_only:
+        return glyph_of(kind, options), LOOKS[kind].style
+    return BARS[-(-used * len(BARS) // len(kinds)) - 1], LOOKS[kind].style
+
+
+def glyph_of(kind: BlockKind, options: ConsoleOptions, *, per_cell: int = 1) -> str:
+    """How a cell of blocks of this kind alone is drawn."""
+    if options.ascii_only:
+        return LOOKS[kind].ascii_glyph
+    return LOOKS[kind].glyph if per_cell == 1 or kind is BlockKind.FREE else BARS[-1]
 
 
 class BlockMap:
     """Blocks as coloured cells in rows, the number of each row's first block before it, the legend below.
 
-    Fits any width. A pool too big for 16 rows has several blocks in a cell, which shows the most common kind of them.
+    Fits any width. A pool that has more blocks than there are cells has several blocks in a cell.
     """
 
-    def __init__(self, kinds: Sequence[BlockKind], *, first_block_id: int = 1) -> None:
-        """kinds are of consecutive blocks from first_block_id on; the null block 0 has none."""
-        self._kinds = kinds
-        self._first_block_id = first_block_id
+    def __init__(self, kinds: Iterable[int], *, rows: int = MAX_MAP_ROWS) -> None:
+        """kinds are of all blocks from 1 on; the null block 0 has none. rows is the most rows of cells."""
+        self._kinds = bytes(kinds)
+        self._rows = rows
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        label_width = self._label_width()
-        widest = label_width + _CELL_WIDTH * _cells_per_row(options.max_width - label_width)
+        grid = grid_of(len(self._kinds), width=options.max_width, rows=self._rows)
+        widest = _label_width(len(self._kinds)) + grid.per_row * grid.cell_width
         return Measurement(min(widest, options.max_width), max(1, options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        label_width = self._label_width()
-        per_row = _cells_per_row(options.max_width - label_width)
-        per_cell = max(1, -(-len(self._kinds) // (per_row * _MAX_MAP_ROWS)))
-        cells = [_most_common(self._kinds[start : start + per_cell]) for start in range(0, len(self._kinds), per_cell)]
-        for start in range(0, len(cells), per_row):
-            label = f"{self._first_block_id + start * per_cell:>{label_width - 1}} "
-            row = Text.assemble((label, "dim"), no_wrap=True)
-            for kind in cells[start : start + per_row]:
-                row.append(_glyph(kind, options) + " ", style=LOOKS[kind].style)
-            row.rstrip()
-            yield row
-        yield self._legend(options)
-        if per_cell > 1:
-            yield Text(f"A cell is {per_cell} blocks and shows what most of them are.", style="dim")
-
-    def _label_width(self) -> int:
-        return len(str(self._first_block_id + len(self._kinds))) + 1
-
-    def _legend(self, options: ConsoleOptions) -> RenderableType:
-        counts = Counter(self._kinds)
-        entries = [
-            Text.assemble((_glyph(kind, options), look.style), f" {counts[kind]:,} {look.label}")
-            for kind, look in LOOKS.items()
-        ]
-        return Columns(entries, padding=(0, 3))
+        grid = grid_of(len(self._kinds), width=options.max_width, rows=self._rows)
+        yield from map_rows(self._kinds, grid, options)
+        entries = []
+        for kind, look in LOOKS.items():
+            glyph = glyph_of(kind, options, per_cell=grid.per_cell)
+            entries.append(Text.assemble((glyph, look.style), f" {self._kinds.count(kind):,} {look.label}"))
+        yield Columns(entries, padding=(0, 3))
+        if grid.per_cell > 1:
+            yield Text(cell_note(grid.per_cell, options), style="dim")
 
 
-def _cells_per_row(width: int) -> int:
-    """The greatest power of two that fits, at least 8."""
-    cells = 8
-    while cells < _MAX_CELLS_PER_ROW and 2 * cells * _CELL_WIDTH <= width:
-        cells *= 2
-    return cells
+def cell_note(per_cell: int, options: ConsoleOptions) -> str:
+    """A sentence on cells of several blocks."""
+    if options.ascii_only:
+        return f"A cell is {per_cell:,} blocks: the most common kind that is not free."
+    return f"A cell is {per_cell:,} blocks. Height: the part not free. Colour: what most of it is."
 
 
-def _most_common(kinds: Sequence[BlockKind]) -> BlockKind:
-    counts = Counter(kinds)
-    return max(counts, key=lambda kind: (counts[kind], kind))
-
-
-def _glyph(kind: BlockKind, options: ConsoleOptions) -> str:
-    return LOOKS[kind].ascii_glyph if options.ascii_only else LOOKS[kind].glyph
-
-
-def map_panel(snapshot: Snapshot, title: str) -> Panel:
+def map_panel(snapshot: Snapshot, title: str, *, rows: int = MAX_MAP_ROWS) -> Panel:
     """The map of a pool under a title."""
-    return Panel(BlockMap(kinds_of(snapshot)), title=title, title_align="left", border_style="dim", box=box.ROUNDED)
+    blocks = BlockMap(kinds_of(snapshot), rows=rows)
+    return Panel(blocks, title=title, title_align="left", border_style="dim", box=box.ROUNDED)
 
 
 # Numbers.
@@ -191,29 +231,70 @@ def number_table(title: str, rows: Iterable[Row], *, justify: JustifyMethod = "r
     return table
 
 
-def pool_view(snapshot: Snapshot) -> RenderableType:
-    """Everything `quire stats` shows of a pool."""
+def pool_view(snapshot: Snapshot, *, rows: int = MAX_MAP_ROWS) -> RenderableType:
+    """Everything `quire stats` shows of a pool; rows is the most rows of the map's cells, 0: no map."""
     pool, geometry = snapshot.pool, snapshot.pool.geometry
     capacity = snapshot.num_blocks * geometry.block_bytes
     heading = Text.assemble(
         ("pool ", "dim"),
-        (pool.name, "bold"),
-        f"  {geometry.model}  {counted(snapshot.num_blocks, 'block')} of {geometry.block_size_tokens} tokens, "
-        f"{format_bytes(capacity)}  ",
+        (printable(pool.name), "bold"),
+        f"  {printable(geometry.model)}  {counted(snapshot.num_blocks, 'block')} of {geometry.block_size_tokens} "
+        f"tokens, {format_bytes(capacity)}  ",
         ("attached", "green") if pool.attached else ("not attached", "red"),
     )
     address = Text(f"worker {pool.worker_address}  epoch {pool.epoch}  term {pool.term}", style="dim", overflow="fold")
-    tables = Columns(
-        [
-            number_table("Now", _rows_now(snapshot)),
-            number_table("Prefix cache", _rows_prefix(snapshot.statistics, snapshot.hit_ratio)),
-            number_table("Blocks", _rows_blocks(snapshot.statistics)),
-            number_table("Steps", _rows_steps(snapshot.statistics)),
-            *([number_table("Host tier", _rows_host(snapshot.statistics))] if snapshot.has_host_tier else []),
-        ],
-        padding=(0, 4),
+    parts: list[RenderableType] = [heading, address, Text(), Columns(_tables(snapshot), padding=(0, 2))]
+    if rows:
+        title = "Blocks by state" if snapshot.blocks else "Blocks in order of state: too many to be listed by number"
+        parts += [Text(), map_panel(snapshot, title, rows=rows)]
+    return Group(*parts)
+
+
+def _tables(snapshot: Snapshot) -> Iterator[RenderableType]:
+    """Columns of tables: three of them have room in 80 columns."""
+    statistics = snapshot.statistics
+    now = number_table("Now", _rows_now(snapshot))
+    yield Group(now, Text(), number_table("Host tier", _rows_host(statistics))) if snapshot.has_host_tier else now
+    yield Group(
+        number_table("Prefix cache", _rows_prefix(statistics, snapshot.hit_ratio)),
+        Text(),
+        number_table("Blocks", _rows_blocks(statistics)),
     )
-    return Group(heading, address, Text(), tables, Text(), map_panel(snapshot, "Blocks by state"))
+    yield Group(
+        number_table("Steps", _rows_steps(statistics)), Text(), number_table("Tokens", _rows_tokens(statistics))
+    )
+
+
+class StatsScreen:
+    """Everything `quire stats --watch` shows, cut to a height: maps shrink, then go, then lines are left out.
+
+    trouble is a first line on why the snapshots are old ones; "" if they are not.
+    """
+
+    def __init__(self, snapshots: Sequence[Snapshot], *, height: int, trouble: str = "") -> None:
+        self._snapshots = snapshots
+        self._height = height
+        self._trouble = trouble
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.reset_height()
+        lines = self._lines(console, options, rows=1)
+        if (spare := self._height - len(lines)) < 0:
+            lines = self._lines(console, options, rows=0)
+        elif self._snapshots:
+            rows = min(MAX_MAP_ROWS, 1 + spare // len(self._snapshots))
+            lines = self._lines(console, options, rows=rows)
+        if len(lines) > self._height:
+            hidden = Text(f"{len(lines) - self._height + 1} lines more: a higher terminal, or --pool", style="yellow")
+            lines[max(0, self._height - 1) :] = console.render_lines(hidden, options)[:1]
+        yield Segments(segment for line in lines for segment in [*line, Segment.line()])
+
+    def _lines(self, console: Console, options: ConsoleOptions, *, rows: int) -> list[list[Segment]]:
+        parts: list[RenderableType] = []
+        if self._trouble:
+            parts.append(Text(self._trouble, style="bold red", no_wrap=True, overflow="ellipsis"))
+        parts += [pool_view(snapshot, rows=rows) for snapshot in self._snapshots]
+        return console.render_lines(Group(*parts), options)
 
 
 def _rows_now(snapshot: Snapshot) -> list[Row]:
@@ -223,7 +304,7 @@ def _rows_now(snapshot: Snapshot) -> list[Row]:
         ("sequences", f"{statistics.sequence_count:,}"),
         ("blocks held", f"{counts.active_count:,}"),
         ("of which shared", f"{statistics.shared_block_count:,}"),
-        ("block table entries", f"{statistics.table_entry_count:,}"),
+        ("table entries", f"{statistics.table_entry_count:,}"),
         ("tokens held", f"{statistics.held_token_count:,}"),
         ("slots used", format_ratio(snapshot.used_slots_ratio)),
     ]
@@ -231,9 +312,9 @@ def _rows_now(snapshot: Snapshot) -> list[Row]:
 
 def _rows_prefix(statistics: pb.PoolStatistics, hit_ratio: float | None) -> list[Row]:
     return [
-        ("sequences admitted", f"{statistics.admission_count:,}"),
+        ("admissions", f"{statistics.admission_count:,}"),
         ("prompt tokens", f"{statistics.admitted_token_count:,}"),
-        ("found in the cache", f"{statistics.cached_token_count:,}"),
+        ("found in cache", f"{statistics.cached_token_count:,}"),
         ("hit ratio", format_ratio(hit_ratio)),
         ("forks", f"{statistics.fork_count:,}"),
     ]
@@ -245,6 +326,13 @@ def _rows_blocks(statistics: pb.PoolStatistics) -> list[Row]:
         ("copied on write", f"{statistics.copied_block_count:,}"),
         ("published", f"{statistics.published_block_count:,}"),
         ("evicted", f"{statistics.evicted_block_count:,}"),
+    ]
+
+
+def _rows_tokens(statistics: pb.PoolStatistics) -> list[Row]:
+    return [
+        ("computed", f"{statistics.computed_token_count:,}"),
+        ("generated", f"{statistics.generated_token_count:,}"),
     ]
 
 
@@ -263,6 +351,7 @@ def _rows_steps(statistics: pb.PoolStatistics) -> list[Row]:
     refusals = [(f"refused: {reason}", f"{count:,}") for reason, count in sorted(statistics.refusal_counts.items())]
     return [
         ("planned", f"{statistics.planned_step_count:,}"),
+        ("in flight", f"{statistics.step_in_flight_count:,}"),
         ("computed", f"{statistics.computed_step_count:,}"),
         ("skipped", f"{statistics.skipped_step_count:,}"),
         ("failed", f"{statistics.failed_step_count:,}"),

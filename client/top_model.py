@@ -1,13 +1,13 @@
 """What `quire top` knows, and where its user is: looks at cachemgr, rates between them, blocks, keys. Pure."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.render import BlockKind, kind_of
+from quire.client.render import kind_of
 from quire.client.snapshot import ratio
 
 Entry = pb.Sequence | pb.Lease | pb.Tenant
@@ -57,13 +57,20 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What went on lately. hit_ratio is None if no prompt came; speeds are per second, the oldest first."""
+    """What went on lately. hit_ratio is None if no prompt came; speeds are per second, the oldest first.
+
+    prompt     tokens of admitted prompts, those found in the cache included
+    generated  tokens that steps added to sequences
+    computed   tokens whose keys and values steps computed: of prompts, and generated ones
+    """
 
     steps_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     evicted_per_s: float = 0.0
     hit_ratio: float | None = None
     step_speeds: tuple[float, ...] = ()
+    generated_tokens_per_s: float = 0.0
+    computed_tokens_per_s: float = 0.0
 
 
 class Trend:
@@ -84,16 +91,21 @@ class Trend:
             return Rates()
         end_s, last = self._seen[-1]
         start_s, first = next(seen for seen in self._seen if end_s - seen[0] <= RATE_WINDOW_S or seen is self._seen[-2])
-        seconds = end_s - start_s
+
+        def per_s(count_of: Callable[[pb.PoolStatistics], int]) -> float:
+            return (count_of(last) - count_of(first)) / (end_s - start_s)
+
         return Rates(
-            steps_per_s=(last.computed_step_count - first.computed_step_count) / seconds,
-            prompt_tokens_per_s=(last.admitted_token_count - first.admitted_token_count) / seconds,
-            evicted_per_s=(last.evicted_block_count - first.evicted_block_count) / seconds,
+            steps_per_s=per_s(lambda seen: seen.computed_step_count),
+            prompt_tokens_per_s=per_s(lambda seen: seen.admitted_token_count),
+            evicted_per_s=per_s(lambda seen: seen.evicted_block_count),
             hit_ratio=ratio(
                 last.cached_token_count - first.cached_token_count,
                 last.admitted_token_count - first.admitted_token_count,
             ),
             step_speeds=tuple(self._step_speeds()),
+            generated_tokens_per_s=per_s(lambda seen: seen.generated_token_count),
+            computed_tokens_per_s=per_s(lambda seen: seen.computed_token_count),
         )
 
     def _step_speeds(self) -> Iterator[float]:
@@ -139,10 +151,6 @@ class BlockBook:
     def block(self, block_id: int) -> pb.Block | None:
         """A block that is not free, None if it is or if blocks are not kept."""
         return self._blocks.get(block_id)
-
-    def counts(self) -> Counter[BlockKind]:
-        """Blocks by kind."""
-        return Counter({kind: self.kinds.count(kind) for kind in BlockKind})
 
     def _put(self, block: pb.Block) -> None:
         if 0 < block.block_id <= len(self.kinds):  # else of an epoch with another size

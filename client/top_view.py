@@ -9,19 +9,30 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.render import LOOKS, BlockKind, counted, format_bytes, format_ratio, kind_of, printable
+from quire.client.render import (
+    BARS,
+    LOOKS,
+    MAX_MAP_ROWS,
+    BlockKind,
+    counted,
+    format_bytes,
+    format_ratio,
+    glyph_of,
+    grid_of,
+    kind_counts,
+    kind_of,
+    map_rows,
+    printable,
+)
 from quire.client.snapshot import ratio
 from quire.client.top_model import BlockBook, Entry, Look, Place, Rates, Tab, key_of, rows_of
 
 WIDE = 150
 """Columns from which on the lists are beside the numbers."""
-_BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "._-=+*%#"
 _LABEL_WIDTH = 9
 _MAX_POOL_ROWS = 5
 _MIN_LIST_HEIGHT = 6
-_MAX_MAP_ROWS = 16
-_HELD = (BlockKind.SHARED, BlockKind.ACTIVE)
 _TITLES = {Tab.SEQUENCES: "Sequences", Tab.LEASES: "Leases", Tab.TENANTS: "Tenants"}
 _STATE_NAMES = {pb.LEASE_STATE_OPEN: "open", pb.LEASE_STATE_FENCING: "fencing"}
 _KEYS = (
@@ -159,7 +170,7 @@ def _stacked(shown: Shown, options: ConsoleOptions, height: int | None) -> Rende
     has_map = shown.place.shows_map and shown.book is not None and shown.place.opened is None
     left = None if height is None else height - len(parts)
     if has_map and (left is None or left >= _MIN_LIST_HEIGHT + 3):
-        rows = _MAX_MAP_ROWS if left is None else min(_MAX_MAP_ROWS, max(2, left - _MIN_LIST_HEIGHT - 3, left // 3))
+        rows = MAX_MAP_ROWS if left is None else min(MAX_MAP_ROWS, max(2, left - _MIN_LIST_HEIGHT - 3, left // 3))
         parts += [*_map(shown, options, width=options.max_width, rows=rows), Text()]
     left = None if height is None else max(0, height - len(parts))
     return _fitted([*parts, *_main(shown, options, options.max_width, left)], height)
@@ -171,7 +182,7 @@ def _side_by_side(shown: Shown, options: ConsoleOptions, height: int | None) -> 
     narrow = options.update(width=left_width)
     left: list[RenderableType] = [*_numbers(shown, narrow), Text()]
     if shown.place.shows_map and shown.book is not None:
-        rows = 2 * _MAX_MAP_ROWS if height is None else max(2, height - len(left) - 3)
+        rows = 2 * MAX_MAP_ROWS if height is None else max(2, height - len(left) - 3)
         left += _map(shown, narrow, width=left_width, rows=rows)
     others = [] if shown.place.opened else _other_lists(shown, options, right_width, height)
     main_height = None if height is None else max(0, height - len(others))
@@ -216,7 +227,7 @@ def _help() -> list[RenderableType]:
 
 
 def _numbers(shown: Shown, options: ConsoleOptions) -> list[RenderableType]:
-    """Five lines of a pool's numbers."""
+    """Six lines of a pool's numbers."""
     look, rates = shown.look, shown.rates
     statistics = look.statistics.get(look.pool, pb.PoolStatistics())
     width = options.max_width - _LABEL_WIDTH - 1
@@ -224,7 +235,8 @@ def _numbers(shown: Shown, options: ConsoleOptions) -> list[RenderableType]:
         ("blocks", _block_numbers(statistics)),
         ("", _state_bar(statistics, options, width)),
         ("cache", _cache_numbers(statistics, rates)),
-        ("steps", _step_numbers(shown, statistics, rates, options, width)),
+        ("tokens", _token_rates(rates)),
+        ("steps", _step_numbers(statistics, rates, options, width)),
         ("holders", _holder_numbers(look, statistics)),
     ]
     return [_labelled(name, text, options.max_width) for name, text in lines]
@@ -243,7 +255,7 @@ def _number(text: str, *, warns: bool = False) -> tuple[str, str]:
 def _block_numbers(statistics: pb.PoolStatistics) -> Text:
     counts = statistics.block_counts
     parts: list[str | tuple[str, str]] = [
-        *(_number(f"{counts.active_count:,}"), f" held, {statistics.shared_block_count:,} shared   "),
+        *(_number(f"{counts.active_count:,}"), f" held, of these {statistics.shared_block_count:,} shared   "),
         *(_number(f"{counts.cached_count:,}"), " cached   "),
         *(_number(f"{counts.retired_count:,}", warns=counts.retired_count > 0), " retired   "),
         *(_number(f"{counts.free_count:,}"), " free"),
@@ -259,18 +271,10 @@ def _block_numbers(statistics: pb.PoolStatistics) -> Text:
 
 def _state_bar(statistics: pb.PoolStatistics, options: ConsoleOptions, width: int) -> Text:
     """All blocks in one line, as wide as their states' shares; a state that there is has a cell."""
-    counts = statistics.block_counts
-    num_shared = min(statistics.shared_block_count, counts.active_count)
-    sizes = {
-        BlockKind.SHARED: num_shared,
-        BlockKind.ACTIVE: counts.active_count - num_shared,
-        BlockKind.RETIRED: counts.retired_count,
-        BlockKind.CACHED: counts.cached_count,
-        BlockKind.FREE: counts.free_count,
-    }
+    sizes = kind_counts(statistics)
     bar = Text()
     for kind, cells in zip(sizes, _shares(list(sizes.values()), width), strict=True):
-        bar.append(_glyph(kind, options) * cells, style=LOOKS[kind].style)
+        bar.append(glyph_of(kind, options) * cells, style=LOOKS[kind].style)
     return bar
 
 
@@ -289,16 +293,20 @@ def _cache_numbers(statistics: pb.PoolStatistics, rates: Rates) -> Text:
     overall = ratio(statistics.cached_token_count, statistics.admitted_token_count)
     return Text.assemble(
         *("hits ", _number(format_ratio(rates.hit_ratio)), f" now, {format_ratio(overall)} in all   "),
-        *(_number(f"{rates.evicted_per_s:,.0f}"), " evicted/s   "),
-        *(_number(f"{rates.prompt_tokens_per_s:,.0f}"), " prompt tokens/s"),
+        *(_number(f"{rates.evicted_per_s:,.0f}"), " evicted/s"),
     )
 
 
-def _step_numbers(
-    shown: Shown, statistics: pb.PoolStatistics, rates: Rates, options: ConsoleOptions, width: int
-) -> Text:
-    in_flight = sum(lease.step_in_flight_count for lease in shown.look.leases)
-    failed = statistics.failed_step_count
+def _token_rates(rates: Rates) -> Text:
+    return Text.assemble(
+        *(_number(f"{rates.generated_tokens_per_s:,.0f}"), " generated/s   "),
+        *(_number(f"{rates.computed_tokens_per_s:,.0f}"), " computed/s   "),
+        *(_number(f"{rates.prompt_tokens_per_s:,.0f}"), " admitted/s"),
+    )
+
+
+def _step_numbers(statistics: pb.PoolStatistics, rates: Rates, options: ConsoleOptions, width: int) -> Text:
+    in_flight, failed = statistics.step_in_flight_count, statistics.failed_step_count
     text = Text.assemble(
         *(_number(f"{rates.steps_per_s:,.1f}"), "/s   "),
         *(_number(f"{in_flight:,}"), " in flight   "),
@@ -312,7 +320,7 @@ def _step_numbers(
 def _holder_numbers(look: Look, statistics: pb.PoolStatistics) -> Text:
     chosen = look.chosen
     num_slots = statistics.block_counts.active_count * (chosen.geometry.block_size_tokens if chosen else 0)
-    fencing = sum(lease.state == pb.LEASE_STATE_FENCING for lease in look.leases)
+    fencing = statistics.fencing_lease_count
     parts: list[str | tuple[str, str]] = [
         *(_number(f"{statistics.lease_count:,}"), f" lease{'s' * (statistics.lease_count != 1)}"),
         *((", ", _number(f"{fencing:,} fencing", warns=True)) if fencing else ()),
@@ -325,7 +333,7 @@ def _holder_numbers(look: Look, statistics: pb.PoolStatistics) -> Text:
 
 def _sparkline(values: Sequence[float], width: int, options: ConsoleOptions) -> str:
     """The last values, the greatest of them as high as a line."""
-    bars, shown = _ASCII_BARS if options.ascii_only else _BARS, values[-width:]
+    bars, shown = _ASCII_BARS if options.ascii_only else BARS, values[-width:]
     greatest = max(shown, default=0.0)
     if greatest <= 0:
         return bars[0] * len(shown)
@@ -336,72 +344,26 @@ def _sparkline(values: Sequence[float], width: int, options: ConsoleOptions) -> 
 
 
 def _map(shown: Shown, options: ConsoleOptions, *, width: int, rows: int) -> list[RenderableType]:
-    """A line that says what is drawn, then at most `rows` lines of cells."""
+    """A line that says how blocks are drawn, then at most `rows` lines of cells."""
     book = shown.book
     if book is None:
         return []
-    label_width = len(str(len(book.kinds))) + 2
-    grid = _grid_of(len(book.kinds), width - label_width - 1, rows)
-    lines: list[RenderableType] = [_legend(book, grid.per_cell, options, width)]
-    for start in range(0, len(book.kinds), grid.per_row * grid.per_cell):
-        line = Text.assemble((f"{start + 1:>{label_width}} ", "dim"), no_wrap=True)
-        for cell in range(start, min(start + grid.per_row * grid.per_cell, len(book.kinds)), grid.per_cell):
-            kinds = book.kinds[cell : cell + grid.per_cell]
-            glyph, style = _cell(kinds, options)
-            line.append(glyph + " " * (grid.cell_width - 1), style=style)
-        lines.append(line)
-    return lines
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    per_row: int
-    per_cell: int
-    cell_width: int
-
-
-def _grid_of(num_blocks: int, width: int, rows: int) -> _Grid:
-    """The finest grid that has room for all blocks; with gaps between cells if there is room for those too."""
-    per_row = max(8, width // 2 // 8 * 8)
-    if num_blocks <= per_row * rows:
-        return _Grid(per_row, 1, 2)
-    per_row, per_cell = max(8, width // 8 * 8), 1
-    while num_blocks > per_row * rows * per_cell:
-        per_cell *= 2
-    return _Grid(per_row, per_cell, 1)
-
-
-def _cell(kinds: bytearray, options: ConsoleOptions) -> tuple[str, str]:
-    """One block as it is drawn everywhere; of several the height says how many are not free, the colour what most are.
-
-    With ASCII only the character says what most of them are.
-    """
-    if len(kinds) == 1 or options.ascii_only:
-        kind = max(BlockKind, key=lambda kind: (kinds.count(kind), kind))
-        return _glyph(kind, options), LOOKS[kind].style
-    used = len(kinds) - kinds.count(BlockKind.FREE)
-    if not used:
-        return LOOKS[BlockKind.FREE].glyph, LOOKS[BlockKind.FREE].style
-    kind = max(list(BlockKind)[1:], key=lambda kind: (kinds.count(kind), kind))
-    return _BARS[-(-used * len(_BARS) // len(kinds)) - 1], LOOKS[kind].style
+    grid = grid_of(len(book.kinds), width=width - 1, rows=rows)
+    lines = map_rows(book.kinds, grid, options)
+    return [_legend(book, grid.per_cell, options, width), *(Text.assemble(" ", line, no_wrap=True) for line in lines)]
 
 
 def _legend(book: BlockBook, per_cell: int, options: ConsoleOptions, width: int) -> Text:
-    counts = book.counts()
+    """Says no counts: those of the last look are in the first line of numbers, and blocks may be told of later."""
     line = Text(" ", no_wrap=True)
-    if not book.is_whole:
-        line.append("being read  ", style="yellow")
-    elif per_cell > 1:
-        line.append(f"a cell: {per_cell:,} blocks  ", style="dim")
     for kind, look in LOOKS.items():
-        glyph = _glyph(kind, options) if per_cell == 1 or options.ascii_only or kind is BlockKind.FREE else "█"
-        line.append(glyph, style=look.style).append(f" {counts[kind]:,} {look.label}  ", style="dim")
+        line.append(glyph_of(kind, options, per_cell=per_cell), style=look.style).append(f" {look.label}  ", "dim")
+    if not book.is_whole:
+        line.append("being read", style="yellow")
+    elif per_cell > 1:
+        line.append(f"a cell: {per_cell:,} blocks", style="dim")
     line.truncate(width)
     return line
-
-
-def _glyph(kind: BlockKind, options: ConsoleOptions) -> str:
-    return LOOKS[kind].ascii_glyph if options.ascii_only else LOOKS[kind].glyph
 
 
 # Lists.
@@ -641,7 +603,8 @@ def _table_line(sequence: pb.Sequence, index: int, block: pb.Block | None, block
         kind = kind_of(block)
         style = LOOKS[kind].style
         pins = block.pin_count + block.prefix_pin_count
-        values += [LOOKS[kind].label, f"{block.reference_count:,}", str(block.priority or "–"), f"{pins:,}"]
+        state = "held" if kind is BlockKind.ACTIVE else LOOKS[kind].label
+        values += [state, f"{block.reference_count:,}", str(block.priority or "–"), f"{pins:,}"]
         values.append(block.prefix_hash.hex()[:16] or "–")
     line = _cells([f"{value:>{size}}" for value, (_, size) in zip(values, _TABLE, strict=False)] + values[7:], width)
     line.stylize(style, 36)
@@ -655,4 +618,4 @@ def _cells(values: Iterable[str], width: int) -> Text:
 
 
 def _map_height(height: int) -> int:
-    return min(_MAX_MAP_ROWS, height // 4) + 2
+    return min(MAX_MAP_ROWS, height // 4) + 2

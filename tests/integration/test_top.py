@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
-import sysconfig
 import tempfile
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,84 +17,9 @@ import pytest
 from integration.conftest import CreateLease
 from integration.lone_cachemgr import BLOCK_SIZE, LoneCachemgr, Serve, Tenant, call, prompt
 from integration.protocol_client import DEADLINE_S, Pair, draw_tokens
+from integration.terminal import LEFT, QUIRE, Terminal
 
-QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
-HOME = "\x1b[H"
-LEFT = "\x1b[?1049l"
 NUM_BLOCKS = 65
-
-
-class Terminal:
-    """A terminal of some size with `quire top` in it."""
-
-    def __init__(self, *arguments: str, width: int = 80, height: int = 24, **environment: str) -> None:
-        self._near, self._far = pty.openpty()
-        self.resize(width, height)
-        self.before = termios.tcgetattr(self._far)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("QUIRE_", "NO_COLOR"))}
-        for name in ("COLUMNS", "LINES"):
-            kept.pop(name, None)
-        self.process = subprocess.Popen(
-            [QUIRE, "top", "--interval", "0.1", *arguments],
-            stdin=self._far,
-            stdout=self._far,
-            stderr=self._far,
-            env={**kept, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | environment,
-            process_group=0,
-        )
-        self.written = ""
-
-    def resize(self, width: int, height: int) -> None:
-        fcntl.ioctl(self._near, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-
-    def press(self, keys: str) -> None:
-        os.write(self._near, keys.encode())
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def read(self, timeout_s: float = 0.1) -> None:
-        """Takes what was written, if there is something within the time."""
-        if select.select([self._near], [], [], timeout_s)[0]:
-            with contextlib.suppress(OSError):
-                self.written += os.read(self._near, 65536).decode(errors="replace")
-
-    def frame(self) -> list[str]:
-        """The lines of the last frame that was drawn whole, without colours."""
-        frames = self.written.split(HOME)
-        text = frames[-2] if len(frames) > 2 else ""
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "").rstrip("\n").split("\n")
-
-    def await_frame(self, pattern: str) -> list[str]:
-        """The first frame from now on that the pattern is found in, `^` and `$` being a line's ends."""
-        deadline = time.monotonic() + DEADLINE_S
-        self.written = self.written[-1:] if not self.written.endswith(HOME) else HOME
-        while not re.search(pattern, "\n".join(self.frame()), re.MULTILINE):
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.frame()}"
-            assert self.process.poll() is None, self.written
-            self.read()
-        return self.frame()
-
-    def await_end(self) -> int:
-        """The exit status. The terminal has to be as it was, and the screen the shell's again."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline
-            self.read()
-        while select.select([self._near], [], [], 0)[0]:
-            self.read()
-        assert termios.tcgetattr(self._far) == self.before
-        assert LEFT in self.written
-        assert self.written.rindex("\x1b[?25h") > self.written.rfind("\x1b[?25l")
-        assert "Traceback" not in self.written
-        return self.process.returncode
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._near)
-        os.close(self._far)
 
 
 @pytest.fixture
@@ -149,7 +68,9 @@ def held(cachemgr: LoneCachemgr, serve: Serve) -> dict[str, Tenant]:
 def test_the_screen_shows_what_cachemgr_has(
     held: dict[str, Tenant], open_terminal: Any, width: int, height: int
 ) -> None:
-    frame = open_terminal(width=width, height=height).await_frame("7 held, 0 shared +57 cached|7 held, 0 shared")
+    frame = open_terminal(width=width, height=height).await_frame(
+        "7 held, of these 0 shared +0 cached +0 retired +57 free"
+    )
     text = "\n".join(frame)
     assert len(frame) == height
     assert max(map(len, frame)) <= width
@@ -163,9 +84,9 @@ def test_the_screen_shows_what_cachemgr_has(
 
 def test_the_map_follows_the_blocks(held: dict[str, Tenant], open_terminal: Any) -> None:
     terminal = open_terminal()
-    terminal.await_frame("0 shared +█ 7 held +▓ 0 retired +▒ 0 cached +· 57 free")
+    terminal.await_frame("^ +1 (█ ){7}(· )+ *$")
     held["alice"].release(7)
-    terminal.await_frame("0 shared +█ 3 held +▓ 0 retired +▒ 4 cached +· 57 free")
+    terminal.await_frame("^ +1 (▒ ){4}(█ ){3}(· )+ *$")
 
 
 def test_steps_and_hits_are_rates(held: dict[str, Tenant], open_terminal: Any) -> None:
@@ -175,6 +96,7 @@ def test_steps_and_hits_are_rates(held: dict[str, Tenant], open_terminal: Any) -
     held["alice"].admit(9, prompt(1, 4))
     held["alice"].settle()
     terminal.await_frame(r"steps +(?!0\.0)[\d.]+/s")
+    terminal.await_frame(r"tokens +[1-9]\d* generated/s +[1-9]\d* computed/s +[1-9]\d* admitted/s")
     terminal.await_frame(r"hits 75.0 % now")
 
 
@@ -278,7 +200,7 @@ def test_without_colour(held: dict[str, Tenant], open_terminal: Any) -> None:
 
 def test_ascii_only(held: dict[str, Tenant], open_terminal: Any) -> None:
     terminal = open_terminal(LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    terminal.await_frame("@ 7 held +x 0 retired +o 0 cached")
+    terminal.await_frame(r"^ +1 (@ ){7}(\. )+ *$")
     assert terminal.written.isascii()
 
 
@@ -295,9 +217,58 @@ def test_a_server_that_goes_away_is_said_and_waited_for(
     terminal.await_frame("no worker is attached")
     serve("again", num_blocks=NUM_BLOCKS)
     terminal.await_frame("pool again +attached")
-    terminal.await_frame("0 shared +█ 0 held +▓ 0 retired +▒ 0 cached +· 64 free")
+    terminal.await_frame("^ +1 (· )+ *$")
     terminal.press("q")
     assert terminal.await_end() == 0
+
+
+def test_watched_statistics_go_on_when_a_server_goes_away(
+    cachemgr: LoneCachemgr, serve: Serve, open_terminal: Any
+) -> None:
+    serve("main", num_blocks=1001)
+    terminal = open_terminal("--pool", "main", command=("stats", "--watch", "--interval", "0.1"))
+    frame = terminal.await_frame("pool main .* attached")
+    assert len(frame) <= 24
+    assert any(line.startswith("╰") for line in frame), "the map is there to its end"
+    cachemgr.process.kill()
+    frame = terminal.await_frame("^no answer for .* s \\(.*\\), trying again: unix:")
+    assert "pool main" in "\n".join(frame), "the last look stays"
+    assert not re.search("UNAVAILABLE|failed to connect|last error", "\n".join(frame))
+    cachemgr.process.restart(DEADLINE_S)
+    terminal.await_frame("has no pool 'main'")
+    serve("main", num_blocks=NUM_BLOCKS)
+    frame = terminal.await_frame("pool main .* 64 blocks .* attached")
+    assert "no answer" not in "\n".join(frame)
+    terminal.signal(signal.SIGINT)
+    assert terminal.await_end() == 0
+
+
+def test_statistics_in_a_pipe_go_on_when_a_server_goes_away(cachemgr: LoneCachemgr, serve: Serve, folder: Path) -> None:
+    serve("main", num_blocks=NUM_BLOCKS)
+    (folder / "olga.token").write_text("olga")
+    (folder / "olga.token").chmod(0o600)
+    flags = ("--cachemgr", cachemgr.process.address, "--token-file", str(folder / "olga.token"))
+    process = subprocess.Popen(
+        [QUIRE, "stats", "--watch", "--json", "--interval", "0.1", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert '"main"' in process.stdout.readline()
+            cachemgr.process.kill()
+            assert re.match(r"no answer for \d+ s \(.*\), trying again: unix:", process.stderr.readline())
+            cachemgr.process.restart(DEADLINE_S)
+            assert process.stderr.readline().startswith("cachemgr answers again: unix:")
+            while json.loads(process.stdout.readline())["pools"]:
+                pass
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
 
 
 def test_a_pool_that_detaches_is_said(held: dict[str, Tenant], open_terminal: Any) -> None:
@@ -314,10 +285,11 @@ def test_a_pool_too_big_to_be_watched_is_read_in_pages(
     tenant = Tenant.begin(cachemgr, big, "alice")
     tenant.admit(1, prompt(1, 50_000))
     terminal = open_terminal()
-    terminal.await_frame(r"a cell: \d+ blocks +█ 0 shared +█ 50,0\d\d held")
+    terminal.await_frame(r"a cell: \d+ blocks *\n +1 █+ *$")
+    terminal.await_colour("32m█")
     tenant.settle()
     tenant.release(1)
-    terminal.await_frame(r"a cell: \d+ blocks +█ 0 shared +█ 0 held +█ 0 retired +█ 50,000 cached")
+    terminal.await_colour("36m█")
 
 
 # One frame.
@@ -346,8 +318,8 @@ def test_into_a_pipe_goes_one_frame(
     done = once(cachemgr, folder, "olga", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
-    assert "7 held, 0 shared" in done.stdout
-    assert "█ 7 held" in done.stdout
+    assert "7 held, of these 0 shared" in done.stdout
+    assert re.search("^ +1 (█ ){7}· ", done.stdout, re.MULTILINE)
     assert held["alice"].lease_id[:8] in done.stdout
 
 
@@ -356,7 +328,10 @@ def test_one_frame_of_a_big_pool_has_all_of_its_blocks(cachemgr: LoneCachemgr, f
     tenant.cache(1, prompt(1, 50_000))
     done = once(cachemgr, folder, "olga")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"a cell: \d+ blocks +█ 0 shared +█ 0 held +█ 0 retired +█ 50,000 cached", done.stdout)
+    per_cell = int(re.findall(r"a cell: (\d+) blocks", done.stdout)[0])
+    cells = "".join(re.findall(r"^ +\d+ ([▁-█·]+) *$", done.stdout, re.MULTILINE))
+    assert cells.count("█") == 50_000 // per_cell
+    assert cells.count("·") == 100_000 // per_cell - cells.count("█")
 
 
 def test_one_frame_of_a_pool_too_big_to_be_read_in_time_says_so(

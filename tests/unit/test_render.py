@@ -4,16 +4,18 @@ import io
 import re
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.demo import DemoRun, SampleGrid, report
+from quire.client.generate import SampleTexts
 from quire.client.outputs import Chunk
 from quire.client.render import (
     LOOKS,
     BlockKind,
     BlockMap,
+    StatsScreen,
     format_bytes,
     format_ratio,
     kind_of,
@@ -89,17 +91,37 @@ def test_rows_begin_with_their_first_block() -> None:
     assert [line.split()[0] for line in lines[:3]] == ["1", "17", "33"]
 
 
+def cells_of(drawn: str) -> str:
+    return "".join(re.sub(r"^ *\d+ ", "", line) for line in drawn.splitlines() if re.match(r"^ *\d+ [▁-█·.@#xo]", line))
+
+
 def test_a_big_pool_has_several_blocks_in_a_cell() -> None:
-    kinds = [ACTIVE] * 4096 + [FREE] * 4096
-    drawn = draw(BlockMap(kinds), width=40)
-    assert "A cell is 32 blocks" in drawn
-    cells = "".join(re.sub(r"^ *\d+|\s", "", line) for line in drawn.splitlines()[:16])
-    assert cells == "█" * 128 + "·" * 128
+    drawn = draw(BlockMap([ACTIVE] * 4096 + [FREE] * 4096), width=40)
+    assert "A cell is 16 blocks" in drawn
+    assert cells_of(drawn) == "█" * 256 + "·" * 256
 
 
-def test_of_two_kinds_as_common_the_one_in_use_is_shown() -> None:
-    kinds = [kind for _ in range(256) for kind in (FREE, SHARED)]
-    assert "█ █ █" in draw(BlockMap(kinds), width=20)
+@pytest.mark.parametrize(("encoding", "used", "few"), [("utf-8", "█", "▁"), ("ascii", "@", "@")])
+def test_a_few_used_blocks_of_a_large_pool_are_seen(encoding: str, used: str, few: str) -> None:
+    kinds = bytearray(1_000_000)
+    kinds[:4096] = bytes([ACTIVE]) * 4096
+    kinds[500_000] = ACTIVE
+    cells = cells_of(draw(BlockMap(kinds), width=80, encoding=encoding))
+    assert cells.startswith(used * 4)
+    assert cells[4:].replace("·", ".").strip(".") == few
+
+
+@pytest.mark.parametrize(("num_used", "glyph"), [(1, "▁"), (8, "▄"), (16, "█")])
+def test_the_height_of_a_cell_is_the_part_that_is_not_free(num_used: int, glyph: str) -> None:
+    kinds = [*[CACHED] * num_used, *[FREE] * (8192 - num_used)]
+    assert cells_of(draw(BlockMap(kinds), width=40))[0] == glyph
+
+
+def test_the_colour_of_a_cell_is_of_most_that_are_not_free() -> None:
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system="standard", highlight=False)
+    console.print(BlockMap([CACHED] * 2 + [ACTIVE] * 3 + [FREE] * 8187))
+    first = console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
+    assert "\x1b[32m▃" in first, "green, as held"
 
 
 def test_a_terminal_with_ascii_only_gets_ascii() -> None:
@@ -128,8 +150,10 @@ def test_kind_of_a_block(state: pb.BlockState.ValueType, reference_count: int, k
 
 
 def test_blocks_that_were_not_listed_are_drawn_from_their_counts() -> None:
-    assert kinds_of(snapshot()) == [SHARED, ACTIVE, ACTIVE, CACHED, FREE, FREE, FREE, FREE]
-    assert kinds_of(snapshot([block(1, pb.BLOCK_STATE_FREE)])) == [FREE]
+    assert list(kinds_of(snapshot())) == [SHARED, ACTIVE, ACTIVE, CACHED, FREE, FREE, FREE, FREE]
+    assert list(kinds_of(snapshot([block(1, pb.BLOCK_STATE_FREE)]))) == [FREE]
+    assert "in order of state" in draw(pool_view(snapshot()))
+    assert "in order of state" not in draw(pool_view(snapshot([block(1, pb.BLOCK_STATE_FREE)])))
 
 
 # Numbers.
@@ -162,6 +186,25 @@ def test_statistics_say_what_there_is() -> None:
     drawn = draw(pool_view(snapshot()), width=120)
     for text in ("8 blocks of 16 tokens", "attached", "hit ratio", "25.0 %", "OUT_OF_BLOCKS", "unix:/run/quire/worker"):
         assert text in drawn
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 10), (80, 3), (80, 1)])
+@pytest.mark.parametrize("num_pools", [1, 2, 5])
+@pytest.mark.parametrize(
+    "trouble", ["", "no answer for 3 s (Connection refused), trying again: unix:/run/quire/c.sock"]
+)
+def test_watched_statistics_fit_the_terminal(size: tuple[int, int], num_pools: int, trouble: str) -> None:
+    width, height = size
+    pools = [snapshot(num_blocks=2_000)] * num_pools
+    lines = draw(StatsScreen(pools, height=height, trouble=trouble), width=width, height=height).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    if height == 24 and num_pools == 1:
+        assert lines[-1].startswith("╰"), "the map is there to its end"
+        assert len([line for line in lines if re.match(r"│ +\d+ ", line)]) >= 2
+    if num_pools == 5 and height < 60:
+        assert "lines more" in lines[-1]
+    assert trouble[:20] in lines[0] or height == 1
 
 
 @pytest.mark.parametrize(
@@ -213,6 +256,34 @@ def test_brackets_are_no_markup() -> None:
     drawn = draw(grid)
     assert "[bold]prompt[/bold]" in drawn
     assert "[red]text[/nothing]" in drawn
+
+
+# Samples of `quire generate`.
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 12), (80, 6)])
+@pytest.mark.parametrize("count", [2, 3, 8, 24])
+def test_growing_samples_can_be_erased(width: int, height: int, count: int) -> None:
+    """What is drawn live is erased line by line, as far as it is on the screen: it needs a line for the cursor.
+
+    The terminal writes "^C" where the cursor is. In a line that is full this would begin another one.
+    """
+    texts = SampleTexts(count)
+    for index in range(count):
+        texts.add(Chunk(index, "some words " * 200, (1,)))
+    lines = draw(texts, width=width, height=height).splitlines()
+    assert len(lines) <= max(4, height - 1)
+    assert len(lines[-1].strip()) < width - 2
+    assert f"1 of {count}" in lines[0]
+
+
+def test_every_growing_sample_can_be_shown_whole() -> None:
+    texts = SampleTexts(3)
+    texts.add(Chunk(0, "one " * 400, (1,), None, FinishReason.STOP))
+    texts.add(Chunk(2, "three " * 400, (1,)))
+    drawn = draw(Group(*texts.whole()))
+    assert re.findall(r"(\d of 3 · [a-z ]+) ─", drawn) == ["1 of 3 · stop", "3 of 3 · not finished"]
+    assert (drawn.count("one"), drawn.count("three")) == (400, 400)
 
 
 # The demo.

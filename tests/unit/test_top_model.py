@@ -55,6 +55,17 @@ def test_rates_are_differences_by_time() -> None:
     assert trend.rates() == Rates(10.0, 100.0, 4.0, 0.25, (10.0,))
 
 
+def test_tokens_per_second() -> None:
+    trend = Trend()
+    for second in range(20):
+        seen = counted(generated_token_count=50 * second, computed_token_count=1_000 + 400 * max(0, second - 10))
+        trend.add(float(second), seen)
+    assert trend.rates().generated_tokens_per_s == 50.0
+    assert trend.rates().computed_tokens_per_s == 400.0
+    trend.add(24.0, counted(generated_token_count=1_000, computed_token_count=4_600))
+    assert trend.rates().generated_tokens_per_s == 10.0, "smoothed over the last seconds"
+
+
 def test_rates_forget_what_is_long_ago() -> None:
     trend = Trend()
     for second in range(20):
@@ -105,7 +116,6 @@ def test_a_book_is_what_it_was_told() -> None:
     book.apply(answer(block(2, ACTIVE, 1), cursor="c"))
     assert book.is_whole
     assert list(book.kinds) == [BlockKind.SHARED, BlockKind.ACTIVE, BlockKind.FREE, BlockKind.CACHED]
-    assert book.counts()[BlockKind.FREE] == 1
     book.apply(answer(pb.Block(block_id=1, state=FREE), block(4, ACTIVE, 1), cursor="d"))
     assert list(book.kinds) == [BlockKind.FREE, BlockKind.ACTIVE, BlockKind.FREE, BlockKind.ACTIVE]
     assert book.block(1) is None
