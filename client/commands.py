@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
-from quire.client.errors import InvalidRequest, QuireError
+from quire.client.errors import InvalidRequest, QuireError, Unavailable
 
 DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
 
@@ -77,7 +77,19 @@ def explain(error: QuireError) -> click.ClickException:
         return click.BadParameter(error.message, param_hint=f"'{what}'")
     if error.reason == "UNREACHABLE":
         return click.ClickException(error.message)
+    for away in (error, error.__cause__):
+        if isinstance(away, Unavailable):
+            return click.ClickException(_describe_away(error, away))
     return click.ClickException(f"{error.message} ({error.reason})")
+
+
+def _describe_away(error: QuireError, away: Unavailable) -> str:
+    """One line on a service that went away in the midst; gRPC's own text is cut down to its cause."""
+    from quire.client.snapshot import cause_of
+
+    cause = "no answer in time" if away.reason == "DEADLINE_EXCEEDED" else cause_of(away)
+    told = error.message.replace(str(away), cause).replace(away.message, cause)
+    return f"a service is away: {told}. `quire stats` says whether cachemgr answers, and which worker is attached."
 
 
 def _require(*extras: str) -> None:

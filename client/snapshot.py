@@ -1,7 +1,8 @@
 """One look at a pool through cachemgr's own calls: what `quire stats` and the demo show. No figure is made up here."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ from quire.client.errors import NotFound, QuireError, Unavailable
 MAX_LISTED_BLOCKS = 65_536
 REACH_TIMEOUT_S = 5.0
 _MAX_ATTEMPTS = 4
-# What gRPC says when a connection fails for reasons of TLS, and what it means.
-_TLS_CAUSES = {
+# Parts of what gRPC says when a connection fails, and what they mean.
+_CAUSES = {
     "CERTIFICATE_VERIFY_FAILED": "CERTIFICATE_VERIFY_FAILED: its certificate is of no authority in --tls-ca, or old",
     "Hostname Verification Check failed": "its certificate is another host's; --tls-server-name says whose is expected",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS there",
+    "WRONG_VERSION_NUMBER": "what answers there does not speak TLS",
     "Socket closed": "Socket closed: it may want TLS, --tls-ca, or a client certificate, --tls-cert",
+    "Expected SETTINGS frame": "what answers there does not speak gRPC, or wants TLS: --tls-ca",
+    "before receiving SETTINGS frame": "it took the connection and did not answer in time",
 }
 
 
@@ -132,17 +135,32 @@ class UnreachableError(QuireError):
     default_reason = "UNREACHABLE"
 
 
+@contextlib.contextmanager
+def answering(cachemgr: str) -> Iterator[None]:
+    """A cachemgr that does not answer within the block is an UnreachableError that says what to do."""
+    try:
+        yield
+    except QuireError as error:
+        if not is_silent(error):
+            raise
+        raise UnreachableError(
+            f"no cachemgr answers at {cachemgr} ({cause_of(error)}).\n"
+            "Start both services with `quire up --model PATH_OR_HUB_ID`, or say where cachemgr is: --cachemgr ADDRESS, "
+            "or QUIRE_CACHEMGR=ADDRESS in the environment."
+        ) from error
+
+
+def is_silent(error: QuireError) -> bool:
+    """Whether the service itself said nothing: it is away, or another one is at its address."""
+    return isinstance(error, Unavailable) or error.reason == "UNIMPLEMENTED"
+
+
 async def check_reachable(address: str, credentials: Credentials = NO_CREDENTIALS) -> list[pb.Pool]:
     """The pools of the cachemgr at this address. Raises UnreachableError, after 5 s at most, if there is none."""
     cache = CacheClient(address, credentials=credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
-        return await cache.list_pools()
-    except Unavailable as error:
-        raise UnreachableError(
-            f"no cachemgr answers at {address} ({cause_of(error)}).\n"
-            "Start both services with `quire up --model PATH_OR_HUB_ID`, or say where cachemgr is: --cachemgr ADDRESS, "
-            "or QUIRE_CACHEMGR=ADDRESS in the environment."
-        ) from error
+        with answering(address):
+            return await cache.list_pools()
     finally:
         await cache.close()
 
@@ -167,10 +185,20 @@ def cause_of(error: QuireError) -> str:
     """Why a service can't be reached: the last part of gRPC's chain of causes, "No such file or directory"."""
     if error.reason == "DEADLINE_EXCEEDED":
         return f"no answer within {REACH_TIMEOUT_S:g} s"
-    for sign, cause in _TLS_CAUSES.items():
+    if error.reason == "UNIMPLEMENTED":
+        return "another service is there"
+    for sign, cause in _CAUSES.items():
         if sign in error.message:
             return cause
     return error.message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
+
+
+def describe_trouble(cachemgr: str, error: QuireError | None, age_s: float) -> str:
+    """One line for a screen that goes on: why what it shows is age_s old. None: no answer, and no error so far."""
+    if error is None or is_silent(error):
+        cause = "" if error is None else f" ({cause_of(error)})"
+        return f"no answer for {age_s:.0f} s{cause}, trying again: {cachemgr}"
+    return f"{error.message.partition(chr(10))[0]} Shown is what was so {age_s:.0f} s ago."
 
 
 def as_dict(message: Message) -> dict[str, Any]:

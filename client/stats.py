@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,10 +13,20 @@ from rich.live import Live
 from rich.text import Text
 
 from quire.client.cache_client import CacheClient
+from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import NotFound
-from quire.client.render import pool_view
-from quire.client.snapshot import Snapshot, UnreachableError, as_dict, check_reachable, take_snapshot
+from quire.client.errors import NotFound, QuireError
+from quire.client.render import StatsScreen, pool_view
+from quire.client.snapshot import (
+    REACH_TIMEOUT_S,
+    Snapshot,
+    UnreachableError,
+    answering,
+    as_dict,
+    check_reachable,
+    describe_trouble,
+    take_snapshot,
+)
 
 
 def run_stats(
@@ -37,10 +49,18 @@ def run_stats(
 
 
 async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list[Snapshot]:
+    async with _reached(cachemgr, credentials) as cache:
+        with answering(cachemgr):
+            return await _look(cache, pool, cachemgr)
+
+
+@contextlib.asynccontextmanager
+async def _reached(cachemgr: str, credentials: Credentials) -> AsyncIterator[CacheClient]:
+    """A client of a cachemgr that answers. Each call is tried once: who looks again tries again."""
     await check_reachable(cachemgr, credentials)
-    cache = CacheClient(cachemgr, credentials=credentials)
+    cache = CacheClient(cachemgr, credentials=credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
-        return await _look(cache, pool, cachemgr)
+        yield cache
     finally:
         await cache.close()
 
@@ -48,22 +68,83 @@ async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list
 async def _watch(
     cachemgr: str, pool: str, console: Console, *, as_json: bool, interval_s: float, credentials: Credentials
 ) -> None:
-    await check_reachable(cachemgr, credentials)
-    cache = CacheClient(cachemgr, credentials=credentials)
-    live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
-    try:
-        with live if console.is_terminal and not as_json else contextlib.nullcontext():
+    """Looks until it is cancelled. A look that fails is told; what was seen before stays."""
+    async with _reached(cachemgr, credentials) as cache:
+        with answering(cachemgr):
+            snapshots = await _look(cache, pool, cachemgr)
+        with _watching(console, cachemgr, as_json=as_json) as watching:
+            seen_s = time.monotonic()
+            watching.show(snapshots)
             while True:
-                snapshots = await _look(cache, pool, cachemgr)
-                if as_json:
-                    _print_json(console, snapshots, indent=None)
-                elif console.is_terminal:
-                    live.update(_view(snapshots, cachemgr), refresh=True)
-                else:
-                    console.print(_view(snapshots, cachemgr))
                 await asyncio.sleep(interval_s)
-    finally:
-        await cache.close()
+                try:
+                    snapshots = await _look(cache, pool, cachemgr)
+                except QuireError as error:
+                    watching.tell(describe_trouble(cachemgr, error, time.monotonic() - seen_s))
+                else:
+                    seen_s = time.monotonic()
+                    watching.show(snapshots)
+
+
+@contextlib.contextmanager
+def _watching(console: Console, cachemgr: str, *, as_json: bool) -> Iterator["_Printed | _Drawn"]:
+    if as_json or not console.is_terminal:
+        yield _Printed(console, cachemgr, as_json=as_json)
+        return
+    with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+        yield _Drawn(live, cachemgr)
+
+
+class _Drawn:
+    """Snapshots on a screen: each takes the place of the one before."""
+
+    def __init__(self, live: Live, cachemgr: str) -> None:
+        self._live = live
+        self._cachemgr = cachemgr
+        self._snapshots: Sequence[Snapshot] = ()
+
+    def show(self, snapshots: Sequence[Snapshot]) -> None:
+        """Draw what is so now."""
+        self._snapshots = snapshots
+        self._draw("")
+
+    def tell(self, trouble: str) -> None:
+        """Draw what was so last, below what is wrong."""
+        self._draw(trouble)
+
+    def _draw(self, trouble: str) -> None:
+        height = self._live.console.height
+        if self._snapshots:
+            drawn: RenderableType = StatsScreen(self._snapshots, height=height, trouble=trouble)
+        else:
+            drawn = Group(*([Text(trouble, style="bold red")] if trouble else []), _view((), self._cachemgr))
+        self._live.update(drawn, refresh=True)
+
+
+class _Printed:
+    """Snapshots one below the other, or as JSON; what is wrong goes to standard error, once until it is over."""
+
+    def __init__(self, console: Console, cachemgr: str, *, as_json: bool) -> None:
+        self._console = console
+        self._cachemgr = cachemgr
+        self._as_json = as_json
+        self._is_in_trouble = False
+
+    def show(self, snapshots: Sequence[Snapshot]) -> None:
+        """Print what is so now."""
+        if self._is_in_trouble:
+            self._is_in_trouble = False
+            print(f"cachemgr answers again: {self._cachemgr}", file=sys.stderr)
+        if self._as_json:
+            _print_json(self._console, snapshots, indent=None)
+        else:
+            self._console.print(_view(snapshots, self._cachemgr))
+
+    def tell(self, trouble: str) -> None:
+        """Print what is wrong."""
+        if not self._is_in_trouble:
+            self._is_in_trouble = True
+            print(trouble, file=sys.stderr, flush=True)
 
 
 async def _look(cache: CacheClient, pool: str, cachemgr: str) -> list[Snapshot]:

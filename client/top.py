@@ -24,7 +24,7 @@ from quire.cache.v1 import cache_service_pb2_grpc
 from quire.client.channel import answers, open_channel, unary
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, NotFound, QuireError
-from quire.client.snapshot import MAX_LISTED_BLOCKS, UnreachableError, cause_of, check_reachable
+from quire.client.snapshot import MAX_LISTED_BLOCKS, UnreachableError, answering, check_reachable, describe_trouble
 from quire.client.top_model import Action, BlockBook, KeyDecoder, Look, Place, Tab, Trend
 from quire.client.top_view import Shown, TopScreen, list_height
 
@@ -64,12 +64,13 @@ async def look_once(
     source = await _reach(cachemgr, pool, credentials)
     try:
         top = _Top(source, Place(pool=pool))
-        await top.ask()
-        for _ in range(num_looks - 1):
-            await asyncio.sleep(interval_s)
+        with answering(cachemgr):
             await top.ask()
-        if top.book is not None:
-            await _read_blocks(source, top.look.pool, top.book)
+            for _ in range(num_looks - 1):
+                await asyncio.sleep(interval_s)
+                await top.ask()
+            if top.book is not None:
+                await _read_blocks(source, top.look.pool, top.book)
         return top.shown()
     finally:
         await source.close()
@@ -88,7 +89,8 @@ async def _run_live(console: Console, cachemgr: str, pool: str, *, interval_s: f
     source = await _reach(cachemgr, pool, credentials)
     try:
         top = _Top(source, Place(pool=pool))
-        await top.ask()
+        with answering(cachemgr):
+            await top.ask()
         await _Screen(top, console, interval_s).run()
     finally:
         await source.close()
@@ -263,8 +265,7 @@ class _Top:
         age_s = time.monotonic() - self.look.at_s
         if self.error is None and age_s < _OLD_S:
             return ""
-        cause = f" ({cause_of(self.error)})" if self.error is not None else ""
-        return f"no answer for {age_s:.0f} s{cause}, trying again: {self._source.address}"
+        return describe_trouble(self._source.address, self.error, age_s)
 
 
 class _Screen:

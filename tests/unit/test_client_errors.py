@@ -14,6 +14,7 @@ from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
 from quire.client import channel
 from quire.client.cache_client import CacheClient, keep_lease_alive
 from quire.client.channel import RetryPolicy, decode_error
+from quire.client.commands import explain
 from quire.client.errors import (
     REASONS,
     EpochChanged,
@@ -23,11 +24,13 @@ from quire.client.errors import (
     OutOfRoom,
     ProtocolViolation,
     QuireError,
+    RequestFailed,
     StepFailed,
     StepRefused,
     Unavailable,
     error_of_reason,
 )
+from quire.client.snapshot import UnreachableError, answering
 from quire.client.worker_client import WorkerClient
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
@@ -49,6 +52,48 @@ def test_a_reason_keeps_its_name_and_numbers(reason: str) -> None:
     assert type(error) is REASONS[reason]
     assert (error.reason, error.message, error.number("value")) == (reason, "no", 7)
     assert str(error) == f"{reason}: no"
+
+
+RAW = (
+    "failed to connect to all addresses; last error: UNKNOWN: unix:/run/quire/cachemgr.sock: connect failed "
+    "(unix:/run/quire/cachemgr.sock): Connection refused"
+)
+
+
+def test_a_command_shows_no_text_of_grpc() -> None:
+    away = Unavailable(RAW, reason="UNAVAILABLE")
+    given_up = RequestFailed(f"given up after 8 recoveries, the last one for: {away}; tokens delivered: 3")
+    given_up.__cause__ = away
+    for error in (away, given_up):
+        told = explain(error).message
+        assert "Connection refused" in told
+        assert "quire stats" in told
+        assert "last error" not in told
+        assert "\n" not in told
+    assert "given up after 8 recoveries, the last one for: Connection refused; tokens delivered: 3" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Unavailable(RAW), "(Connection refused)"),
+        (Unavailable("Deadline Exceeded", reason="DEADLINE_EXCEEDED"), "(no answer within 5 s)"),
+        (QuireError("Method not found!", reason="UNIMPLEMENTED"), "(another service is there)"),
+        (Unavailable("x: Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame)"), "does not speak gRPC"),
+        (Unavailable("x: connection attempt timed out before receiving SETTINGS frame"), "did not answer in time"),
+    ],
+)
+def test_a_cachemgr_that_does_not_answer_is_named_with_what_to_do(error: QuireError, told: str) -> None:
+    with pytest.raises(UnreachableError) as caught, answering("unix:/run/quire/cachemgr.sock"):
+        raise error
+    assert caught.value.message.startswith("no cachemgr answers at unix:/run/quire/cachemgr.sock (")
+    assert told in caught.value.message
+    assert "quire up" in caught.value.message
+
+
+def test_what_cachemgr_itself_says_is_passed_on() -> None:
+    with pytest.raises(NotFound), answering("unix:/run/quire/cachemgr.sock"):
+        raise NotFound("no pool 'x'", reason="POOL_NOT_FOUND")
 
 
 def test_an_error_in_an_answer_says_when_to_ask_again() -> None:
