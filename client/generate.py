@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,19 @@ from rich.text import Text
 from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine import Engine, EngineConfig
-from quire.client.errors import InvalidRequest, Unavailable
+from quire.client.errors import InvalidRequest, QuireError
 from quire.client.outputs import Chunk, Completion, Sample, complete
-from quire.client.render import printable, text_tail
+from quire.client.render import counted, printable, text_tail
 from quire.client.sampling import SamplingParams
-from quire.client.snapshot import REACH_TIMEOUT_S, UnreachableError, cause_of, check_pool, check_reachable
+from quire.client.snapshot import REACH_TIMEOUT_S, UnreachableError, cause_of, check_pool, check_reachable, is_silent
 from quire.client.tokenizer import Tokenizer
 from quire.client.tracing import Tracing, otlp_tracing
 from quire.client.worker_client import WorkerClient
 
 _MAX_LIVE_LINES = 8
 _LAST_SPANS_S = 2.0
+UNFINISHED = "not finished"
+"""Instead of a finish reason, where something ended the generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ async def _check_services(target: Target) -> None:
     worker = WorkerClient(address, credentials=target.credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
         await worker.get_model()
-    except Unavailable as error:
+    except QuireError as error:
+        if not is_silent(error):
+            raise
         raise UnreachableError(
             f"no worker answers at {address}, where that of pool {pool.name!r} should be ({cause_of(error)}).\n"
             "If it is reached by another address from here, give it with --worker."
@@ -164,12 +168,23 @@ class SampleTexts:
         if chunk.finish_reason is not None:
             self._reasons[chunk.index] = chunk.finish_reason.value
 
+    def whole(self) -> Iterator[Panel]:
+        """Every sample that has text or has ended, to its last word; says of the others that they have not ended."""
+        for index, (text, reason) in enumerate(zip(self._texts, self._reasons, strict=True)):
+            if text or reason:
+                yield sample_panel(index, len(self._texts), printable(text), reason or UNFINISHED)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = console.size.height
-        num_lines = max(1, min(_MAX_LIVE_LINES, height // len(self._texts) - 2))
-        for index, text in enumerate(self._texts):
+        # A line stays free for what Live writes at its end, and the last one is empty: the terminal writes ^C there.
+        # Otherwise the first lines would scroll out of reach, and would not be erased.
+        room = console.size.height - 2
+        num_shown = max(1, min(len(self._texts), room // 3))
+        num_lines = max(1, min(_MAX_LIVE_LINES, room // num_shown - 2))
+        for index, text in enumerate(self._texts[:num_shown]):
             tail = text_tail(text, width=options.max_width - 4, num_lines=num_lines)
             yield sample_panel(index, len(self._texts), tail, self._reasons[index])
+        num_hidden = len(self._texts) - num_shown
+        yield Text(f"{counted(num_hidden, 'sample')} more, shown at the end" if num_hidden else "", style="dim")
 
 
 def sample_panel(index: int, count: int, text: str, reason: str) -> Panel:
@@ -183,34 +198,39 @@ async def _stream_live(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
     seen = []
     console = Console(highlight=False)
     texts = SampleTexts(count)
-    with Live(texts, console=console, refresh_per_second=10, transient=True, vertical_overflow="crop"):
-        async for chunk in chunks:
-            seen.append(chunk)
-            texts.add(chunk)
-    for sample in complete((), seen).samples:
-        console.print(sample_panel(sample.index, count, printable(sample.text), sample.finish_reason.value))
+    try:
+        with Live(texts, console=console, refresh_per_second=10, transient=True, vertical_overflow="crop"):
+            async for chunk in chunks:
+                seen.append(chunk)
+                texts.add(chunk)
+    finally:  # also if Ctrl-C or an error ends it: what was drawn live has been taken away
+        console.print(*texts.whole(), sep="")
     return seen
 
 
 async def _stream_whole(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
-    """Each sample as soon as it and all before it have ended."""
+    """Each sample as soon as it and all before it have ended; at the end what there is of the others."""
     seen: list[Chunk] = []
-    ended: dict[int, Sample] = {}
+    texts, reasons = [""] * count, [""] * count
     num_printed = 0
-    async for chunk in chunks:
-        seen.append(chunk)
-        if chunk.finish_reason is not None:
-            ended |= _ended_sample(seen, chunk.index)
-        while num_printed in ended:
-            sample = ended[num_printed]
-            num_printed += 1
-            _write(f"--- {num_printed} of {count} ({sample.finish_reason.value}) ---\n{sample.text}\n")
+
+    def print_next() -> None:
+        nonlocal num_printed
+        text, reason = texts[num_printed], reasons[num_printed] or UNFINISHED
+        num_printed += 1
+        _write(f"--- {num_printed} of {count} ({reason}) ---\n{text}\n")
+
+    try:
+        async for chunk in chunks:
+            seen.append(chunk)
+            texts[chunk.index] += chunk.text
+            reasons[chunk.index] = chunk.finish_reason.value if chunk.finish_reason else ""
+            while num_printed < count and reasons[num_printed]:
+                print_next()
+    finally:  # also if Ctrl-C or an error ends it
+        while num_printed < count and any(texts):
+            print_next()
     return seen
-
-
-def _ended_sample(chunks: Sequence[Chunk], index: int) -> dict[int, Sample]:
-    (sample,) = complete((), [chunk for chunk in chunks if chunk.index == index]).samples
-    return {index: sample}
 
 
 def _write(text: str) -> None:

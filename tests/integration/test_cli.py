@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from integration.terminal import Terminal
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
@@ -294,6 +296,38 @@ def test_ctrl_c_while_generating_gives_everything_back(folder: Path, up: str) ->
     assert (status, stderr) == (130, "Interrupted.\n")
     # The worker has to confirm that the lease is fenced.
     assert any(statistics_of(folder, up)["sequence_count"] == 0 for _ in range(20))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_ctrl_c_leaves_the_text_so_far_on_the_screen(up: str, count: int) -> None:
+    flags = ("--n", str(count), "--max-tokens", "900", "--temperature", "100", "--top-k", "40", "--seed", "3")
+    terminal = Terminal("The input", *flags, "--cachemgr", up, command=("generate",))
+    try:
+        terminal.await_text(r"(\w+\W+){20}")
+        terminal.signal(signal.SIGINT)
+        assert terminal.await_end() == 130
+    finally:
+        terminal.close()
+    assert terminal.text().endswith("Interrupted.\n")
+    if count == 1:
+        return
+    # Live drawings are erased line by line; only what follows the last of these stays.
+    stays = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.written.rpartition("\x1b[2K")[2])
+    assert len(re.findall(r"╭─ \d of 3 · not finished", stays)) == 3
+    assert len(re.findall(r"\w\w+", stays)) > 20
+
+
+def test_an_interrupt_prints_the_text_so_far_into_a_pipe(folder: Path, up: str) -> None:
+    before = statistics_of(folder, up)["generated_token_count"]
+    arguments = ("generate", "The", "--n", "3", "--max-tokens", "900", "--temperature", "100", "--cachemgr", up)
+    with begun(folder, *arguments) as process:
+        while statistics_of(folder, up)["generated_token_count"] < before + 60:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, stderr) == (130, "Interrupted.\n")
+    assert re.findall(r"--- (\d) of 3 \((?:not finished|stop)\) ---\n", stdout) == ["1", "2", "3"]
+    assert "(not finished) ---" in stdout
 
 
 # stats
