@@ -71,6 +71,10 @@ class Refused(Exception):
         return ErrorStatus(code, self.reason.value, str(self), DOMAIN, self.metadata, delay_s)
 
 
-def invalid(name: str, value: object, limit: object) -> Refused:
-    """A field that is out of range: names the field, its value and the limit."""
-    return Refused(Reason.INVALID_ARGUMENT, f"{name} is {value}; must be {limit}", field=name, value=value, limit=limit)
+def invalid(name: str, value: object, limit: object, **metadata: object) -> Refused:
+    """Refuse a field that is out of range: names the field, its value and the limit.
+
+    metadata has the sequence_id if the field is the input of one sequence: the client fails that sequence alone.
+    """
+    message = f"{name} is {value}; must be {limit}"
+    return Refused(Reason.INVALID_ARGUMENT, message, field=name, value=value, limit=limit, **metadata)

@@ -69,12 +69,13 @@ def decode_step(
     for entry in request.inputs:
         seq_id = entry.sequence_id
         if seq_id not in runs:
-            raise invalid("inputs.sequence_id", seq_id, "a sequence that the grant runs, given once")
+            limit = "a sequence that the grant runs, given once"
+            raise invalid("inputs.sequence_id", seq_id, limit, sequence_id=seq_id)
         runs.remove(seq_id)
         if entry.token_ids:
             tokens[seq_id] = np.asarray(entry.token_ids, dtype=np.int32)
         if entry.HasField("sampling"):
-            sampling[seq_id] = decode_sampling(entry.sampling, vocab_size=vocab_size, max_logprobs=max_logprobs)
+            sampling[seq_id] = decode_sampling(entry, vocab_size=vocab_size, max_logprobs=max_logprobs)
     return Step(grant, match_given_tokens(grant, tokens), sampling)
 
 
@@ -88,7 +89,8 @@ def match_given_tokens(
         ids = tokens.pop(seq_id, None)
         if ids is None or len(ids) != count:
             found = 0 if ids is None else len(ids)
-            raise invalid("inputs.token_ids", f"{found} tokens for sequence {seq_id}", f"{count} tokens")
+            value = f"{found} tokens for sequence {seq_id}"
+            raise invalid("inputs.token_ids", value, f"{count} tokens", sequence_id=seq_id)
         digest = sha256(ids.astype(TOKEN_DTYPE).tobytes()).digest()[:DIGEST_BYTES]
         if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:
             message = f"the tokens given for sequence {seq_id} are not those that cachemgr was told"
@@ -97,15 +99,16 @@ def match_given_tokens(
     if tokens:
         seq_id, ids = next(iter(tokens.items()))
         limit = "none: the run goes on from the token sampled last"
-        raise invalid("inputs.token_ids", f"{len(ids)} tokens for sequence {seq_id}", limit)
+        raise invalid("inputs.token_ids", f"{len(ids)} tokens for sequence {seq_id}", limit, sequence_id=seq_id)
     return given
 
 
-def decode_sampling(
-    message: worker_service_pb2.SamplingParameters, *, vocab_size: int, max_logprobs: int
-) -> RowSampling:
-    """Raises Refused (INVALID_ARGUMENT)."""
+def decode_sampling(entry: worker_service_pb2.SequenceInput, *, vocab_size: int, max_logprobs: int) -> RowSampling:
+    """Return the sampling parameters of one sequence. Raises Refused (INVALID_ARGUMENT), which names the sequence."""
+    message, seq_id = entry.sampling, entry.sequence_id
     num_logprobs = message.logprob_count if message.HasField("logprob_count") else None
+    if num_logprobs is not None and not 0 <= num_logprobs <= max_logprobs:
+        raise invalid("sampling.logprob_count", num_logprobs, f"0 to {max_logprobs}", sequence_id=seq_id)
     params = SamplingParams(
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
@@ -119,14 +122,13 @@ def decode_sampling(
     try:
         params.validate()
     except SamplingOutOfRange as error:
-        raise invalid(f"sampling.{error.field}", error.value, error.limit) from None
-    if num_logprobs is not None and num_logprobs > max_logprobs:
-        raise invalid("sampling.logprob_count", num_logprobs, f"0 to {max_logprobs}")
+        raise invalid(f"sampling.{error.field}", error.value, error.limit, sequence_id=seq_id) from None
     history = {
         "prompt_token_ids": tuple(message.prompt_token_ids),
         "output_token_ids": tuple(message.output_token_ids),
     }
     for name, token_ids in history.items():
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            raise invalid(f"sampling.{name}", "a token out of range", f"0 to {vocab_size - 1}")
+            limit = f"0 to {vocab_size - 1}"
+            raise invalid(f"sampling.{name}", "a token out of range", limit, sequence_id=seq_id)
     return RowSampling(params, **history)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.compute.v1.sampling_ranges import RANGES
 from quire.worker.transfer import to_device
 
 MAX_LOGPROBS = 20
@@ -48,15 +49,16 @@ class SamplingOutOfRange(ValueError):
 class SamplingParams:
     """How one sequence's tokens are chosen. The defaults are greedy, and change nothing else.
 
-    temperature             >= 0            0 is greedy: the greatest logit, and no filter matters
-    top_k                   >= 0            0 keeps all; ties with the k-th are kept
-    top_p                   0 < p <= 1      keep the likeliest tokens until their probabilities reach p
-    min_p                   0 <= p <= 1     keep tokens at least p times as likely as the likeliest
-    repetition_penalty      > 0             divides positive logits of tokens in prompt or output, multiplies others
-    presence_penalty        -2 .. 2         subtracted from logits of tokens seen in the output
+    temperature             0 is greedy: the greatest logit, and no filter matters
+    top_k                   0 keeps all; ties with the k-th are kept
+    top_p                   keep the likeliest tokens until their probabilities reach p
+    min_p                   keep tokens at least p times as likely as the likeliest
+    repetition_penalty      divides positive logits of tokens in prompt or output, multiplies others
+    presence_penalty        subtracted from logits of tokens seen in the output
     seed                    0 .. 2**63 - 1
-    num_logprobs            0 .. 20 or None how many of the likeliest tokens to report besides the chosen one; None: no
-                                            log-probabilities at all
+    num_logprobs            0 .. 20 or None: how many of the likeliest tokens to report besides the chosen one; None: no
+                            log-probabilities at all
+    The ranges of the others are in sampling_ranges.
     """
 
     temperature: float = 0.0
@@ -73,7 +75,7 @@ class SamplingParams:
         for field in fields(self):
             allowed, limit = _LIMITS[field.name]
             value = getattr(self, field.name)
-            if value is not None and not (math.isfinite(value) and allowed(value)):
+            if value is not None and not allowed(value):
                 raise SamplingOutOfRange(field.name, value, limit)
 
     @property
@@ -86,12 +88,7 @@ class SamplingParams:
 
 
 _LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda x: x >= 0, "a finite number >= 0"),
-    "top_k": (lambda x: x >= 0, ">= 0"),
-    "top_p": (lambda x: 0 < x <= 1, "in 0 < top_p <= 1"),
-    "min_p": (lambda x: 0 <= x <= 1, "in 0 .. 1"),
-    "repetition_penalty": (lambda x: x > 0, "a finite number > 0"),
-    "presence_penalty": (lambda x: -2 <= x <= 2, "in -2 .. 2"),
+    **{name: (allowed.allows, f"in {allowed.text}") for name, allowed in RANGES.items()},
     "seed": (lambda x: 0 <= x < 2**63, "in 0 .. 2**63 - 1"),
     "num_logprobs": (lambda x: 0 <= x <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}"),
 }

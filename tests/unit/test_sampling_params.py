@@ -1,9 +1,18 @@
 """SamplingParams refuses what no sampler can do, naming field, value and limit."""
 
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy
 import pytest
 
 from quire.client.errors import InvalidRequest
 from quire.client.sampling import SamplingParams
+from quire.compute.v1 import worker_service_pb2
+from quire.compute.v1.sampling_ranges import RANGES
+
+PROTO = Path(__file__).parents[2] / "protos/quire/compute/v1/worker_service.proto"
 
 
 @pytest.mark.parametrize(
@@ -15,7 +24,8 @@ from quire.client.sampling import SamplingParams
         ("max_tokens", True),
         ("max_tokens", "3"),
         ("temperature", -0.1),
-        ("temperature", 100.5),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
@@ -24,14 +34,16 @@ from quire.client.sampling import SamplingParams
         ("top_k", 2**31),
         ("top_k", 0.5),
         ("top_p", 0.0),
+        ("top_p", 1e-46),
         ("top_p", 1.01),
         ("top_p", float("nan")),
         ("min_p", -0.01),
         ("min_p", 1.01),
         ("repetition_penalty", 0),
-        ("repetition_penalty", 101),
-        ("presence_penalty", -101),
-        ("presence_penalty", 101),
+        ("repetition_penalty", 1e-46),
+        ("repetition_penalty", 1e39),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", 50),
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
         ("seed", 0.5),
@@ -71,11 +83,14 @@ def test_refuses_and_says_why(field: str, value: object) -> None:
         {},
         {"max_tokens": None},
         {"temperature": 0},
-        {"temperature": 100},
+        {"temperature": 3.4e38},
+        {"temperature": 1e-46},
         {"top_p": 1},
+        {"top_p": 1 + 1e-9},
         {"min_p": 1},
-        {"repetition_penalty": 100},
-        {"presence_penalty": -100},
+        {"repetition_penalty": 1e-45},
+        {"presence_penalty": -2},
+        {"presence_penalty": 2 + 1e-9},
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
         {"logprobs": 0},
@@ -85,6 +100,34 @@ def test_refuses_and_says_why(field: str, value: object) -> None:
 )
 def test_accepts_the_limits_themselves(params: dict[str, object]) -> None:
     SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_a_field_has_the_range_that_the_contract_says() -> None:
+    """The comments of the .proto are the source; sampling_ranges has them for both sides."""
+    said, numbers = {}, set()
+    (body,) = re.findall(r"^message SamplingParameters \{\n(.*?)^\}", PROTO.read_text(), re.DOTALL | re.MULTILINE)
+    for comment, name in re.findall(r"((?: *//.*\n)+) *(?:optional |repeated )?\w+ (\w+) = ", body):
+        text = " ".join(line.strip(" /") for line in comment.splitlines())
+        numbers.add(name)
+        if interval := re.search(r"\bIn ([\[(][^\])]*[\])])", text):
+            said[name] = interval[1]
+    assert said == {name: allowed.text for name, allowed in RANGES.items()}
+    descriptor = worker_service_pb2.SamplingParameters.DESCRIPTOR
+    assert numbers == {field.name for field in descriptor.fields}
+    # Any value of a seed is taken; GetModel and the pool's geometry say the limits of the others.
+    assert numbers - said.keys() == {"seed", "logprob_count", "prompt_token_ids", "output_token_ids"}
+    for field in descriptor.fields:
+        if field.name in RANGES:
+            assert RANGES[field.name].is_float == (field.cpp_type == field.CPPTYPE_FLOAT)
+
+
+def test_numbers_of_other_kinds_become_plain_ones() -> None:
+    params = SamplingParams(temperature=Fraction(1, 2), top_k=numpy.int64(3), n=numpy.int32(2))  # type: ignore[arg-type]
+    assert [(type(value), value) for value in (params.temperature, params.top_k, params.n)] == [
+        (float, 0.5),
+        (int, 3),
+        (int, 2),
+    ]
 
 
 def test_one_stop_string_is_a_tuple_of_one() -> None:

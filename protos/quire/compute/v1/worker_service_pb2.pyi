@@ -33,7 +33,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Never sent."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-    another or with the grant. Metadata: field, value, limit.
+    another or with the grant. Metadata: field, value, limit; sequence_id if it
+    is the input of one sequence.
     """
     ERROR_REASON_TOKENS_MISMATCH: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT. The token ids given for a run are not those that
@@ -94,7 +95,8 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Never sent."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-another or with the grant. Metadata: field, value, limit.
+another or with the grant. Metadata: field, value, limit; sequence_id if it
+is the input of one sequence.
 """
 ERROR_REASON_TOKENS_MISMATCH: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT. The token ids given for a run are not those that
@@ -238,7 +240,8 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 class SamplingParameters(_message.Message):
     """How the next token of a sequence is chosen: penalties, then temperature,
     top-k, top-p, min-p, in this order. Unset fields mean the value that changes
-    nothing.
+    nothing. A value outside of its field's range is refused with
+    INVALID_ARGUMENT. Floats are checked as they arrive, in float32: 1e-46 is 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -254,23 +257,23 @@ class SamplingParameters(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0: the most probable token. At least 0. Unset: 1."""
+    """0: the most probable token. In [0, inf). Unset: 1."""
     top_k: _builtins.int
-    """Only the k most probable tokens. 0 (default): all."""
+    """Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0."""
     top_p: _builtins.float
-    """Only the most probable tokens whose probabilities add up to this, in (0, 1].
+    """Only the most probable tokens whose probabilities add up to this. In (0, 1].
     Unset: 1.
     """
     min_p: _builtins.float
-    """Only tokens at least this times as probable as the most probable one, in
+    """Only tokens at least this times as probable as the most probable one. In
     [0, 1]. Default 0.
     """
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens that occurred;
-    above 0. Unset: 1.
+    """Divides positive and multiplies negative logits of tokens that occurred. In
+    (0, inf). Unset: 1.
     """
     presence_penalty: _builtins.float
-    """Taken from the logits of tokens that were generated, in [-2, 2]. Default 0."""
+    """Taken from the logits of tokens that were generated. In [-2, 2]. Default 0."""
     seed: _builtins.int
     """The random number that chooses a token depends on the seed and the token's
     position, and on nothing else. The logits depend on the shape of the batch by

@@ -31,7 +31,8 @@ const (
 	// Never sent.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-	// another or with the grant. Metadata: field, value, limit.
+	// another or with the grant. Metadata: field, value, limit; sequence_id if it
+	// is the input of one sequence.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
 	// INVALID_ARGUMENT. The token ids given for a run are not those that
 	// cachemgr was told. Metadata: sequence_id.
@@ -325,23 +326,24 @@ func (x *GetModelResponse) GetMaxLogprobCount() int32 {
 
 // How the next token of a sequence is chosen: penalties, then temperature,
 // top-k, top-p, min-p, in this order. Unset fields mean the value that changes
-// nothing.
+// nothing. A value outside of its field's range is refused with
+// INVALID_ARGUMENT. Floats are checked as they arrive, in float32: 1e-46 is 0.
 type SamplingParameters struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// 0: the most probable token. At least 0. Unset: 1.
+	// 0: the most probable token. In [0, inf). Unset: 1.
 	Temperature *float32 `protobuf:"fixed32,1,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
-	// Only the k most probable tokens. 0 (default): all.
+	// Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0.
 	TopK int32 `protobuf:"varint,2,opt,name=top_k,json=topK,proto3" json:"top_k,omitempty"`
-	// Only the most probable tokens whose probabilities add up to this, in (0, 1].
+	// Only the most probable tokens whose probabilities add up to this. In (0, 1].
 	// Unset: 1.
 	TopP *float32 `protobuf:"fixed32,3,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
-	// Only tokens at least this times as probable as the most probable one, in
+	// Only tokens at least this times as probable as the most probable one. In
 	// [0, 1]. Default 0.
 	MinP float32 `protobuf:"fixed32,4,opt,name=min_p,json=minP,proto3" json:"min_p,omitempty"`
-	// Divides positive and multiplies negative logits of tokens that occurred;
-	// above 0. Unset: 1.
+	// Divides positive and multiplies negative logits of tokens that occurred. In
+	// (0, inf). Unset: 1.
 	RepetitionPenalty *float32 `protobuf:"fixed32,5,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
-	// Taken from the logits of tokens that were generated, in [-2, 2]. Default 0.
+	// Taken from the logits of tokens that were generated. In [-2, 2]. Default 0.
 	PresencePenalty float32 `protobuf:"fixed32,6,opt,name=presence_penalty,json=presencePenalty,proto3" json:"presence_penalty,omitempty"`
 	// The random number that chooses a token depends on the seed and the token's
 	// position, and on nothing else. The logits depend on the shape of the batch by

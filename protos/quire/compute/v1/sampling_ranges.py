@@ -1,0 +1,50 @@
+"""Ranges of the numeric fields of SamplingParameters, word for word as the comments of worker_service.proto have them.
+
+The client checks a request with them before it sends it, the worker checks what it gets. A test compares them with the
+comments. No gRPC, no torch: both sides may import this.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval in the usual notation, "(0, 1]": the square bracket includes the bound, the round one does not."""
+
+    text: str
+    is_float: bool = True
+
+    def allows(self, value: float) -> bool:
+        """Whether a message can carry the value and the value that arrives is in the range. NaN is in no range.
+
+        A field of type float carries float32, in which 1e-46 is 0 and 1e39 is infinite.
+        """
+        if self.is_float:
+            value = _as_float32(value)
+        least, most = (float(bound) for bound in self.text[1:-1].split(","))
+        above = value >= least if self.text.startswith("[") else value > least
+        below = value <= most if self.text.endswith("]") else value < most
+        return above and below
+
+
+def _as_float32(value: float) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", float(value)))[0]
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    return rounded
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range("[0, inf)"),
+        "top_k": Range("[0, 2147483647]", is_float=False),
+        "top_p": Range("(0, 1]"),
+        "min_p": Range("[0, 1]"),
+        "repetition_penalty": Range("(0, inf)"),
+        "presence_penalty": Range("[-2, 2]"),
+    }
+)
