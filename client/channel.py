@@ -20,6 +20,9 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
+# How long one attempt to connect may take, whatever gRPC's name says: as long as a call. A connection that is refused
+# is tried again by the back-off, which is not changed by it.
+_CONNECT_TIMEOUT_MS = 10_000
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -28,7 +31,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
 )

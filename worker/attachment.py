@@ -21,7 +21,7 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
 CHANNEL_OPTIONS = (
     *((name, value) for name, value in SERVER_OPTIONS if name != "grpc.so_reuseport"),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -92,7 +92,7 @@ func dial(address string, given []Option) (*grpc.ClientConn, error) {
 			Time: 20 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true}),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
-			MinConnectTimeout: 5 * time.Second,
+			MinConnectTimeout: defaultTimeout,
 		}),
 	}
 	if chosen.token != nil {
