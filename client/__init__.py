@@ -2,7 +2,7 @@
 
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.credentials import Credentials
-from quire.client.engine import Engine, EngineConfig, EngineStatistics
+from quire.client.engine import Engine, EngineConfig, EngineStatistics, Outage
 from quire.client.errors import (
     AccessDenied,
     CredentialsUnusable,
@@ -19,6 +19,7 @@ from quire.client.errors import (
     StepFailed,
     StepRefused,
     Unavailable,
+    WorkerUnavailable,
 )
 from quire.client.outputs import Chunk, Completion, Sample, TokenLogprobs
 from quire.client.sampling import SamplingParams
@@ -45,6 +46,7 @@ __all__ = [
     "LeaseLost",
     "NotFound",
     "OutOfRoom",
+    "Outage",
     "ProtocolViolation",
     "QuireError",
     "RequestFailed",
@@ -58,4 +60,5 @@ __all__ = [
     "Unavailable",
     "WorkerApi",
     "WorkerClient",
+    "WorkerUnavailable",
 ]

@@ -11,6 +11,9 @@ The engine holds every request's tokens, so it outlives both services: after a f
 still answer, forgets what was being sampled, and admits everybody again, under the pool's new epoch or a new lease.
 Callers see a pause, and each token once.
 
+A step or a plan that is refused for what one sequence brings is no failure of a service: that request fails, alone. The
+refused step is sent again to be skipped, since its number is not used up, and planned again without that sequence.
+
 A plan whose answer does not come is no failure yet: it is repeated under its request_id while the lease can be alive,
 and steps in flight are taken meanwhile. A cachemgr that comes back with its books answers it as if nothing had been.
 """
@@ -22,9 +25,10 @@ import os
 import random
 import time
 from collections import abc, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Integral
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from quire.cache.v1.cache_service_pb2 import PlanStepRequest
 from quire.cache.v1.grant_pb2 import SignedGrant
@@ -45,6 +49,7 @@ from quire.client.errors import (
     RequestFailed,
     StepFailed,
     Unavailable,
+    WorkerUnavailable,
     after_delivery,
 )
 from quire.client.messages import limits_of
@@ -71,7 +76,6 @@ Prompt = str | abc.Sequence[int]
 
 _log = logging.getLogger(__name__)
 _MAX_STEPS_IN_FLIGHT = 2
-_DEFAULT_PARAMS = SamplingParams()
 # A plan that is not answered within this time is asked again while steps in flight are taken.
 _PATIENCE_S = 1.0
 # A session that could not be opened in the time left may have this long all the same.
@@ -137,6 +141,20 @@ class EngineStatistics:
     copy_bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The engine waits for a service; requests go on when it is back.
+
+    waiting_for   "cachemgr" or "the worker"
+    error         the last answer, or why there was none
+    gives_up_s    the event loop's time at which requests fail
+    """
+
+    waiting_for: str
+    error: QuireError
+    gives_up_s: float
+
+
 @dataclass(slots=True)
 class _Counters:
     computed_steps: int = 0
@@ -147,6 +165,22 @@ class _Counters:
     deliver_s: float = 0.0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A step in flight.
+
+    sent_at  by time.perf_counter()
+    void     why it computes nothing, if that is known: it was refused, or one before it was, and is skipped now
+    """
+
+    step: Step
+    grant: SignedGrant
+    answer: StepAnswer
+    sent_at: float
+    span: StepSpan | NoSpan
+    void: QuireError | None = None
 
 
 class _Request:
@@ -223,7 +257,7 @@ class Engine:
         self._max_logprobs = 0
         self._requests: dict[int, _Request] = {}
         self._tracing = tracing
-        self._flight: deque[tuple[Step, StepAnswer, float, StepSpan | NoSpan]] = deque()  # sent at
+        self._flight: deque[_Sent] = deque()
         self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = []  # came at
         self._measured = Measured()
         self._page: EnginePage | None = None
@@ -231,6 +265,8 @@ class Engine:
         self._loop: asyncio.Task[None] | None = None
         self._stopped: EngineStopped | None = None
         self._counters = _Counters()
+        self._outage: Outage | None = None
+        self._outage_changed = asyncio.Event()
         self._failing_since: float | None = None  # the loop's time; None while the services can be used
         self._recoveries_in_row = 0
         self._fruitless_in_row = 0
@@ -315,29 +351,56 @@ class Engine:
             raise Unavailable("there is no session with the services right now")
         return self._session.model
 
-    def generate(self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS) -> abc.AsyncGenerator[Chunk, None]:
+    @property
+    def outage(self) -> Outage | None:
+        """The service that requests wait for, or did until they failed; None while the services can be used."""
+        return self._outage
+
+    async def next_outage(self, seen: Outage | None) -> Outage | None:
+        """Wait until there is another outage than the one seen, or none any more; return it."""
+        while self._outage is seen:
+            await self._outage_changed.wait()
+        return self._outage
+
+    def _set_outage(self, outage: Outage | None) -> None:
+        if outage != self._outage:
+            self._outage = outage
+            self._outage_changed.set()
+            self._outage_changed = asyncio.Event()
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
+    ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
 
-        Raises InvalidRequest at once. The iterator raises RequestFailed, Unavailable, EngineStopped, or InvalidRequest
-        if a service refuses the prompt; each says how many tokens it has given out, in delivered_token_counts. Work
-        begins with the first item asked for; closing the iterator, or cancelling the task that waits in it, frees
-        everything with the next plan.
+        The prompt is text or token ids. fields are those of SamplingParams: `generate(prompt, max_tokens=3)`; given
+        beside params they replace what params says.
+
+        Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises
+        RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each says how
+        many tokens it has given out, in delivered_token_counts. Work begins with the first item asked for; closing the
+        iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
-        token_ids = self._check(prompt, params)
-        return self._generate(token_ids, params)
+        wanted = _params_of(params, fields)
+        token_ids = self._check(prompt, wanted)
+        return self._generate(token_ids, wanted)
 
     async def complete(
-        self, prompts: abc.Iterable[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] = _DEFAULT_PARAMS
+        self,
+        prompts: Prompt | abc.Iterable[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        **fields: Any,
     ) -> list[Completion]:
-        """All samples of all prompts, in the prompts' order. params are for all, or one for each.
+        """All samples of all prompts, in the prompts' order.
+
+        params are for all prompts, or one for each; fields are as in generate, for all prompts. A string is
+        one prompt, and so is a list of integers: token ids. The answer is a list of one then.
 
         Raises what generate raises; then the other prompts are cancelled.
         """
-        prompts = list(prompts)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequest.of_field("params", len(each), f"one for all or one per prompt, {len(prompts)}")
-        checked = [self._check(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
+        several = _prompts_of(prompts)
+        each = [_params_of(one, fields) for one in _one_for_each(params, len(several))]
+        checked = [self._check(prompt, wanted) for prompt, wanted in zip(several, each, strict=True)]
         tasks = [
             asyncio.create_task(self._complete(token_ids, wanted))
             for token_ids, wanted in zip(checked, each, strict=True)
@@ -396,10 +459,7 @@ class Engine:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            token_ids = list(prompt)
-            if not all(type(token_id) is int for token_id in token_ids):
-                raise InvalidRequest.of_field("prompt", type(prompt).__name__, "text or a sequence of int token ids")
-            return token_ids
+            return _integers_of(prompt)
         if self._tokenizer is None:
             raise InvalidRequest.of_field("prompt", "text", "token ids, since there is no tokenizer")
         return self._tokenizer.encode(prompt)
@@ -431,11 +491,12 @@ class Engine:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
-        sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+        # Before the scheduler takes the request: what raises here leaves nothing behind.
         texts = [
             SampleText(self._tokenizer.detokenizer(token_ids) if self._tokenizer else None, params.stop)
-            for _ in sequences
+            for _ in range(params.n)
         ]
+        sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
         times = RequestTimes(
             self._measured,
             began_s=time.perf_counter(),
@@ -489,7 +550,7 @@ class Engine:
             planned = len(self._flight) < _MAX_STEPS_IN_FLIGHT and await self._plan(session)
             self._deliver()
             if not planned:
-                await self._settle()
+                await self._settle(session)
         except QuireError as error:
             await self._recover(session, error)
 
@@ -508,18 +569,24 @@ class Engine:
             if not self._flight:
                 await self._pause()
             return not self._flight
+        except InvalidRequest as error:
+            if not (error.is_about_input and plan.sequences):
+                raise
+            _log.warning("a plan was refused: %s", error)
+            self._fail_some(self._scheduler.on_plan_refused(plan, error))
+            return True
         planned = time.perf_counter()
         step = self._scheduler.on_planned(plan, outcome)
         self._fail_some(step.failed)
         with self._span("quire.step", step.sequences) as span:
             answer = await session.run(step, grant)
         sent = time.perf_counter()
-        self._flight.append((step, answer, sent, span))
+        self._flight.append(_Sent(step, grant, answer, sent, span))
         self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
         if plan.asks_to_compute and not step.seq_ids and len(self._flight) == 1:
-            await self._settle()
+            await self._settle(session)
             await self._pause()  # blocks are on the way back, or others hold them
         return True
 
@@ -538,19 +605,22 @@ class Engine:
     async def _ask_again(
         self, session: Session, request: PlanStepRequest, error: Unavailable
     ) -> tuple[PlanOutcome, SignedGrant]:
-        asking = asyncio.create_task(session.plan_again(request, error, until=self._recovery_deadline()))
+        deadline = self._recovery_deadline()
+        self._set_outage(Outage("cachemgr", error, deadline))
+        asking = asyncio.create_task(session.plan_again(request, error, until=deadline))
         try:
             while self._flight and not asking.done():
-                ended = asyncio.ensure_future(self._flight[0][1].result())
+                ended = asyncio.ensure_future(self._flight[0].answer.result())
                 ended.add_done_callback(_retrieve)  # _settle asks for it too
                 await asyncio.wait([asking, ended], return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
-                    await self._settle()
+                    await self._settle(session)
                     self._deliver()
             answer = await asking
         finally:
             asking.cancel()
         self._failing_since = None
+        self._set_outage(None)
         return answer
 
     def _recovery_deadline(self) -> float:
@@ -559,18 +629,22 @@ class Engine:
             self._failing_since = asyncio.get_running_loop().time()
         return self._failing_since + self._config.recovery_timeout_s
 
-    async def _settle(self) -> None:
+    async def _settle(self, session: Session) -> None:
         """Wait for the oldest step in flight and take its tokens."""
         if not self._flight:
             raise RuntimeError("there is work, nothing to plan and nothing to wait for")
         started = time.perf_counter()
-        step, answer, sent, span = self._flight[0]
+        sent = self._flight[0]
+        step, span = sent.step, sent.span
         try:
-            response = await answer.result()
+            response = await sent.answer.result()
             if response.step_number != step.step_number:
                 raise ProtocolViolation(f"the answer to step {step.step_number} is about {response.step_number}")
         except QuireError as error:
             span.fail(error)
+            if error.is_about_input and sent.void is None:
+                await self._skip_flight(session, error)
+                return
             if not isinstance(error, StepFailed):
                 raise
             self._flight.popleft()
@@ -580,7 +654,10 @@ class Engine:
             ended = time.perf_counter()
             self._counters.wait_s += ended - started
         self._flight.popleft()
-        self._measured.step.observe(ended - sent)
+        if sent.void is not None:
+            await self._take_failure(step, sent.void)
+            return
+        self._measured.step.observe(ended - sent.sent_at)
         timings = _timings_of(response)
         self._observe_costs(step, response, timings)
         if span is not NO_SPAN:
@@ -613,12 +690,23 @@ class Engine:
         requests = [self._requests[each] for each in request_ids if each in self._requests]
         return self._tracing.step(name, [request.span for request in requests])
 
-    async def _take_failure(self, step: Step, error: StepFailed) -> None:
-        _log.warning("step %d computed nothing: %s", step.step_number, error.reason)
+    async def _skip_flight(self, session: Session, error: QuireError) -> None:
+        """Send the steps in flight again, to be skipped: the oldest was refused, and so were those behind it."""
+        void = error
+        for sent in self._flight:
+            sent.span.fail(void)
+            sent.void = void
+            sent.answer = await session.run(sent.step, sent.grant, skip=True)
+            void = StepFailed("a step before it was refused", reason="PRIOR_STEP_FAILED")
+
+    async def _take_failure(self, step: Step, error: QuireError) -> None:
+        _log.warning("step %d computed nothing: %s", step.step_number, error)
         if error.reason == "PRIOR_STEP_FAILED":
             self._scheduler.on_step_dropped(step)
-        else:
+        elif isinstance(error, StepFailed):
             self._fail_some(self._scheduler.on_step_failed(step, error))
+        else:
+            self._fail_some(self._scheduler.on_step_refused(step, error))
         if not self._flight:
             await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
 
@@ -635,7 +723,11 @@ class Engine:
         for sampled, response, at_s in undelivered:
             logprobs = {entry.sequence_id: entry for entry in response.logprobs}
             for event in sampled:
-                self._deliver_one(event, logprobs.get(event.seq_id), at_s)
+                try:
+                    self._deliver_one(event, logprobs.get(event.seq_id), at_s)
+                except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
+                    _log.exception("the text of a request can't be made")
+                    self._fail_some([Failed(event.sequence, _undeliverable(error))])
         self._counters.deliver_s += time.perf_counter() - started
 
     def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
@@ -667,7 +759,7 @@ class Engine:
         """Make sure that nothing is in flight, then go on: in the pool's new epoch, or without a session."""
         _log.warning("recovering: %s", error)
         self._deliver()
-        await self._drain()
+        await self._drain(session)
         await self._cache.hang_up()
         if self._worker is not None:
             await self._worker[1].hang_up()
@@ -688,14 +780,14 @@ class Engine:
         if self._recoveries_in_row > 1:
             await self._pause()
 
-    async def _drain(self) -> None:
+    async def _drain(self, session: Session) -> None:
         """Take what the steps in flight still answer; from the first that fails on, their tokens are void."""
         while self._flight:
             try:
-                await self._settle()
+                await self._settle(session)
             except QuireError as error:
-                for *_, span in self._flight:
-                    span.fail(error)
+                for sent in self._flight:
+                    sent.span.fail(error)
                 self._flight.clear()
         self._deliver()
 
@@ -716,6 +808,7 @@ class Engine:
                 if asyncio.get_running_loop().time() > deadline:
                     self._fail_requests(error)
                     return None
+                self._set_outage(Outage(_waiting_for(error), error, deadline))
                 await asyncio.sleep(max(next(delays_s), error.retry_after_s or 0.0))
             else:
                 self._scheduler.reset_all()
@@ -744,6 +837,7 @@ class Engine:
         """The scheduler and new requests keep to what this session's pool and model allow."""
         self._session = session
         self._failing_since = None
+        self._set_outage(None)
         self._end_token_ids = tuple(session.model.end_token_ids)
         self._max_logprobs = session.model.max_logprob_count
         self._scheduler.set_limits(self._limits_of(session))
@@ -781,6 +875,53 @@ class Engine:
             await self._worker[1].close()
 
 
+def _waiting_for(error: QuireError) -> str:
+    is_detached = error.reason in ("POOL_DETACHED", "POOL_NOT_FOUND")
+    return "the worker" if is_detached or isinstance(error, WorkerUnavailable) else "cachemgr"
+
+
+def _params_of(params: SamplingParams | None, fields: abc.Mapping[str, Any]) -> SamplingParams:
+    if params is None:
+        return SamplingParams(**fields)
+    if not isinstance(params, SamplingParams):
+        limit = "SamplingParams, or its fields as keywords: max_tokens=3"
+        raise InvalidRequest.of_field("params", type(params).__name__, limit)
+    return replace(params, **fields)
+
+
+def _one_for_each(
+    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+) -> abc.Sequence[SamplingParams | None]:
+    if not isinstance(params, abc.Iterable):
+        return [params] * count
+    each = list(params)
+    if len(each) != count:
+        raise InvalidRequest.of_field("params", len(each), f"one for all or one per prompt, {count}")
+    return each
+
+
+def _prompts_of(prompts: Prompt | abc.Iterable[Prompt]) -> abc.Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, abc.Iterable):
+        limit = "text, token ids, or several of these"
+        raise InvalidRequest.of_field("prompts", type(prompts).__name__, limit)
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], Integral) else several
+
+
+def _integers_of(prompt: abc.Sequence[int]) -> list[int]:
+    """Token ids as int: NumPy's integers are taken too. Raises InvalidRequest."""
+    limit = "text or a sequence of integers, the token ids"
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, abc.Iterable):
+        raise InvalidRequest.of_field("prompt", type(prompt).__name__, limit)
+    token_ids = list(prompt)
+    for kind in {type(token_id) for token_id in token_ids}:
+        if kind is bool or not issubclass(kind, Integral):
+            raise InvalidRequest.of_field("prompt", f"{type(prompt).__name__} of {kind.__name__}", limit)
+    return list(map(int, token_ids))
+
+
 def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
     top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
     return TokenLogprobs(token_id, entry.sampled_logprob, top)
@@ -802,6 +943,12 @@ def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float
 
 def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:
     failed = RequestFailed(f"given up after {num_recoveries} recoveries, the last one for: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def _undeliverable(error: Exception) -> RequestFailed:
+    failed = RequestFailed(f"the tokens can't be made a text: {error!r}")
     failed.__cause__ = error
     return failed
 

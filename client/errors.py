@@ -62,6 +62,11 @@ class QuireError(Exception):
             return default
 
     @property
+    def is_about_input(self) -> bool:
+        """Whether a refusal names a field or a sequence of what the service was sent."""
+        return "field" in self.metadata or "sequence_id" in self.metadata
+
+    @property
     def delivered_token_counts(self) -> tuple[int, ...]:
         """Tokens that each sample of a request had given out before this; empty if it is no error of a request.
 
@@ -149,6 +154,10 @@ class Unavailable(QuireError):
     """A server is away or too slow."""
 
     default_reason = "UNAVAILABLE"
+
+
+class WorkerUnavailable(Unavailable):
+    """The worker is away or too slow, and cachemgr is not."""
 
 
 class ProtocolViolation(QuireError):

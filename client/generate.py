@@ -20,6 +20,7 @@ from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine import Engine, EngineConfig
 from quire.client.errors import InvalidRequest, QuireError
+from quire.client.outages import outages_shown
 from quire.client.outputs import Chunk, Completion, Sample, complete
 from quire.client.render import counted, printable, text_tail
 from quire.client.sampling import SamplingParams
@@ -76,7 +77,9 @@ async def _generate(
     prompt: str, params: SamplingParams, target: Target, tracing: Tracing | None, *, as_json: bool
 ) -> None:
     await _check_services(target)
-    async with _engine(target, tracing) as engine:
+    # A live display of several samples prints lines above itself.
+    in_place = sys.stderr.isatty() and params.n == 1
+    async with _engine(target, tracing) as engine, outages_shown(engine, in_place=in_place):
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise UnreachableError(

@@ -97,11 +97,13 @@ def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:
     return Refusal(item, refusal.sequence_id, decode_error(refusal.error))
 
 
-def encode_step(step: Step, grant: grant_pb2.SignedGrant) -> worker_service_pb2.RunStepRequest:
+def encode_step(step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> worker_service_pb2.RunStepRequest:
     """A step as a request: the grant untouched, tokens and parameters only of those that need them.
 
-    A step without runs is sent to be skipped, so that step numbers have no holes.
+    A step without runs, or one to skip, is sent to be skipped, so that step numbers have no holes.
     """
+    if skip or not step.seq_ids:
+        return worker_service_pb2.RunStepRequest(grant=grant, skip=True)
     inputs: dict[int, worker_service_pb2.SequenceInput] = {}
     for index in step.given:
         start = step.starts[index]
@@ -111,7 +113,7 @@ def encode_step(step: Step, grant: grant_pb2.SignedGrant) -> worker_service_pb2.
         if index not in inputs:
             inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index])
         inputs[index].sampling.CopyFrom(_encode_sampling(step.sequences[index]))
-    return worker_service_pb2.RunStepRequest(grant=grant, inputs=inputs.values(), skip=not step.seq_ids)
+    return worker_service_pb2.RunStepRequest(grant=grant, inputs=inputs.values())
 
 
 def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameters:
@@ -126,7 +128,7 @@ def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameter
         seed=sequence.seed,
         logprob_count=params.logprobs,
     )
-    if params.has_penalty:
-        message.prompt_token_ids.extend(sequence.token_ids[: sequence.num_prompt_tokens])
-        message.output_token_ids.extend(sequence.output_token_ids)
+    if params.has_penalty:  # which asks only whether a token occurred
+        message.prompt_token_ids.extend(sorted(set(sequence.token_ids[: sequence.num_prompt_tokens])))
+        message.output_token_ids.extend(sorted(set(sequence.output_token_ids)))
     return message

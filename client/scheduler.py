@@ -4,6 +4,7 @@
     on_planned(plan, outcome)        what cachemgr made of it; from here on the step is in flight
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped what it should have computed is admitted again
+    on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
     cancel / stop / reset_all        from outside, at any point between those calls
 
 Rank. Higher priority first, then who arrived first; in everything. Running sequences get tokens and blocks in order of
@@ -30,14 +31,16 @@ quarter of max_step_tokens to prompts, in every step.
 
 A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
 failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
-others with it. After a failure nothing is planned until the steps in flight have ended: a step planned before the
-outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
+others with it. A plan or a step that is refused for its input names the sequence, which fails; if it names none, its
+sequences are suspects. After a failure nothing is planned until the steps in flight have ended: a step planned before
+the outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
 """
 
 from bisect import bisect_right, insort
 from collections import abc, deque
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -57,6 +60,8 @@ _AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
 _RESERVE_STEPS = 4
 # Of a step's tokens one in so many is never a decode's.
 _PROMPT_SHARE = 4
+# Tokens of newcomers in one plan and its step: 5 bytes each at most, in messages of 64 MiB at most.
+_MAX_MESSAGE_TOKENS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +292,11 @@ class _Counters:
 class _Draft:
     """A plan while it is being made."""
 
-    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "restores", "sequences")
+    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "message_tokens", "restores", "sequences")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.message_tokens = 0
         self.ids: list[int] = []
         self.counts: list[int] = []
         self.forks: list[Fork] = []
@@ -310,6 +316,12 @@ class _Draft:
         self.counts += [1] * len(ids)
         self.sequences.update(zip(ids, sequences, strict=True))
         self.budget -= len(ids)
+
+    def takes(self, newcomer: Sequence) -> bool:
+        """Whether the messages stay small enough with one more newcomer: the first always fits."""
+        is_first = not self.message_tokens
+        self.message_tokens += len(newcomer.token_ids) * (2 if newcomer.params.has_penalty else 1)
+        return is_first or self.message_tokens <= _MAX_MESSAGE_TOKENS
 
     def restore(self, seq_id: int, sequence: Sequence) -> None:
         self.restores.append(seq_id)
@@ -386,12 +398,13 @@ class Scheduler:
             ends |= frozenset(end_token_ids)
         request_id = self._next_request
         self._next_request += 1
+        prompt = list(prompt_token_ids)
         sequences = [
             Sequence(
                 request_id=request_id,
                 index=index,
                 arrival=(request_id, index),
-                token_ids=list(prompt_token_ids),
+                token_ids=prompt if index else prompt.copy(),
                 num_prompt_tokens=len(prompt_token_ids),
                 max_tokens=max_tokens,
                 end_token_ids=ends,
@@ -410,8 +423,8 @@ class Scheduler:
     def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
         """The most tokens a request may generate.
 
-        Raises InvalidRequest if the prompt is empty, has a token out of range, or does not fit, together with
-        max_tokens, into the model or the pool.
+        Raises InvalidRequest if the prompt is empty, if it or stop_token_ids have a token out of range, or if it does
+        not fit, together with max_tokens, into the model or the pool.
         """
         num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
         if not num_tokens:
@@ -420,6 +433,10 @@ class Scheduler:
             if not 0 <= token_id < self.limits.vocabulary_size:
                 allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
                 raise InvalidRequest.of_field("prompt", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.limits.vocabulary_size:
+                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                raise InvalidRequest.of_field("stop_token_ids", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
         whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
         if num_tokens >= limit:
             allowed = f"fewer than {limit} tokens, by the {whose}"
@@ -541,6 +558,7 @@ class Scheduler:
         for parent in self._running:
             followers = self._followers.get(parent, [])
             children = followers[: max(0, min(places, draft.budget))]
+            children = list(takewhile(draft.takes, children))
             if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
                 continue
             if not self._may_take_blocks(parent):
@@ -560,7 +578,9 @@ class Scheduler:
         # cached, cuts the last one.
         budget = float(draft.budget)
         for sequence in self._waiting[: max(0, places)]:
-            if budget <= 0 or not self._may_take_blocks(sequence) or not self._draft_newcomer(draft, sequence):
+            if budget <= 0 or not self._may_take_blocks(sequence) or not draft.takes(sequence):
+                return
+            if not self._draft_newcomer(draft, sequence):
                 return
             budget -= max(1.0, self._expected_run_of(sequence))
             if self._admission_needs:
@@ -933,6 +953,39 @@ class Scheduler:
             else:
                 self._retry_alone(sequence, error, failed)
         self._checked()
+        return failed
+
+    def on_step_refused(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+        """The worker refused the oldest step in flight for its input, and has skipped it. Returns who is given up."""
+        self._take_failed(step)
+        sequences = dict(zip(step.seq_ids, step.sequences, strict=True))
+        failed = self._blame(sequences, error)
+        for seq_id, sequence in sequences.items():
+            if self._is_of(sequence, seq_id):
+                self._readmit(sequence)
+        self._checked()
+        return failed
+
+    def on_plan_refused(self, plan: Plan, error: QuireError) -> abc.Sequence[Failed]:
+        """cachemgr refused a whole plan for its input, and applied nothing. Returns who is given up."""
+        failed = self._blame(plan.sequences, error)
+        self._checked()
+        return failed
+
+    def _blame(self, sequences: abc.Mapping[int, Sequence], error: QuireError) -> list[Failed]:
+        """Give up the sequence that a refusal names, or the only one; if it could be any of several, suspect them."""
+        named = error.number("sequence_id", -1)
+        culprits = [sequences[named]] if named in sequences else list(sequences.values())
+        failed: list[Failed] = []
+        for sequence in culprits:
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if len(culprits) > 1:
+                self._suspect(sequence)
+            elif isinstance(error, InvalidRequest):
+                self._fail(sequence, error, failed)
+            else:
+                self._retry_alone(sequence, error, failed)
         return failed
 
     def on_step_dropped(self, step: Step) -> None:

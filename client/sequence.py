@@ -122,6 +122,8 @@ class Sequence:
         """Go to another state. Raises ValueError if the table has no such transition."""
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"sequence {self.arrival}: {self.state.value} -> {state.value}")
+        if self.state is SequenceState.FOLLOWING:
+            self.token_ids = self.token_ids.copy()  # all samples that follow share the prompt's list
         self.state = state
 
     def begin(self, seq_id: int, *, num_scheduled_tokens: int, num_shared_tokens: int | None = None) -> None:

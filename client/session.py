@@ -6,7 +6,7 @@ from collections.abc import Callable
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy
-from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable
+from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
 from quire.client.messages import decode_outcome, encode_plan, encode_step
 from quire.client.scheduler import Plan, PlanOutcome, Step
 from quire.client.worker_client import StepAnswer, WorkerApi
@@ -64,6 +64,11 @@ class Session:
         session = cls(cache, connect_worker, lease=lease, ttl_s=ttl_s)
         try:
             session.model = await session._worker.get_model()
+        except Unavailable as error:
+            await session.close()
+            raise WorkerUnavailable(
+                error.message, reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s
+            ) from error
         except BaseException:
             await session.close()
             raise
@@ -107,9 +112,9 @@ class Session:
                 continue
         raise error
 
-    async def run(self, step: Step, grant: grant_pb2.SignedGrant) -> StepAnswer:
-        """Send a step to the worker."""
-        return await self._worker.run(encode_step(step, grant))
+    async def run(self, step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
+        """Send a step to the worker, to be run or to be skipped."""
+        return await self._worker.run(encode_step(step, grant, skip=skip))
 
     async def follow_epoch(self) -> bool:
         """Go on with the pool's present epoch, under the same lease. Returns whether there is a new one."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.client.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
@@ -53,7 +55,15 @@ class Tokenizer:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens, with those that the tokenizer puts around a text."""
+        """The text's tokens, with those that the tokenizer puts around a text.
+
+        Raises InvalidRequest for a lone surrogate, which is no character and which UTF-8 can't encode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{text[error.start]!a} at {error.start}"
+            raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
         return list(self._raw.encode(text).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -443,6 +444,14 @@ def test_cancelling_a_task_releases_and_leaves_others_alone() -> None:
         ([1] * 500, greedy(), "prompt"),
         ("a\n", greedy(500), "max_tokens"),
         ("a\n", greedy(logprobs=5), "logprobs"),
+        ("a\n", greedy(stop_token_ids=(257,)), "stop_token_ids"),
+        (5, greedy(), "prompt"),
+        (None, greedy(), "prompt"),
+        (b"a\n", greedy(), "prompt"),
+        ([True], greedy(), "prompt"),
+        ([1.0], greedy(), "prompt"),
+        ("a\ud800\n", greedy(), "prompt"),
+        ("a\n", 3, "params"),
     ],
 )
 def test_what_can_not_be_served_is_refused_at_once(prompt: Any, params: SamplingParams, field: str) -> None:
@@ -451,6 +460,64 @@ def test_what_can_not_be_served_is_refused_at_once(prompt: Any, params: Sampling
             engine.generate(prompt, params)
         assert caught.value.metadata["field"] == field
         assert services.plans == []
+
+    with_engine(body)
+
+
+PROMPTS_THAT_ARE_ONE = [
+    "a\n",
+    ["a\n"],
+    TOKENIZER.encode("a\n"),
+    [TOKENIZER.encode("a\n")],
+    tuple(TOKENIZER.encode("a\n")),
+    numpy.array(TOKENIZER.encode("a\n")),
+    [numpy.array(TOKENIZER.encode("a\n"), dtype=numpy.int32)],
+]
+
+
+@pytest.mark.parametrize("prompts", PROMPTS_THAT_ARE_ONE, ids=repr)
+def test_a_string_is_one_prompt_and_so_are_token_ids(prompts: Any) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        (completion,) = await engine.complete(prompts, greedy(20))
+        assert completion.prompt_token_ids == tuple(TOKENIZER.encode("a\n"))
+        assert completion.token_ids == tuple(RECITED[:20])
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (5, None, "prompts"),
+        (b"a\n", None, "prompts"),
+        ([["a"]], None, "prompt"),
+        ([1, "a"], None, "prompt"),
+        (["a\n"], [], "params"),
+        (["a\n"], {"max_tokens": 3}, "params"),
+        (["a\n"], 3, "params"),
+        (["a\n", "b\ud800"], None, "prompt"),
+    ],
+)
+def test_several_that_can_not_be_served_are_refused(prompts: Any, params: Any, field: str) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.complete(prompts, params)
+        assert caught.value.metadata["field"] == field
+        assert services.plans == []
+
+    with_engine(body)
+
+
+def test_fields_of_sampling_params_are_keywords() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        chunks = await read(engine.generate("a\n", max_tokens=3, temperature=0))
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:3]
+        each = await engine.complete(["a\n", "b\n"], [greedy(9), greedy(9, n=2)], max_tokens=4)
+        assert [len(sample.token_ids) for one in each for sample in one.samples] == [4, 4, 4]
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            engine.generate("a\n", max_tokens=0)
+        with pytest.raises(TypeError, match="max_token"):
+            engine.generate("a\n", max_token=3)
 
     with_engine(body)
 
@@ -810,6 +877,36 @@ def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
             assert completion.token_ids == tuple(RECITED[:40])
 
     with_engine(body)
+
+
+class BrokenTokenizer(Tokenizer):
+    """Can't make a text of "!" with something behind its line, nor of "?" at all."""
+
+    def decode(self, token_ids: Any) -> str:
+        text = super().decode(token_ids)
+        if "?" in text or ("!" in text and len(text) > 2):
+            raise RuntimeError("no such text")
+        return text
+
+
+def test_a_text_that_can_not_be_made_fails_its_own_request() -> None:
+    async def main() -> None:
+        services = Services()
+        tokenizer = BrokenTokenizer(byte_tokenizer()._raw)
+        async with Engine(
+            services, lambda _: services, config=EngineConfig(verify=True), tokenizer=tokenizer
+        ) as engine:
+            good = asyncio.create_task(engine.complete(["a\n", "b\n"], greedy(40)))
+            with pytest.raises(RequestFailed, match="no such text"):
+                await engine.complete("!\n", greedy(10))
+            with pytest.raises(RuntimeError, match="no such text"):
+                await engine.complete("?\n", greedy(10))
+            assert [one.token_ids for one in await good] == [tuple(RECITED[:40])] * 2
+            await until(lambda: not services.sequences)  # nothing goes on for the requests that failed
+            scheduler = engine.statistics().scheduler
+            assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError("a bug")], ids=type)

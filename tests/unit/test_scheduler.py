@@ -1099,6 +1099,26 @@ def crowded(**changes: int) -> World:
     return world
 
 
+@pytest.mark.parametrize(("penalty", "num_admitted"), [(0.0, 2), (1.0, 1)])
+def test_a_plan_takes_only_as_many_prompts_as_its_messages_carry(penalty: float, num_admitted: int) -> None:
+    limits = SchedulerLimits(10**7, 8, 16, 10**6, 10**7, VOCABULARY)
+    scheduler = Scheduler(limits)
+    params = SamplingParams(max_tokens=1, presence_penalty=penalty)
+    for _ in range(4):
+        scheduler.add([1] * 1_500_000, params, end_token_ids=(), seed=0)
+    assert len(scheduler.schedule().admissions) == num_admitted
+    alone = Scheduler(limits)
+    alone.add([1] * 5_000_000, params, end_token_ids=(), seed=0)
+    assert len(alone.schedule().admissions) == 1
+
+
+def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:
+    scheduler = Scheduler(SchedulerLimits(64, 8, 4, 100, 100, VOCABULARY))
+    first, *others = scheduler.add([1, 2, 3], SamplingParams(n=1024, max_tokens=9), end_token_ids=(), seed=0)
+    assert len({id(sequence.token_ids) for sequence in others}) == 1
+    assert first.token_ids is not others[0].token_ids
+
+
 def test_who_is_preempted_comes_back_from_the_host_tier() -> None:
     world = crowded()
     world.run()
