@@ -448,6 +448,43 @@ def test_pins_reservations_shares_and_watches_go_on() -> None:
         cachemgr.close()
 
 
+def test_a_sequence_that_keeps_blocks_which_its_fork_shares_goes_on() -> None:
+    """Its tokens differ from the fork's before the block that both have, and neither has filled."""
+    with tempfile.TemporaryDirectory(prefix="q-") as name:
+        cachemgr = LoneCachemgr(Path(name), "--state-dir", f"{name}/state").start()
+        worker = Bookkeeper(cachemgr, "pool", epoch=7)
+        tenant = Tenant.begin(cachemgr, worker, "alice")
+        tokens, reserved = [*prompt(3, 1), 5], 4 * BLOCK_SIZE
+        tenant.plan(admissions=[{"sequence_id": 2, "token_ids": tokens, "reserved_token_count": reserved}])
+        tenant.settle()
+        tenant.plan(forks=[{"parent_sequence_id": 2, "child_sequence_ids": [3], "token_count": BLOCK_SIZE + 1}])
+        tenant.settle()
+        others = [token + 1 for token in tokens[1:BLOCK_SIZE]]
+        extends = {
+            "sequence_ids": [2],
+            "token_counts": [len(others)],
+            "append_token_counts": [len(others)],
+            "append_token_ids": others,
+        }
+        plan = tenant.plan(trim_sequence_ids=[2], trim_token_counts=[1], extends=extends)
+        assert not plan.refusals
+
+        def told() -> Any:
+            ids = {"lease_id": tenant.lease_id}
+            answers = [call(cachemgr, "alice", "GetSequence", sequence_id=seq_id, **ids) for seq_id in (2, 3)]
+            tables = [list(answer.sequence.block_ids) for answer in answers]
+            return tables, list(call(cachemgr, "olga", "AuditPool", pool="pool").violations)
+
+        before = told()
+        tables, violations = before
+        assert (tables[0][1], violations) == (tables[1][1], [])
+        cachemgr.close()
+        worker.detach()
+        cachemgr.start()
+        assert told() == before
+        cachemgr.close()
+
+
 def watch(cachemgr: LoneCachemgr, cursor: str = "") -> Any:
     request = cache_service_pb2.WatchBlocksRequest(pool="pool", cursor=cursor)
     return cachemgr.stub("oscar").WatchBlocks(request, timeout=DEADLINE_S)

@@ -122,31 +122,40 @@ impl Books {
         }
     }
 
-    /// I4: who shares a block agrees on every token up to its end, as far as steps were planned to fill it.
+    /// I4: sequences that share a block agree on every token up to the last slot of it that both fill, as steps were
+    /// planned. A block that begins behind what a sequence fills says nothing: it is kept for a reservation, or was for
+    /// tokens that were not computed, and is replaced before the sequence writes to it, as long as it is shared.
     ///
     /// Two that agree up to the end of one block agree up to the ends of those before it: each sequence is gone through
-    /// from its end, and compared once with each of those it shares with.
+    /// from its end, and compared once with each of those it shares with. Of a block's holders all are compared with the
+    /// one that fills most of it.
     fn check_sharing(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.ref_count(*block) > 1;
         if !blocks.clone().any(|block| is_shared(&block)) {
             return;
         }
         let size = self.geometry.block_size;
-        let mut seen: HashMap<(usize, BlockId), (&Sequence, usize)> = HashMap::new();
+        let mut fullest: HashMap<BlockId, (usize, &Sequence, usize)> = HashMap::new(); // its index, its filled tokens
         for sequence in self.sequences() {
             let num_filled = sequence.num_known().min(sequence.num_scheduled);
-            let mut agreed: Option<(u64, usize)> = None; // with whom, up to which token
-            for (index, &block) in sequence.block_table.iter().enumerate().rev() {
+            let mut agreed: Option<(u64, usize)> = None; // with which sequence, up to which token
+            for (index, &block) in sequence.blocks_of(num_filled, size).iter().enumerate().rev() {
                 if !is_shared(&block) {
                     continue;
                 }
                 let filled = num_filled.min((index + 1) * size);
-                let (other, other_filled) = *seen.entry((index, block)).or_insert((sequence, filled));
+                let known = fullest.entry(block).or_insert((index, sequence, filled));
+                let (other_index, other, other_filled) = *known;
                 let shorter = filled.min(other_filled);
-                if agreed.is_some_and(|(number, end)| number == other.number && shorter <= end) {
+                if filled > other_filled {
+                    *known = (index, sequence, filled);
+                }
+                let is_same_place = index == other_index;
+                if is_same_place && agreed.is_some_and(|(number, end)| number == other.number && shorter <= end) {
                     continue;
                 }
-                if sequence.root == other.root && sequence.tokens[..shorter] == other.tokens[..shorter] {
+                let is_same_prefix = || sequence.tokens[..shorter] == other.tokens[..shorter];
+                if is_same_place && sequence.root == other.root && is_same_prefix() {
                     agreed = Some((other.number, shorter));
                 } else {
                     wrong.push(format!("block {block} is shared by sequences with different tokens"));
@@ -203,9 +212,11 @@ fn bounds(sequence: &Sequence) -> impl Debug {
 
 #[cfg(test)]
 mod tests {
-    use crate::books::tests::Bench;
+    use crate::books::tests::{Bench, admission};
+    use crate::plans::{Admission, Extend, StepRequest, Trim};
     use crate::pool::tests::ASKER;
     use crate::prefix::PrefixIndex;
+    use crate::settle::{StepOutcome, StepReport};
     use crate::steps::StepInFlight;
 
     /// Sequences 1 and 2 of three tokens each, in blocks 1 to 4, and the steps that compute them.
@@ -320,6 +331,102 @@ mod tests {
             (bench.sequence(2).num_scheduled, bench.sequence(2).tokens) = (num_scheduled, tokens.clone());
             assert_eq!(bench.0.violations().is_empty(), is_right, "{num_scheduled} of {tokens:?}");
         }
+    }
+
+    #[test]
+    fn a_block_that_a_reservation_keeps_is_shared_whatever_the_tokens_before_it_are() {
+        let rewrite = |trims: bool, extends: bool| {
+            let trims = if trims { vec![Trim { seq_id: 2, num_tokens: 1 }] } else { vec![] };
+            let extends = if extends { vec![Extend { seq_id: 2, num_tokens: 1, append: vec![8] }] } else { vec![] };
+            StepRequest { trims, extends, ..StepRequest::default() }
+        };
+        for (of_the_fork, steps) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
+            let mut bench = Bench::new(12);
+            let admission = Admission { reserved_tokens: 16, ..admission(2, &[5, 6, 7, 1, 2]) };
+            bench.plan(StepRequest { admissions: vec![admission.clone()], ..StepRequest::default() });
+            bench.settle();
+            if of_the_fork {
+                bench.fork(2, &[3], 3);
+            } else {
+                let admissions = vec![Admission { reserved_tokens: 0, ..admission }];
+                bench.plan_for("b", StepRequest { admissions, ..StepRequest::default() });
+            }
+            bench.settle();
+            let told: Vec<Vec<String>> = if steps == 1 {
+                vec![bench.plan(rewrite(true, true))]
+            } else {
+                vec![bench.plan(rewrite(true, false)), bench.plan(rewrite(false, true))]
+            }
+            .into_iter()
+            .map(|plan| plan.refusals.into_iter().map(|refused| refused.refusal.message).collect())
+            .collect();
+            assert_eq!(told.concat(), [""; 0]);
+            assert_eq!(bench.blocks(2)[1], 2, "it is kept");
+            assert_eq!(bench.0.violations(), [""; 0]);
+            bench.settle();
+            bench.extend(2, 1, &[]);
+            assert_ne!(bench.blocks(2)[1], 2, "it is replaced before it is written");
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_block_for_tokens_that_were_not_computed_is_shared_whatever_the_tokens_before_it_are() {
+        let mut bench = Bench::new(12);
+        bench.admit(1, &[1, 2, 3]);
+        bench.settle();
+        (0..4).for_each(|_| drop(bench.extend(1, 1, &[])));
+        bench.fork(1, &[2], 8);
+        while let Some(step) = bench.0.leases["a"].in_flight.front() {
+            let failed = StepReport { outcome: StepOutcome::Failed, ..report_of_nothing(step.step_number) };
+            bench.0.settle("a", &failed).unwrap();
+        }
+        assert_eq!((bench.blocks(1), bench.blocks(2)), (vec![1, 2, 3, 4], vec![1, 2, 3, 4]));
+        bench.extend(1, 2, &[7]);
+        bench.extend(2, 2, &[8]);
+        assert_eq!((bench.blocks(1)[3], bench.blocks(2)[3]), (4, 4));
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    fn report_of_nothing(step_number: u64) -> StepReport {
+        StepReport {
+            step_number,
+            outcome: StepOutcome::Skipped,
+            seq_ids: vec![],
+            token_counts: vec![],
+            sampled_ids: vec![],
+            sampled_tokens: vec![],
+        }
+    }
+
+    #[test]
+    fn two_holders_are_compared_whatever_a_third_fills() {
+        // The sequences are gone through in another order each time.
+        for filled_by_third in [1, 2].into_iter().chain([3; 20]) {
+            let mut bench = Bench::new(12);
+            bench.admit(1, &[1, 2, 3, 4]);
+            bench.settle();
+            bench.fork(1, &[2, 3], 4);
+            bench.settle();
+            bench.sequence(1).num_scheduled = filled_by_third;
+            (2..=3).for_each(|seq_id| bench.sequence(seq_id).num_scheduled = 4);
+            assert_eq!(bench.0.violations(), [""; 0]);
+            bench.sequence(3).tokens[3] = 9;
+            assert_eq!(bench.0.violations(), ["block 2 is shared by sequences with different tokens"]);
+        }
+    }
+
+    #[test]
+    fn a_block_at_two_places_is_told() {
+        let mut bench = Bench::new(12);
+        bench.admit(1, &[1, 1, 1, 1]);
+        bench.fork(1, &[2], 4);
+        bench.settle();
+        bench.sequence(2).block_table.swap(0, 1);
+        bench.sequence(2).num_scheduled = 4;
+        let mut told = bench.0.violations();
+        told.sort();
+        assert_eq!(told, [1, 2].map(|block| format!("block {block} is shared by sequences with different tokens")));
     }
 
     #[test]
