@@ -14,10 +14,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -242,6 +244,9 @@ class BookSequence:
     released: bool = False
     host: list[int] | None = None
     """Its host blocks while it is in the host tier."""
+    reserved_tokens: int = 0
+    promised: int = 0
+    """Blocks that are kept for its reservation, as they were counted last."""
 
     @property
     def known(self) -> int:
@@ -271,6 +276,8 @@ class BookStep:
     num_released: int
     host_touched: set[int] = field(default_factory=set)
     is_doomed: bool = False
+    let_go: list[int] = field(default_factory=list)
+    """Blocks that left a table while it was the last step in flight."""
 
 
 @dataclass
@@ -367,12 +374,52 @@ class Books:
     def num_room(self) -> int:
         return sum(state in (BlockState.FREE, BlockState.CACHED) for state in self.states().values())
 
+    # reservations
+
+    def is_at_risk(self, block: int) -> bool:
+        """Whether a holder would be handed out another block to write there: now, or while a step in flight is."""
+        steps = [step for lease in self.leases.values() for step in lease.steps]
+        is_let_go = block in self.touched_now or any(block in step.let_go for step in steps)
+        return self.holders()[block] != 1 or block in self.sealed or is_let_go
+
+    def needs(self, sequence: BookSequence, *, computed: int | None = None, shared: Collection[int] = ()) -> int:
+        """Blocks that a sequence with a reservation may still have to be handed out; `shared` are to be shared."""
+        if not sequence.reserved_tokens or sequence.host is not None:
+            return 0
+        first = (sequence.computed if computed is None else computed) // self.size
+        missing = max(0, -(-sequence.reserved_tokens // self.size) - len(sequence.table))
+        return missing + sum(block in shared or self.is_at_risk(block) for block in sequence.table[first:])
+
+    def needs_more(self, sequence: BookSequence, **changes: Any) -> int:
+        return self.needs(sequence, **changes) - self.needs(sequence)
+
+    def promise(self, *sequences: BookSequence) -> None:
+        for sequence in sequences:
+            sequence.promised = self.needs(sequence)
+
+    def num_promised(self) -> int:
+        return sum(s.promised for lease in self.leases.values() for s in lease.sequences.values())
+
+    def lacks(self, needed: int, *, parked: int = 0, spared: int = 0) -> bool:
+        """Whether there are too few blocks beside those that are promised."""
+        taken = needed + parked
+        return taken > 0 and taken + spared > max(0, self.num_room() - self.num_promised())
+
+    def num_parked(self, blocks: Collection[int]) -> int:
+        states = self.states()
+        return sum(states[block] is BlockState.CACHED for block in blocks)
+
     def num_rows(self) -> int:
         num_held = lambda lease: sum(s.host is None for s in lease.sequences.values())  # noqa: E731
         return sum(num_held(lease) + sum(step.num_released for step in lease.steps) for lease in self.leases.values())
 
-    def drop(self, blocks: list[int]) -> None:
-        """These table entries are gone already: note the order in which their blocks lost the last holder."""
+    def drop(self, blocks: list[int], steps: list[BookStep]) -> None:
+        """These table entries are gone already: note the order in which their blocks lost the last holder.
+
+        Those in flight of their lease are `steps`: the last of them may still touch the blocks.
+        """
+        if steps:
+            steps[-1].let_go += blocks
         holders = self.holders()
         for block in reversed(blocks):
             if not holders[block]:
@@ -471,6 +518,7 @@ class Books:
         self.touched_now = self.host_touched_now = frozenset()
         lease.steps.append(self.step)
         lease.next_step += 1
+        self.promise(*lease.sequences.values())
         assert not writes.entries, f"unexpected table writes {writes.entries}"
         assert writes.copies == self.expected_copies
         assert not writes.offloads, f"unexpected copies to the host tier {writes.offloads}"
@@ -496,7 +544,7 @@ class Books:
             return False
         sequence.released = True
         self.step.num_released += sequence.host is None
-        self.drop(sequence.table)
+        self.drop(sequence.table, self.lease.steps)
         return True
 
     def offload(self, seq_id: int) -> Reason | None:
@@ -514,7 +562,7 @@ class Books:
         for block in host:
             assert states[block] == "free", f"host block {block} handed out, {states[block]}"
             self.generations[-1 - block] += 1
-        heir = replace(old, table=[], published=0, sampled_at=None, host=host)
+        heir = replace(old, table=[], published=0, sampled_at=None, host=host, promised=0)
         old.released = True
         self.step.num_released += 1
         del self.lease.sequences[seq_id]
@@ -522,7 +570,7 @@ class Books:
         for run in (run for step in self.lease.steps for run in step.runs):
             run.heirs += [[heir, covers] for known, covers in [(run.sequence, run.covers), *run.heirs] if known is old]
         self.touched_now = {*self.touched_now, *old.table}
-        self.drop(old.table)
+        self.drop(old.table, [self.step])
         return None
 
     def restore(self, restore: Restore, reserve: int) -> Reason | int:
@@ -535,14 +583,15 @@ class Books:
             return Reason.SEQUENCE_BUSY
         if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
             return Reason.TOO_MANY_SEQUENCES
-        if sequence.known > self.max_tokens():
+        if sequence.known > self.max_tokens(sequence):
             return Reason.SEQUENCE_TOO_LONG
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
         keys = [sequence.key((i + 1) * self.size) for i in range((sequence.known - 1) // self.size)]
         found = [self.index[key] for key in itertools.takewhile(self.index.__contains__, keys)]
-        need, states = -(-sequence.known // self.size) - len(found), self.states()
-        if need + reserve > self.num_room() - sum(states[block] is BlockState.CACHED for block in found):
+        now = -(-sequence.known // self.size)
+        need, later = now - len(found), max(0, -(-sequence.reserved_tokens // self.size) - now)
+        if self.lacks(need + later, parked=self.num_parked(found), spared=reserve):
             return Reason.OUT_OF_BLOCKS
         sequence.table = self.take_blocks(sequence.seq_id, found, need)
         copied = slice(len(found), -(-sequence.scheduled // self.size))
@@ -551,6 +600,7 @@ class Books:
         sequence.host, sequence.published = None, len(found)
         sequence.computed = max(sequence.computed, len(found) * self.size)
         start = sequence.scheduled = max(sequence.scheduled, len(found) * self.size)
+        self.promise(sequence)
         count = min(sequence.known - start, restore.max_compute or 10**9, self.budget)
         self.budget -= count
         if count:
@@ -569,7 +619,10 @@ class Books:
             return sequence
         if not 1 <= count <= len(sequence.tokens):
             return Reason.POSITION_OUT_OF_RANGE
+        if self.lacks(self.needs_more(sequence, computed=min(sequence.computed, count))):
+            return Reason.OUT_OF_BLOCKS
         full, kept = count // self.size, -(-count // self.size)
+        kept = len(sequence.table) if sequence.reserved_tokens else kept
         sequence.tokens = sequence.tokens[:count]
         sequence.computed = min(sequence.computed, count)
         sequence.scheduled = min(sequence.scheduled, count)
@@ -584,7 +637,8 @@ class Books:
                     if entry[0] is sequence:
                         entry[1] = min(entry[1], count)
         tail, sequence.table = sequence.table[kept:], sequence.table[:kept]
-        self.drop(tail)
+        self.promise(sequence)
+        self.drop(tail, self.lease.steps)
         return None
 
     def fork(self, fork: Fork, child_id: int) -> Reason | None:
@@ -593,6 +647,9 @@ class Books:
             return parent
         if not 1 <= count <= len(parent.tokens):
             return Reason.POSITION_OUT_OF_RANGE
+        shared = parent.table[: -(-count // self.size)]
+        if self.lacks(self.needs_more(parent, shared=shared)):
+            return Reason.OUT_OF_BLOCKS
         if (reason := self.refuse_new(child_id)) is not None:
             return reason
         scheduled = min(parent.scheduled, count - 1)
@@ -601,7 +658,7 @@ class Books:
             child_id,
             parent.tag,
             parent.tokens[:count],
-            parent.table[: -(-count // self.size)],
+            shared,
             computed=min(parent.computed, scheduled),
             scheduled=scheduled,
             published=min(parent.published, scheduled // self.size),
@@ -609,6 +666,7 @@ class Books:
         )
         assert self.writes.take(child_id, 0, len(child.table)) == child.table
         self.lease.sequences[child_id] = child
+        self.promise(parent)
         return None
 
     def refuse_new(self, seq_id: int) -> Reason | None:
@@ -620,8 +678,10 @@ class Books:
             return Reason.TOO_MANY_SEQUENCES
         return None
 
-    def max_tokens(self) -> int:
-        return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+    def max_tokens(self, sequence: BookSequence | None = None) -> int:
+        """Of any sequence, or of this one."""
+        longest = min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+        return min(longest, (sequence and sequence.reserved_tokens) or longest)
 
     def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
         sequence = self.in_pool(seq_id)
@@ -634,7 +694,7 @@ class Books:
             return Reason.INVALID_ARGUMENT
         if any(not 0 <= token < VOCAB for token in append):
             return Reason.TOKEN_OUT_OF_RANGE
-        if max(end, known + len(append)) > self.max_tokens():
+        if max(end, known + len(append)) > self.max_tokens(sequence):
             return Reason.SEQUENCE_TOO_LONG
         is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
         if end > known + len(append) and not is_last_sampled:
@@ -643,7 +703,7 @@ class Books:
         num_table = -(-(len(sequence.tokens) + len(append)) // self.size)
         written = range(start // self.size, min(-(-end // self.size), len(table)))
         foreign = [i for i in written if holders[table[i]] > 1 or table[i] in self.sealed]
-        if len(foreign) + max(0, num_table - len(table)) > self.num_room():
+        if self.lacks(max(0, len(foreign) + max(0, num_table - len(table)) - sequence.promised)):
             return Reason.OUT_OF_BLOCKS
         self.replace(sequence, foreign, num_table, start)
         sequence.tokens = sequence.tokens + [Token(value) for value in append]
@@ -667,9 +727,11 @@ class Books:
                 self.expected_copies.append((source, target))
                 self.touched_now = {*self.touched_now, source}
             table[index] = target
-            self.drop([source])
+            self.drop([source], [self.step] if index * self.size < start else self.lease.steps)
         table += fresh
         self.taken = set()
+        if foreign or grown > 0:
+            self.promise(sequence)
 
     def forget_claims(self, block: int) -> None:
         """A block that is written in place is not published by a released sequence that filled it before."""
@@ -700,9 +762,11 @@ class Books:
         tokens = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
         if (reason := self.refuse_new(admission.seq_id)) is not None:
             return reason
+        if 0 < admission.reserved_tokens < len(tokens):
+            return Reason.INVALID_ARGUMENT
         if not tokens:
             return Reason.EMPTY_PROMPT
-        if len(tokens) > self.max_tokens():
+        if max(len(tokens), admission.reserved_tokens) > self.max_tokens():
             return Reason.SEQUENCE_TOO_LONG
         if any(not 0 <= token < VOCAB for token in tokens):
             return Reason.TOKEN_OUT_OF_RANGE
@@ -710,10 +774,14 @@ class Books:
             return Reason.TOKEN_BUDGET_SPENT
         tag = self.lease.tag_base + SALTS.index(admission.salt)
         found, published = self.find(tag, tokens)
-        need, states = -(-len(tokens) // self.size) - len(found), self.states()
-        if need + reserve > self.num_room() - sum(states[block] is BlockState.CACHED for block in found):
+        now = -(-len(tokens) // self.size)
+        later = -(-admission.reserved_tokens // self.size) - now + len(found) - published
+        later = (later if admission.reserved_tokens else 0) + sum(
+            self.needs_more(other, shared=found[published:]) for other in self.lease.sequences.values()
+        )
+        if self.lacks(now - len(found) + later, parked=self.num_parked(found), spared=reserve):
             return Reason.OUT_OF_BLOCKS
-        ids = self.take_blocks(admission.seq_id, found, need)
+        ids = self.take_blocks(admission.seq_id, found, now - len(found))
         cached = len(found) * self.size
         sequence = BookSequence(
             admission.seq_id,
@@ -723,8 +791,11 @@ class Books:
             computed=published * self.size,
             scheduled=cached,
             published=published,
+            reserved_tokens=admission.reserved_tokens,
         )
         self.lease.sequences[admission.seq_id] = sequence
+        if later or admission.reserved_tokens:
+            self.promise(*self.lease.sequences.values())
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         self.budget -= count
         self.run(sequence, count, given=True)
@@ -795,6 +866,7 @@ class Books:
                 sequence.scheduled = sequence.computed
                 if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
                     sequence.sampled_at = None
+        self.promise(*lease.sequences.values())
         self.rest()
 
     def publish(self, lease: BookLease, sequence: BookSequence) -> None:
@@ -804,11 +876,13 @@ class Books:
             self.knows_parents &= standing == block
             if standing == block:
                 self.sealed.add(block)
-            elif not sequence.released:
+            elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
                 sequence.table[sequence.published] = standing
                 lease.changes.append((sequence, sequence.published))
                 lease.steps[-1].touched.add(standing)  # more than it does: no step in flight knows of this yet
-                self.drop([block])
+                if len(lease.steps) == 1:
+                    lease.steps[0].touched.discard(block)  # nothing in flight: it is free at once
+                self.drop([block], lease.steps[1:])
             sequence.published += 1
 
     def fence(self, lease_id: str) -> None:
@@ -840,7 +914,7 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
 SEED = st.integers(0, 2**32 - 1)
 """Choices inside of a plan are made by a generator of this seed: evener than Hypothesis would, and known from it."""
 
-PLANS = ["items"] * 5 + ["decode"] * 3 + ["again"]
+PLANS = ["items"] * 5 + ["decode"] * 3 + ["again", "rewrite"]
 WORK = ["run"] * 5 + ["report"] * 4 + ["catch up"] * 3 + ["fail", "skip", "report wrongly"]
 EVENTS = ["open lease"] * 3 + ["look up"] * 3 + ["end lease", "fence", "fence", "expire", "reset prefix cache"]
 
@@ -861,15 +935,16 @@ class LedgerMachine(RuleBasedStateMachine):
     policy = "lru"
 
     @initialize(
-        num_usable=st.sampled_from([6, 8, 7, 5, 4, 3, 2, 1]),
+        num_usable=st.sampled_from([6, 8, 12, 7, 5, 4, 3, 2, 1]),
         block_size=st.sampled_from([2, 2, 1, 4]),
         max_sequences=st.sampled_from([8, 8, 8, 5, 3, 1]),
         max_tokens=st.sampled_from([24, 24, 24, 5]),
         num_host=st.sampled_from([6, 6, 12, 3, 0]),
         tenants=st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
         delay=st.sampled_from([2, 1, 3, 0, 6]),
+        reserving=st.sampled_from([0.3, 0.0, 0.7]),
     )
-    def start(self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay):
+    def start(self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay, reserving):
         self.geometry = Geometry(
             block_size=block_size,
             num_blocks=num_usable + 1,
@@ -886,6 +961,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.worker = Worker(num_usable + 1, num_host, block_size)
         self.tenants = tenants
         self.delay = delay
+        self.reserving = reserving
+        """The part of the admissions that have a reservation."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -931,8 +1008,15 @@ class LedgerMachine(RuleBasedStateMachine):
                 forks.append(Fork(seq_id, [new_id], position))
             elif kind == "admit":
                 salt = SALTS[rng.random() < 0.2]
+                tokens = self.prompt(book, rng)
                 admissions.append(
-                    Admission(new_id, pack(self.prompt(book, rng)), max_compute=rng.choice([0, 0, 0, 1, 3]), salt=salt)
+                    Admission(
+                        new_id,
+                        pack(tokens),
+                        max_compute=rng.choice([0, 0, 0, 1, 3]),
+                        salt=salt,
+                        reserved_tokens=self.reservation(len(tokens), rng),
+                    )
                 )
             elif seq_id not in counts:
                 self.add_extend(sequence, seq_id, rng, counts, appends)
@@ -972,6 +1056,12 @@ class LedgerMachine(RuleBasedStateMachine):
             fixed = (known + fixed)[: length[0]]
         return [*fixed[:-1], VOCAB] if rng.random() < 0.02 else fixed
 
+    def reservation(self, num_tokens, rng):
+        """None, one that mostly ends within a block, or seldom one that can't be."""
+        if rng.random() >= self.reserving:
+            return 0
+        return max(0, num_tokens + rng.choice([*range(2 * self.books.size + 2), self.books.max_tokens(), -1]))
+
     @rule(kind=st.sampled_from(PLANS), num_items=st.integers(1, 5), seed=SEED)
     def plan(self, kind, num_items, seed):
         rng = Random(seed)
@@ -982,10 +1072,31 @@ class LedgerMachine(RuleBasedStateMachine):
             self.do_plan(client, self.request(client, rng, num_items), named=rng.random() < 0.3)
         elif kind == "again":
             self.plan_again(client)
+        elif kind == "rewrite":
+            self.rewrite(client, rng)
         for _ in range(min(num_items, 3) if kind == "decode" else 0):
             ids = [i for i in sorted(self.books.leases[client.lease_id].sequences) if rng.random() < 0.8]
             self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=[1] * len(ids)))
         self.follow(client, rng)
+
+    def rewrite(self, client, rng):
+        """Forks a sequence, one with a reservation if there is one, and goes on with other tokens than the fork has."""
+        sequences = [s for s in self.books.leases[client.lease_id].sequences.values() if s.host is None]
+        if not sequences:
+            return
+        sequence = rng.choice([s for s in sequences if s.reserved_tokens] or sequences)
+        seq_id, length = sequence.seq_id, len(sequence.tokens)
+        new_id = next(i for i in range(12) if i not in self.books.leases[client.lease_id].sequences)
+        self.do_plan(client, StepRequest(forks=[Fork(seq_id, [new_id], rng.choice([length, rng.randint(1, length)]))]))
+        if rng.random() < 0.5:
+            self.do_catch_up(client)
+        kept = rng.randint(1, len(sequence.tokens))
+        values = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))]
+        count = max(0, kept - sequence.scheduled) + len(values)
+        trims = [Trim(seq_id, kept)] if rng.random() < 0.8 else []
+        appends = {seq_id: pack(values)}
+        request = StepRequest(trims=trims, extend_ids=[seq_id], extend_token_counts=[count], appends=appends)
+        self.do_plan(client, request)
 
     def follow(self, client, rng):
         """The worker is a few steps behind, and its reports a few more."""
@@ -1158,9 +1269,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.lease_fenced(client.lease_id)
         assert state_of(self.ledger) == before
 
-    def reset_prefix_cache(self, _):
-        assert self.ledger.reset_prefix_cache() == len(self.books.index)
-        self.books.index.clear()
+    def reset_prefix_cache(self, rng):
+        """All of it, or a slice of it, as other calls may find it."""
+        num_blocks = self.geometry.num_blocks
+        first = rng.choice([0, rng.randrange(num_blocks)])
+        end = rng.choice([num_blocks, rng.randint(first, num_blocks)])
+        left = {key: block for key, block in self.books.index.items() if not first <= block < end}
+        assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
+        self.books.index = left
         self.books.knows_parents = False
         self.books.rest()
 
@@ -1205,6 +1321,7 @@ class LedgerMachine(RuleBasedStateMachine):
         host_states = Counter(books.host_states().values())
         host_counts = ledger.host_counts() or (0, 0, 0)
         assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
+        assert ledger.statistics().num_reserved_blocks == books.num_promised()
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)

@@ -53,6 +53,12 @@ impl Geometry {
         self.max_sequence_tokens.min((self.num_blocks - 1) * self.block_size)
     }
 
+    /// Slots of so many blocks that one sequence may fill; `reserved` is its reservation in tokens, 0 if it has none.
+    pub fn num_slots(&self, num_blocks: usize, reserved: usize) -> usize {
+        let most = if reserved > 0 { reserved.min(self.max_tokens()) } else { self.max_tokens() };
+        most.min(num_blocks * self.block_size)
+    }
+
     /// As many of a prompt's tokens as a sequence can have: no more are worth looking for.
     pub fn holdable<'a>(&self, tokens: &'a [i32]) -> &'a [i32] {
         &tokens[..tokens.len().min(self.max_tokens())]

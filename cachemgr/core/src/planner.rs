@@ -435,11 +435,12 @@ impl<'a> StepPlanner<'a> {
         if !added.is_empty() {
             self.plan.write(seq_id, length, &added);
         }
-        let max_tokens = self.geometry.max_tokens();
         let sequence = self.table.get_mut(row);
         sequence.block_table.extend(added);
-        sequence.num_writable = max_tokens.min(num_blocks * block_size);
-        self.update_reservation(row);
+        sequence.num_writable = self.geometry.num_slots(num_blocks, sequence.reserved_tokens);
+        if num_fresh > 0 {
+            self.update_reservation(row);
+        }
         Ok(Ok(()))
     }
 
@@ -545,7 +546,11 @@ impl<'a> StepPlanner<'a> {
         refuse_if!(refuse_no_row(seq_id, self.table, geometry));
         let sequence = self.table.get(row);
         let num_tokens = sequence.num_known();
-        refuse_if!(self.room().refuse_too_long(seq_id, num_tokens.max(sequence.reserved_tokens), 0));
+        refuse_if!(self.room().refuse_too_long(
+            seq_id,
+            num_tokens.max(sequence.reserved_tokens),
+            sequence.reserved_tokens
+        ));
         refuse_if!(self.refuse_over_budget(seq_id));
         let mut hashes = Vec::new();
         chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
@@ -609,7 +614,7 @@ impl<'a> StepPlanner<'a> {
         self.pool.enter_admission(&found, &fresh, &hashes);
         let num_found = found.len();
         let block_table = [found, fresh].concat();
-        let num_writable = geometry.max_tokens().min(block_table.len() * geometry.block_size);
+        let num_writable = geometry.num_slots(block_table.len(), admission.reserved_tokens);
         let mut sequence = Sequence::begin(
             seq_id as i32,
             root,
@@ -641,7 +646,7 @@ impl<'a> StepPlanner<'a> {
         if admission.reserved_tokens > 0 {
             let (num_now, num_most) = (admission.tokens.len(), admission.reserved_tokens);
             num_guaranteed = self.geometry.num_blocks_for(num_most) - self.geometry.num_blocks_for(num_now);
-            num_guaranteed += room.num_unpublished(found);
+            num_guaranteed += found.len() - num_published;
         }
         if found.len() == num_published {
             return num_guaranteed;

@@ -4,7 +4,7 @@ use crate::books::Geometry;
 use crate::errors::{Reason, Refusal, invalid};
 use crate::plans::Admission;
 use crate::pool::BlockPool;
-use crate::prefix::{BlockId, Past};
+use crate::prefix::BlockId;
 use crate::sequences::Sequence;
 use crate::tenants::TenantId;
 
@@ -108,11 +108,6 @@ impl Room<'_> {
         let first = sequence.num_computed / self.geometry.block_size;
         let own = sequence.block_table.iter().zip(shared).skip(first).filter(|(own, shared)| own == shared);
         own.filter(|(own, _)| !self.is_at_risk(**own)).count()
-    }
-
-    /// Of these, those that a step in flight is still to fill.
-    pub fn num_unpublished(&self, found: &[BlockId]) -> usize {
-        found.iter().filter(|block| self.pool.index().past(**block) == Past::None).count()
     }
 }
 
@@ -338,6 +333,50 @@ mod tests {
         assert_eq!(num_reserved(&bench), before, "its blocks are its own now, and may be published all the same");
         bench.settle();
         assert_eq!(num_reserved(&bench), before);
+    }
+
+    #[test]
+    fn a_block_behind_one_that_is_being_filled_is_counted_on_as_little_as_that_one() {
+        let mut bench = Bench::new(9);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        assert_eq!(bench.0.reset_prefix_cache(1, 2, 0.0).unwrap(), 1);
+        bench.admit(2, &[1, 2, 3, 4, 5]);
+        assert_eq!(
+            messages(&bench.plan(guaranteed(3, &[1, 2, 3, 4, 6], 8))),
+            ["sequence 3 needs 4 blocks; 3 are free or evictable, 0 retired"]
+        );
+        assert_eq!(num_reserved(&bench), 0);
+        assert_eq!(reasons(&bench.plan(guaranteed(3, &[1, 2, 3, 4, 6], 6))), []);
+        assert_eq!((bench.blocks(3), num_reserved(&bench)), (vec![4, 2, 7], 2));
+    }
+
+    #[test]
+    fn a_reservation_ends_within_a_block() {
+        let mut bench = Bench::new(6);
+        assert_eq!(reasons(&bench.plan(guaranteed(1, &[1, 2], 5))), []);
+        bench.settle();
+        for num_tokens in 3..=5 {
+            assert_eq!(reasons(&bench.extend(1, 1, &[])), [], "token {num_tokens}");
+            bench.settle();
+        }
+        let refused = ["sequence 1 would have 6 tokens; the reservation's limit is 5"];
+        assert_eq!(messages(&bench.extend(1, 1, &[])), refused);
+        bench.offload(1);
+        bench.settle();
+        assert_eq!(messages(&bench.restore(1)), refused, "the token that was sampled last is not computed");
+        assert_eq!((bench.tokens(1).len(), num_reserved(&bench)), (6, 0));
+    }
+
+    #[test]
+    fn a_prompt_as_long_as_its_reservation_is_computed_and_no_more() {
+        let mut bench = Bench::new(6);
+        assert_eq!(reasons(&bench.plan(guaranteed(1, &[1, 2, 3], 3))), []);
+        assert_eq!(
+            messages(&bench.extend(1, 1, &[])),
+            ["sequence 1 would have 4 tokens; the reservation's limit is 3"]
+        );
+        assert_eq!(num_reserved(&bench), 0);
     }
 
     // -- tenants ------------------------------------------------------------------------------------------------------
