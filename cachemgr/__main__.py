@@ -107,6 +107,7 @@ async def follow_shares(shares: Callable[[], Shares], catalog: Catalog) -> None:
 
 def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> Iterator[Metric]:
     """The page's metrics, as they are now."""
+    servicer.advance()
     return metric_families(catalog, servicer.statistics(), server.statistics())
 
 

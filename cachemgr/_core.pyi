@@ -319,8 +319,11 @@ class Books:
     def check_admission(self, tenant: str, admission: Admission, reserve: int) -> tuple[int, int, int, Refusal | None]:
         """Tokens found, blocks needed and available, and why it would be refused."""
 
-    def advance(self, now: float) -> None:
-        """Ends pins and advice whose time is over; `plan` does so too."""
+    def advance(self, now: float) -> bool:
+        """Ends pins and advice whose time is over; `plan` does so too. False if there are none."""
+
+    def next_end(self) -> float | None:
+        """No pin and no advice ends before this; None if there is none that ends."""
 
     def pin_prefix(self, tenant: str, tokens: bytes, salt: bytes, until: float) -> PinView:
         """Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS)."""

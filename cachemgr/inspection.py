@@ -63,7 +63,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetPool(  # noqa: N802
         self, request: cache_service_pb2.GetPoolRequest, context: Context
     ) -> cache_service_pb2.GetPoolResponse:
-        pool = messages.encode_pool(self._catalog.pool(request.pool), term=self._catalog.term)
+        pool = messages.encode_pool(self._pool(request.pool), term=self._catalog.term)
         return cache_service_pb2.GetPoolResponse(pool=pool)
 
     @refusing
@@ -72,7 +72,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListPoolsResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.POOL_NAME)
-        pools = [pool for pool in self._catalog.pools() if pool.ledger.pool > request.page_token]
+        pools = [pool for pool in self._pools("") if pool.ledger.pool > request.page_token]
         response = cache_service_pb2.ListPoolsResponse(
             pools=[messages.encode_pool(pool, term=self._catalog.term) for pool in pools[:limit]]
         )
@@ -92,7 +92,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def AuditPool(  # noqa: N802
         self, request: cache_service_pb2.AuditPoolRequest, context: Context
     ) -> cache_service_pb2.AuditPoolResponse:
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         firsts = range(0, ledger.geometry.num_blocks, AUDIT_SLICE)
         parts: list[Callable[[], list[str]]] = [ledger.audit_counts, ledger.audit_promises]
         parts += [partial(ledger.audit, first, first + AUDIT_SLICE) for first in firsts]
@@ -144,7 +144,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListSequencesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, PAGE_KEY + r"\.[0-9]{10}")
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         tenant = request.tenant if request.HasField("tenant") else None
         last_lease, _, last_id = request.page_token.partition(".")
         response, last_token = cache_service_pb2.ListSequencesResponse(), ""
@@ -169,7 +169,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         limit = messages.page_limit(request.page_size, default=DEFAULT_BLOCK_PAGE, most=MAX_BLOCK_PAGE)
         messages.check_page_token(request.page_token, "[0-9]{1,10}")
         state = messages.decode_block_state("state", request.state)
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         if request.lease_id:
             self._visible_pool(request.lease_id)
             ledger.lease(request.lease_id)
@@ -195,7 +195,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
                 require_role("WatchBlocks", Role.CONTENT)
             view = View(tenant=None if sees_all() else caller().name, with_content=request.include_content)
             with self._watch_places.taken():
-                watch = watch_blocks(self._catalog, request.pool, view, cursor=request.cursor)
+                watch = watch_blocks(self._catalog, request.pool, view, cursor=request.cursor, clock=self._clock)
                 async with contextlib.aclosing(watch) as answers:
                     async for answer in answers:
                         yield answer
@@ -206,7 +206,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def ResetPrefixCache(  # noqa: N802
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         firsts = range(0, ledger.geometry.num_blocks, RESET_SLICE)
         reset = partial(ledger.reset_prefix_cache, now=self._clock())
         slices = (partial(reset, first, first + RESET_SLICE) for first in firsts)
@@ -237,7 +237,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.ExplainPrefixRequest, context: Context
     ) -> cache_service_pb2.ExplainPrefixResponse:
         tokens, tenant = prefix_asked_for("ExplainPrefix", request)
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
         response = messages.encode_explanation(
             explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._wall_clock_offset_s()
@@ -252,9 +252,21 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
 
     # -- who may see what -----------------------------------------------------------------------------------------
 
+    def _pool(self, name: str) -> AttachedPool:
+        """The pool of this name, without one the only pool. Raises CallRefused (POOL_NOT_FOUND)."""
+        return self._as_it_is_now(self._catalog.pool(name))
+
     def _pools(self, name: str) -> list[AttachedPool]:
-        """The one of this name, all without one. Raises CallRefused (POOL_NOT_FOUND)."""
-        return [self._catalog.pool(name)] if name else self._catalog.pools()
+        """The pool of this name, all pools without one. Raises CallRefused (POOL_NOT_FOUND)."""
+        return [self._pool(name)] if name else [self._as_it_is_now(pool) for pool in self._catalog.pools()]
+
+    def _as_it_is_now(self, pool: AttachedPool) -> AttachedPool:
+        """The pool without the pins and the advice whose time is over.
+
+        Calls that read them reach a pool through here, but for WatchBlocks, which waits for their ends.
+        """
+        pool.ledger.advance(self._clock())
+        return pool
 
     def _is_own(self, lease_id: str) -> bool:
         """Whether it is a lease of the caller's tenant."""
@@ -264,11 +276,14 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         """The pool that a lease of the caller's tenant is for. Raises CallRefused (LEASE_NOT_FOUND)."""
         if not self._is_own(lease_id):
             raise lease_not_found(lease_id)
-        return self._catalog.pool_of(lease_id)
+        return self._pool_of(lease_id)
 
     def _visible_pool(self, lease_id: str) -> AttachedPool:
-        """The same, of any lease for who sees all."""
-        return self._catalog.pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
+        """The pool that a lease is for: any lease if the caller sees all. Raises CallRefused (LEASE_NOT_FOUND)."""
+        return self._pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
+
+    def _pool_of(self, lease_id: str) -> AttachedPool:
+        return self._as_it_is_now(self._catalog.pool_of(lease_id))
 
     def _lease_id_of(self, given: str) -> str:
         """The id of the only lease that lists show the caller by this beginning; else what was given.

@@ -40,7 +40,7 @@ class Keeping(Inspection):
         self, request: cache_service_pb2.ListTenantsRequest, context: Context
     ) -> cache_service_pb2.ListTenantsResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         behind = messages.decode_name_token(request.page_token)
         is_shown = (lambda name: True) if sees_all() else (lambda name: name == caller().name)
         uses = [use for use in ledger.tenants() if is_shown(use.name) and (behind is None or use.name > behind)]
@@ -60,7 +60,7 @@ class Keeping(Inspection):
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
-        ledger, tenant = self._catalog.pool(request.pool).ledger, caller().name
+        ledger, tenant = self._pool(request.pool).ledger, caller().name
         pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
         use = ledger.tenant_use(tenant)
         response = cache_service_pb2.PinPrefixResponse(
@@ -77,7 +77,7 @@ class Keeping(Inspection):
         self, request: cache_service_pb2.UnpinPrefixRequest, context: Context
     ) -> cache_service_pb2.UnpinPrefixResponse:
         pin_id = messages.decode_pin_id("pin_id", request.pin_id)
-        ledger = self._catalog.pool(request.pool).ledger
+        ledger = self._pool(request.pool).ledger
         ledger.unpin_prefix(pin_id, tenant=None if sees_all() else caller().name)
         return cache_service_pb2.UnpinPrefixResponse()
 
@@ -88,8 +88,8 @@ class Keeping(Inspection):
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.PIN_ID)
         behind = bytes.fromhex(request.page_token) or None
-        ledger, tenant = self._catalog.pool(request.pool).ledger, None if sees_all() else caller().name
-        pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1, now=self._clock())
+        ledger, tenant = self._pool(request.pool).ledger, None if sees_all() else caller().name
+        pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1)
         offset_s = self._wall_clock_offset_s()
         response = cache_service_pb2.ListPinsResponse(
             pins=[messages.encode_pin(pin, wall_clock_offset_s=offset_s) for pin in pins[:limit]]

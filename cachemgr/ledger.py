@@ -387,7 +387,7 @@ class Ledger:
 
         Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS).
         """
-        self._books.advance(now)
+        self.advance(now)
         pin = self._books.pin_prefix(tenant, tokens, salt, now + ttl_s)
         self._changed()
         return pin
@@ -398,12 +398,23 @@ class Ledger:
         self._changed()
         return is_gone
 
-    def pins(
-        self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000, now: float
-    ) -> list[PinView]:
+    def pins(self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000) -> list[PinView]:
         """The pins behind one, by id: the tenant's, by default everybody's."""
-        self._books.advance(now)
         return self._books.pins(tenant, behind, most)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Ends the pins and the advice whose time is over. Without this, what reads the books finds them still.
+
+        Cost: O(1) if none has ended.
+        """
+        if self._books.advance(now):
+            self._changed()
+
+    def next_end(self) -> float | None:
+        """No pin and no advice ends before this; None if there is none that ends."""
+        return self._books.next_end()
 
     # -- looking --------------------------------------------------------------------------------------------------
 

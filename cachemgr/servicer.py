@@ -192,6 +192,10 @@ class CacheServicer(Keeping):
             refused_plans=dict(self._refused_plans),
         )
 
+    def advance(self) -> None:
+        """Ends the pins and the advice whose time is over, for what reads the books beside the calls."""
+        self._pools("")
+
     async def drain(self) -> None:
         """No new plans and leases from here on. Those that were answered need nothing more of this process."""
         self._is_draining = True
@@ -226,7 +230,9 @@ class CacheServicer(Keeping):
         if answer is None:
             answer = asyncio.ensure_future(self._create_lease(request))
             self._lease_answers.remember(request, tenant, answer, self._clock())
-        return await asyncio.shield(answer)
+        response = await asyncio.shield(answer)
+        self._own_pool(response.lease_id).ledger.lease(response.lease_id)  # refused if the lease has ended since
+        return response
 
     async def _create_lease(
         self, request: cache_service_pb2.CreateLeaseRequest
@@ -234,7 +240,7 @@ class CacheServicer(Keeping):
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_TTL_S
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s"))
-        pool = self._catalog.pool(request.pool)
+        pool = self._pool(request.pool)
         if not pool.is_attached:
             raise pool_detached(pool)
         lease_id, tenant, now = secrets.token_hex(16), caller().name, self._clock()
@@ -253,7 +259,7 @@ class CacheServicer(Keeping):
         return self._encode_created(lease_id)
 
     def _encode_created(self, lease_id: str) -> cache_service_pb2.CreateLeaseResponse:
-        pool = self._catalog.pool_of(lease_id)
+        pool = self._pool_of(lease_id)
         response = cache_service_pb2.CreateLeaseResponse(
             lease_id=lease_id,
             pool=pool.ledger.pool,

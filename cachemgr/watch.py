@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from quire.cache.v1 import cache_service_pb2
@@ -56,23 +56,28 @@ class Place:
 
 
 async def watch_blocks(
-    catalog: Catalog, pool: str, view: View, *, cursor: str
+    catalog: Catalog, pool: str, view: View, *, cursor: str, clock: Callable[[], float]
 ) -> AsyncGenerator[cache_service_pb2.WatchBlocksResponse, None]:
-    """Answers until it is closed. Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED)."""
+    """Answers until it is closed. Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
+
+    The end of a pin or of advice is a change too: it is told when its time comes, by the `clock` that set it.
+    """
     place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
     with listening(catalog, name) as changed:
         while True:
             ledger = catalog.pool(name).ledger
             with reading(ledger, view):
                 if place is None or place.epoch != ledger.epoch:
+                    ledger.advance(clock())
                     place = Place(ledger.epoch, ledger.num_changes())
                     async for answer in snapshot(ledger, view, place):
                         yield answer
                 changes = Changes(ledger, view, place.number)
                 while catalog.pool(name).ledger is ledger:
+                    ledger.advance(clock())
                     if (change := changes.next()) is not None:
                         yield change
-                    await changes.pause(changed)
+                    await changes.pause(changed, clock)
 
 
 @contextmanager
@@ -143,12 +148,15 @@ class Changes:
         response.cursor = Place(self._ledger.epoch, self._number).cursor
         return response
 
-    async def pause(self, changed: asyncio.Event) -> None:
+    async def pause(self, changed: asyncio.Event, clock: Callable[[], float]) -> None:
         """Returns when there is something to look at, INTERVAL_S after the last look, or at once if more is known."""
         if self._has_more:
             await asyncio.sleep(0)  # others' calls go on
             return
-        await changed.wait()
+        next_end = self._ledger.next_end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if next_end is None else next_end - clock()):
+                await changed.wait()
         await asyncio.sleep(self._looked_at + INTERVAL_S - asyncio.get_running_loop().time())
         changed.clear()
 

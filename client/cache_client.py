@@ -74,7 +74,10 @@ class CacheClient:
         )
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
-        """See CacheService.CreateLease. Repeated under one request_id. Raises NotFound, OutOfRoom, Unavailable."""
+        """See CacheService.CreateLease. Repeated under one request_id.
+
+        Raises NotFound, OutOfRoom, LeaseLost (it ended before the answer came), Unavailable.
+        """
         ttl = duration_pb2.Duration()
         ttl.FromMilliseconds(round(ttl_s * 1000))
         request = pb.CreateLeaseRequest(pool=pool, ttl=ttl, request_id=uuid.uuid4().hex)

@@ -40,8 +40,8 @@ CRATE = PACKAGE / "core"
 LIBRARY = "_core.abi3.so"
 EXAMPLES = ["test_ledger.py", "test_leases.py", "test_catalog.py", "test_looking.py"]
 RUST_EXAMPLES = EXAMPLES[:1]
-SHELL_EXAMPLES = ["test_bounds.py", "test_shares.py", "test_watch.py"]
-SHELL = {"bounds.py", "messages.py", "servicer.py", "shares.py", "watch.py"}
+SHELL_EXAMPLES = ["test_bounds.py", "test_shares.py", "test_time.py", "test_watch.py"]
+SHELL = {"bounds.py", "inspection.py", "messages.py", "servicer.py", "shares.py", "watch.py"}
 MACHINE = ["test_ledger_machine.py"]
 SUITES = ["examples", "crate", "machine"]
 """Examples and state machine in Python; in between the crate's own tests."""
@@ -485,19 +485,19 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a sequence owns the blocks behind the one it got",
         "planner.rs",
-        "max_tokens.min(num_blocks * block_size)",
-        "max_tokens.min((num_blocks + 1) * block_size)",
+        "self.geometry.num_slots(num_blocks, ",
+        "self.geometry.num_slots(num_blocks + 1, ",
     ),
     Mutant(
         "longer than allowed in a block that was made writable",
         "planner.rs",
-        "max_tokens.min(num_blocks * block_size)",
+        "self.geometry.num_slots(num_blocks, sequence.reserved_tokens)",
         "num_blocks * block_size",
     ),
     Mutant(
         "longer than allowed in an admission's last block",
         "planner.rs",
-        "geometry.max_tokens().min(block_table.len() * geometry.block_size)",
+        "geometry.num_slots(block_table.len(), admission.reserved_tokens)",
         "block_table.len() * geometry.block_size",
     ),
     Mutant(
@@ -1629,8 +1629,21 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "wrong sharing is not told",
         "audit.rs",
-        "if sequence.root == other.root && sequence.tokens[..shorter] == other.tokens[..shorter] {",
+        "if is_same_place && sequence.root == other.root && is_same_prefix() {",
         "if true {",
+    ),
+    Mutant("a block at two places of tables is not told", "audit.rs", "index == other_index;", "true;"),
+    Mutant(
+        "blocks behind what is filled are compared too",
+        "audit.rs",
+        "sequence.blocks_of(num_filled, size).iter()",
+        "sequence.block_table.iter()",
+    ),
+    Mutant(
+        "holders of a block are compared with the first one alone",
+        "audit.rs",
+        "if filled > other_filled {",
+        "if false {",
     ),
     Mutant("sharing under another salt is not told", "audit.rs", "sequence.root == other.root && ", ""),
     Mutant(
@@ -2210,6 +2223,13 @@ MUTANTS: list[Mutant] = [
         "            raise cursor_expired(self._ledger)\n",
         "            return None\n",
     ),
+    Mutant(
+        "a watch waits for a call when a pin ends",
+        "watch.py",
+        "asyncio.timeout(None if next_end is None else",
+        "asyncio.timeout(None if True else",
+    ),
+    Mutant("a call reads what has ended", "inspection.py", "        pool.ledger.advance(self._clock())\n", ""),
     Mutant("a watch never ends", "watch.py", "        listeners.discard(changed.set)\n", "        pass\n"),
     Mutant("content is kept for ever", "watch.py", "        ledger.end_reading()\n", "        pass\n"),
     Mutant("a watch looks all the time", "watch.py", "        changed.clear()\n", "        pass\n"),
@@ -2377,8 +2397,26 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what is shared before it is computed is not guaranteed",
         "planner.rs",
-        "            num_guaranteed += room.num_unpublished(found);\n",
+        "            num_guaranteed += found.len() - num_published;\n",
         "",
+    ),
+    Mutant(
+        "a found block is counted on though the one before it is being filled",
+        "planner.rs",
+        "num_guaranteed += found.len() - num_published;",
+        "num_guaranteed += usize::from(found.len() > num_published);",
+    ),
+    Mutant(
+        "a reservation is rounded up to whole blocks",
+        "books.rs",
+        "if reserved > 0 { reserved.min(self.max_tokens()) } else { self.max_tokens() };",
+        "self.max_tokens();",
+    ),
+    Mutant(
+        "a restore goes beyond the reservation",
+        "planner.rs",
+        "            sequence.reserved_tokens\n        ));\n",
+        "            0\n        ));\n",
     ),
     Mutant(
         "who shares what is not computed takes from its owner's guarantee",

@@ -260,7 +260,6 @@ def test_a_priority_ends_with_its_ttl(cachemgr: LoneCachemgr, worker: Bookkeeper
     cache_with(tenant, 1, prompt(1, 2), retention=[{"priority": 9, "ttl": seconds(0.2)}])
 
     def priorities() -> set[int]:
-        tenant.release()  # a plan is when time goes on
         return {block.priority for block in call(cachemgr, "alice", "ListBlocks", pool=worker.pool).blocks}
 
     await_that("nothing is said any more", lambda: priorities() == {5})

@@ -685,6 +685,17 @@ def test_a_repeated_lease_is_made_once(pair: Pair, create_lease: CreateLease) ->
     assert len(pair.leases()) == before + 1
 
 
+def test_a_repeated_lease_that_has_ended_is_not_answered(pair: Pair, create_lease: CreateLease) -> None:
+    first = create_lease(request_id="ended")
+    first.delete()
+    for _ in range(2):
+        with pytest.raises(RefusedError) as caught:
+            create_lease(request_id="ended")
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")
+        await_that("the lease is gone", lambda: not pair.has_lease(first.lease_id))
+    assert create_lease(request_id="another").lease_id != first.lease_id
+
+
 def test_repeated_leases_that_are_asked_for_together_are_one(pair: Pair, create_lease: CreateLease) -> None:
     request = cache_service_pb2.CreateLeaseRequest(pool="default", request_id="together")
     calls = [pair.cache.CreateLease.future(request, timeout=10) for _ in range(8)]

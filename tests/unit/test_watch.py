@@ -14,7 +14,8 @@ from unit.test_looking import admit, attach, cache
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cachemgr.ledger import BlockShare, Ledger, StepOutcome
+from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.plans import StepRequest
 from quire.cachemgr.watch import INTERVAL_S, Changes, Place, View, watch_blocks
 
@@ -26,8 +27,10 @@ Watch = Any
 
 
 @asynccontextmanager
-async def watching(catalog: Catalog, view: View = ALL, *, cursor: str = "") -> AsyncIterator[Watch]:
-    async with aclosing(watch_blocks(catalog, POOL, view, cursor=cursor)) as answers:
+async def watching(
+    catalog: Catalog, view: View = ALL, *, cursor: str = "", clock: Callable[[], float] = lambda: 0.0
+) -> AsyncIterator[Watch]:
+    async with aclosing(watch_blocks(catalog, POOL, view, cursor=cursor, clock=clock)) as answers:
         yield answers
 
 
@@ -118,15 +121,33 @@ def test_an_idle_watch_waits(catalog: Catalog, pool: AttachedPool) -> None:
     run(test)
 
 
+def test_a_watch_is_told_of_a_pin_that_ends_though_nobody_calls(catalog: Catalog, pool: AttachedPool) -> None:
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        cache(pool.ledger, "a", 1, 2, 3)
+        pool.ledger.set_shares(BlockShare(0, 8, 8, 8), {})
+        async with watching(catalog, clock=clock) as answers:
+            await soon(answers)
+            for ttl_s in (0.01, 0.05):
+                pool.ledger.pin_prefix(int32_bytes([1, 2, 3]), salt=b"", tenant="alice", ttl_s=ttl_s, now=clock())
+                pins = (await soon(answers)).events[-1].block.prefix_pin_count
+                assert pins == 1 or pool.ledger.next_end() is None
+                if pins:
+                    (ended,) = (await soon(answers)).events
+                    assert (ended.block.block_id, ended.block.prefix_pin_count) == (1, 0)
+
+    run(test)
+
+
 def test_what_was_looked_at_is_not_looked_at_again(pool: AttachedPool) -> None:
     async def test() -> None:
         changed, changes = asyncio.Event(), Changes(pool.ledger, View(None, with_content=False), 0)
         assert changes.next() is None
         changed.set()
-        await changes.pause(changed)
+        await changes.pause(changed, lambda: 0.0)
         assert changes.next() is None
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(changes.pause(changed), 3 * INTERVAL_S)
+            await asyncio.wait_for(changes.pause(changed, lambda: 0.0), 3 * INTERVAL_S)
 
     run(test)
 

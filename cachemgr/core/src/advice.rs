@@ -82,6 +82,11 @@ impl AdviceBook {
         self.until[block as usize] = FOREVER;
     }
 
+    /// No advice ends before this; None if there is none that ends.
+    pub fn next_end(&self) -> Option<Millis> {
+        self.ends.peek().map(|Reverse((end, _, _))| *end)
+    }
+
     /// A block whose advice has ended, if there is one.
     pub fn pop_ended(&mut self, now: Millis) -> Option<BlockId> {
         while let Some(Reverse((end, _, block))) = self.ends.peek().copied() {

@@ -253,6 +253,11 @@ impl Parking {
         }
     }
 
+    /// See AdviceBook::next_end.
+    pub fn next_end(&self) -> Option<Millis> {
+        self.shelves.as_ref().and_then(|shelves| shelves.book.next_end())
+    }
+
     /// Ends the advice whose time is over: of these blocks nothing is said any more.
     pub fn end_advice(&mut self, now: Millis, owner: impl Fn(BlockId) -> TenantId, ended: &mut Vec<BlockId>) {
         while let Some(block) = self.shelves.as_mut().and_then(|shelves| shelves.book.pop_ended(now)) {

@@ -56,6 +56,10 @@ impl Pins {
         Some(pin)
     }
 
+    fn next_end(&self) -> Option<Millis> {
+        self.ends.first().map(|(end, _)| *end)
+    }
+
     fn first_ended(&self, now: f64) -> Option<PinId> {
         self.ends.first().filter(|(end, _)| *end <= millis(now)).map(|(_, id)| *id)
     }
@@ -133,6 +137,11 @@ impl Books {
         }
         self.take_back(id)?;
         Ok(true)
+    }
+
+    /// No pin and no advice ends before this; None if there is none that ends.
+    pub fn next_end(&self) -> Option<Millis> {
+        [self.pins.next_end(), self.pool.next_end_of_advice()].into_iter().flatten().min()
     }
 
     /// Ends what has run out: pins and advice.

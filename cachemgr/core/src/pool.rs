@@ -523,6 +523,11 @@ impl BlockPool {
         }
     }
 
+    /// See AdviceBook::next_end.
+    pub fn next_end_of_advice(&self) -> Option<Millis> {
+        self.parking.next_end()
+    }
+
     /// Ends the advice whose time is over.
     pub fn end_advice(&mut self, now: Millis) {
         let (owners, mut ended) = (&self.owners, Vec::new());

@@ -700,9 +700,14 @@ impl PyBooks {
         Ok((check.num_cached_tokens, check.needed, check.available, refusal))
     }
 
-    /// Ends pins and advice whose time is over.
-    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
-        self.changing(py, |recorder| recorder.make(&Record::Advance { now }))
+    /// Ends pins and advice whose time is over. False if there are none.
+    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<bool> {
+        self.changing(py, |recorder| recorder.advance(now))
+    }
+
+    /// No pin and no advice ends before this; None if there is none that ends.
+    fn next_end(&self) -> Option<f64> {
+        self.0.books().next_end().map(|end| end as f64 / 1e3)
     }
 
     fn pin_prefix(

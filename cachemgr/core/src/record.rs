@@ -11,6 +11,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::accounts::Share;
+use crate::advice::millis;
 use crate::books::{AdmissionCheck, Books, Geometry};
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::pins::{Pin, PinId};
@@ -217,6 +218,15 @@ impl Recorder {
     pub fn make(&mut self, record: &Record) -> Result<()> {
         self.reported.apply(record)?;
         self.write(record)
+    }
+
+    /// See Books::advance. Returns false, and writes nothing down, if there is nothing to end.
+    pub fn advance(&mut self, now: f64) -> Result<bool> {
+        if self.books().next_end().is_none_or(|end| end > millis(now)) {
+            return Ok(false);
+        }
+        self.make(&Record::Advance { now })?;
+        Ok(true)
     }
 
     /// See Books::plan. With a request id the answer is remembered.

@@ -663,9 +663,11 @@ class Admission(_message.Message):
     Up to 64 bytes.
     """
     reserved_token_count: _builtins.int
-    """The most tokens the sequence will ever have. It is admitted only if the
-    blocks for all of them are guaranteed, and is never refused to extend up to
-    there. 0: best effort. A fork of it is best effort.
+    """The most tokens that are ever computed of the sequence, 0 to the longest
+    sequence of the pool, and not less than token_ids; one more may be sampled.
+    It is admitted only if the blocks for all of them are guaranteed, and is
+    never refused to extend up to there. Beyond, also within its last block, it
+    is refused SEQUENCE_TOO_LONG. 0: best effort. A fork of it is best effort.
     """
     resumed: _builtins.bool
     """The sequence was here before, and was released to make room: its tokens

@@ -177,8 +177,10 @@ class CacheServiceServicer:
 
     def CreateLease(self, request, context):
         """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-        worker accepts the lease's steps. Idempotent per request_id for five minutes.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+        worker accepts the lease's steps. Idempotent per request_id for five minutes:
+        a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+        of that answer has ended; a new lease needs a new request_id.
+        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,8 +46,10 @@ class CacheServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     CreateLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]
     """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-    worker accepts the lease's steps. Idempotent per request_id for five minutes.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+    worker accepts the lease's steps. Idempotent per request_id for five minutes:
+    a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+    of that answer has ended; a new lease needs a new request_id.
+    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]
     """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
@@ -157,8 +159,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]  # type: ignore[assignment]
     """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-    worker accepts the lease's steps. Idempotent per request_id for five minutes.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+    worker accepts the lease's steps. Idempotent per request_id for five minutes:
+    a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+    of that answer has ended; a new lease needs a new request_id.
+    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
@@ -271,8 +275,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.CreateLeaseResponse, _abc.Awaitable[_cache_service_pb2.CreateLeaseResponse]]:
         """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-        worker accepts the lease's steps. Idempotent per request_id for five minutes.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+        worker accepts the lease's steps. Idempotent per request_id for five minutes:
+        a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+        of that answer has ended; a new lease needs a new request_id.
+        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

@@ -1178,9 +1178,11 @@ type Admission struct {
 	// Separates prefixes: sequences share blocks only if their salts are equal.
 	// Up to 64 bytes.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
-	// The most tokens the sequence will ever have. It is admitted only if the
-	// blocks for all of them are guaranteed, and is never refused to extend up to
-	// there. 0: best effort. A fork of it is best effort.
+	// The most tokens that are ever computed of the sequence, 0 to the longest
+	// sequence of the pool, and not less than token_ids; one more may be sampled.
+	// It is admitted only if the blocks for all of them are guaranteed, and is
+	// never refused to extend up to there. Beyond, also within its last block, it
+	// is refused SEQUENCE_TOO_LONG. 0: best effort. A fork of it is best effort.
 	ReservedTokenCount int32 `protobuf:"varint,5,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
 	// What is worth keeping, range by range, at most 16 of them. Empty: nothing is
 	// said.

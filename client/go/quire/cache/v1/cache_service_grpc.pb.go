@@ -60,8 +60,10 @@ const (
 // reasons are listed below.
 type CacheServiceClient interface {
 	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-	// worker accepts the lease's steps. Idempotent per request_id for five minutes.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+	// worker accepts the lease's steps. Idempotent per request_id for five minutes:
+	// a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+	// of that answer has ended; a new lease needs a new request_id.
+	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
 	CreateLease(ctx context.Context, in *CreateLeaseRequest, opts ...grpc.CallOption) (*CreateLeaseResponse, error)
 	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
 	// Idempotent. Reasons: LEASE_NOT_FOUND.
@@ -408,8 +410,10 @@ func (c *cacheServiceClient) GetStatistics(ctx context.Context, in *GetStatistic
 // reasons are listed below.
 type CacheServiceServer interface {
 	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-	// worker accepts the lease's steps. Idempotent per request_id for five minutes.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES.
+	// worker accepts the lease's steps. Idempotent per request_id for five minutes:
+	// a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
+	// of that answer has ended; a new lease needs a new request_id.
+	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
 	CreateLease(context.Context, *CreateLeaseRequest) (*CreateLeaseResponse, error)
 	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
 	// Idempotent. Reasons: LEASE_NOT_FOUND.
