@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.errors import Reason, Refused
+from quire.worker.errors import Reason, Refused, invalid
 
 SHOWN_LEASE_ID_LENGTH = 8
+MAX_UNSIGNED_BYTES = 1 << 20
+"""A grant that is not signed with the present key is read up to this size, to tell whether it is of another epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,31 @@ class Gate:
         """Refuses the lease's steps. No effect on a lease that is not open."""
         self._next_step.pop(lease_id, None)
 
-    def check(self, signed: grant_pb2.SignedGrant, grant: grant_pb2.StepGrant) -> None:
-        """Whether the step may run now. Raises Refused and changes nothing."""
-        if grant.epoch != self._epoch or grant.pool != self.pool:
-            message = f"the grant is for epoch {grant.epoch} of pool {grant.pool!r}; this is {self._epoch}"
-            raise Refused(Reason.EPOCH_CHANGED, message, value=grant.epoch, epoch=self._epoch)
+    def check_unread(self, signed: grant_pb2.SignedGrant, *, max_bytes: int) -> None:
+        """Refuse a grant by its size and, if it is large, by its signature. Raises Refused and changes nothing.
+
+        `max_bytes` is the size that no grant for this pool exceeds; one of an earlier epoch may have been larger.
+        """
+        size = len(signed.grant)
+        if size <= MAX_UNSIGNED_BYTES:
+            return
+        if size > max_bytes:
+            raise invalid("grant.grant", f"{size} bytes", f"at most {max(max_bytes, MAX_UNSIGNED_BYTES)} bytes")
+        self._check_signature(signed)
+
+    def _check_signature(self, signed: grant_pb2.SignedGrant) -> None:
         if self._signing_key is None:
             message = f"no cachemgr rules pool {self.pool!r} right now"
             raise Refused(Reason.POOL_DETACHED, message, pool=self.pool)
         if not hmac.compare_digest(hmac.digest(self._signing_key, signed.grant, "sha256"), signed.signature):
             raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed")
+
+    def check(self, signed: grant_pb2.SignedGrant, grant: grant_pb2.StepGrant) -> None:
+        """Whether the step may run now. Raises Refused and changes nothing."""
+        if grant.epoch != self._epoch or grant.pool != self.pool:
+            message = f"the grant is for epoch {grant.epoch} of pool {grant.pool!r}; this is {self._epoch}"
+            raise Refused(Reason.EPOCH_CHANGED, message, value=grant.epoch, epoch=self._epoch)
+        self._check_signature(signed)
         next_step = self._next_step.get(grant.lease_id)
         if next_step is None:
             shown = grant.lease_id[:SHOWN_LEASE_ID_LENGTH]

@@ -79,10 +79,10 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
             stack.push_async_callback(thread.submit, executor.profiler.stop)  # if it ends before they have run
-        limits = StepLimits(model.vocab_size, config.max_step_tokens, MAX_LOGPROBS)
+        geometry = describe_pool(config, model, pool, loaded.host_pool)
+        limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits)
         steps.on_violation = server.fail
-        geometry = describe_pool(config, model, pool, loaded.host_pool)
         attachment = Attachment(
             dialer,
             steps,

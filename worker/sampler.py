@@ -33,6 +33,8 @@ _IN_PROMPT, _IN_OUTPUT = 1, 2
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+TokenArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+TokenIds = Sequence[int] | TokenArray
 
 
 class SamplingOutOfRange(ValueError):
@@ -219,8 +221,8 @@ class Sampler:
         row: int,
         params: SamplingParams,
         *,
-        prompt_token_ids: Sequence[int] = (),
-        output_token_ids: Sequence[int] = (),
+        prompt_token_ids: TokenIds = (),
+        output_token_ids: TokenIds = (),
     ) -> None:
         """Set how a row is sampled from now on, and forget what was known of it.
 
@@ -309,7 +311,7 @@ class Sampler:
                 self._seen = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return self._seen
 
-    def _flags(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> Tensor:
+    def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
         flags = np.zeros(self.vocab_size, dtype=np.uint8)
         for token_ids, flag in ((prompt_token_ids, _IN_PROMPT), (output_token_ids, _IN_OUTPUT)):
             ids = np.asarray(token_ids, dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,17 +175,21 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def ChecksumBlocks(  # noqa: N802
         self, request: worker_service_pb2.ChecksumBlocksRequest, context: Context
     ) -> worker_service_pb2.ChecksumBlocksResponse:
-        block_ids = list(request.block_ids)
-        if len(block_ids) > MAX_CHECKSUM_BLOCKS:
-            raise invalid("block_ids", f"{len(block_ids)} entries", f"at most {MAX_CHECKSUM_BLOCKS} entries")
-        limit = self._geometry.block_count - 1
-        for block_id in block_ids:
-            if not 0 <= block_id <= limit:
-                message = f"block {block_id} is not in the pool, 0 to {limit}"
-                raise Refused(Reason.BLOCK_OUT_OF_RANGE, message, value=block_id, limit=limit)
-        epoch = self._steps.gate.epoch
-        checksums = await self._steps.checksum_blocks(block_ids)
+        check_block_ids(request.block_ids, self._geometry.block_count)
+        epoch, block_ids = self._steps.gate.epoch, list(request.block_ids)
+        checksums = await self._steps.checksum_blocks(block_ids, block_bytes=self._geometry.block_bytes)
         return worker_service_pb2.ChecksumBlocksResponse(checksums=checksums, epoch=epoch)
+
+
+def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raises Refused (INVALID_ARGUMENT, BLOCK_OUT_OF_RANGE)."""
+    if len(block_ids) > MAX_CHECKSUM_BLOCKS:
+        raise invalid("block_ids", f"{len(block_ids)} entries", f"at most {MAX_CHECKSUM_BLOCKS} entries")
+    limit = num_blocks - 1
+    for block_id in block_ids:
+        if not 0 <= block_id <= limit:
+            message = f"block {block_id} is not in the pool, 0 to {limit}"
+            raise Refused(Reason.BLOCK_OUT_OF_RANGE, message, value=block_id, limit=limit)
 
 
 def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:

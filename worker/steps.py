@@ -9,17 +9,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
 
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Reason, Refused
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.gate import Gate
-from quire.worker.grants import Step, decode_grant, decode_step
+from quire.worker.grants import Step, decode_grant, decode_step, max_grant_bytes
 from quire.worker.runner import ModelThread
 from quire.worker.verify import OwnershipViolation
 
 log = logging.getLogger(__name__)
+
+CHECKSUM_BYTES = 1 << 20
+"""Read between two steps for ChecksumBlocks."""
 
 REPORTED_OUTCOMES = {
     Outcome.COMPUTED: attach_pb2.STEP_OUTCOME_COMPUTED,
@@ -40,8 +45,21 @@ class StepLimits:
     """What a step may ask for."""
 
     vocab_size: int
+    max_sequence_tokens: int
     max_step_tokens: int
     max_logprobs: int
+    max_grant_bytes: int
+
+    @classmethod
+    def of(cls, geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_logprobs: int) -> Self:
+        """Of a worker whose pool has this geometry."""
+        return cls(
+            vocab_size=geometry.vocabulary_size,
+            max_sequence_tokens=geometry.max_sequence_tokens,
+            max_step_tokens=max_step_tokens,
+            max_logprobs=max_logprobs,
+            max_grant_bytes=max_grant_bytes(geometry),
+        )
 
 
 @dataclass(slots=True)
@@ -132,6 +150,7 @@ class Steps:
     def accept(self, request: worker_service_pb2.RunStepRequest) -> asyncio.Future[EndedStep]:
         """Puts a step in line. Raises Refused, with nothing touched and the step's number not used up."""
         try:
+            self.gate.check_unread(request.grant, max_bytes=self.limits.max_grant_bytes)
             grant = decode_grant(request.grant)
             self._refuse_if_draining()
             self.gate.check(request.grant, grant)
@@ -139,6 +158,7 @@ class Steps:
                 request,
                 grant,
                 vocab_size=self.limits.vocab_size,
+                max_sequence_tokens=self.limits.max_sequence_tokens,
                 max_step_tokens=self.limits.max_step_tokens,
                 max_logprobs=self.limits.max_logprobs,
             )
@@ -211,9 +231,20 @@ class Steps:
         self.gate.fence_lease(lease_id)
         return self._thread.submit(lambda: self._executor.fence_lease(lease_id))
 
-    def checksum_blocks(self, block_ids: list[int]) -> asyncio.Future[list[int]]:
-        """Checksums, in turn with the steps."""
-        return self._thread.submit(lambda: self._executor.checksum_blocks(block_ids))
+    async def checksum_blocks(self, block_ids: list[int], *, block_bytes: int) -> list[int]:
+        """Checksums of blocks of so many bytes, a few blocks at a time in turn with the steps; of each block once.
+
+        Raises Refused (EPOCH_CHANGED) if a new epoch begins meanwhile.
+        """
+        epoch, checksums = self.gate.epoch, dict.fromkeys(block_ids, 0)
+        ids, size = list(checksums), max(1, CHECKSUM_BYTES // max(1, block_bytes))
+        for part in (ids[start : start + size] for start in range(0, len(ids), size)):
+            found = await self._thread.submit(partial(self._executor.checksum_blocks, part))
+            checksums.update(zip(part, found, strict=True))
+        if epoch != self.gate.epoch:
+            message = f"epoch {self.gate.epoch} began while blocks of epoch {epoch} were read"
+            raise Refused(Reason.EPOCH_CHANGED, message, value=epoch, epoch=self.gate.epoch)
+        return [checksums[block_id] for block_id in block_ids]
 
     def num_sequences(self) -> int:
         return self._executor.statistics().num_sequences

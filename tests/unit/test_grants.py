@@ -15,7 +15,7 @@ from quire.worker.executor import Outcome, StepResult
 from quire.worker.grants import Step, decode_grant, decode_step
 from quire.worker.steps import Reports, make_report
 
-LIMITS = {"vocab_size": 100, "max_step_tokens": 10, "max_logprobs": 5}
+LIMITS = {"vocab_size": 100, "max_sequence_tokens": 20, "max_step_tokens": 10, "max_logprobs": 5}
 
 
 def digest(*tokens: int) -> bytes:
@@ -112,7 +112,7 @@ def test_sampling_may_come_with_and_without_tokens() -> None:
     assert list(step.sampling) == [5]
     params = step.sampling[5].params
     assert (params.temperature, params.top_k, params.top_p, params.num_logprobs) == (0.5, 7, 1.0, 5)
-    assert step.sampling[5].prompt_token_ids == (1, 99)
+    assert list(step.sampling[5].prompt_token_ids) == [1, 99]
 
 
 def test_sampling_that_is_unset_is_of_temperature_one() -> None:
@@ -128,6 +128,8 @@ def test_sampling_that_is_unset_is_of_temperature_one() -> None:
         {"temperature": -1.0},
         {"prompt_token_ids": [100]},
         {"output_token_ids": [-1]},
+        {"prompt_token_ids": [1] * 21},
+        {"prompt_token_ids": [1] * 11, "output_token_ids": [1] * 10},
     ],
     ids=str,
 )
