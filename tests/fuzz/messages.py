@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from conformance import golden
-from fuzz import names, wire
+from fuzz import large, names, wire
 from fuzz.surface import WORKER, Method, methods
 from fuzz.wire import Writer
 
@@ -22,6 +22,8 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.compute.v1 import worker_service_pb2
 
 GUIDED_SHARE = 0.25
+LARGE_SHARE = 0.01
+"""Messages near the bounds of their method: they cost a hundred times as much as others."""
 RECENT = 64
 """Of the messages that were answered in a new way, the last ones are changed more often."""
 
@@ -119,7 +121,9 @@ class Generator:
     def _drawn(self, rng: random.Random, method: Method, number: int) -> Message:
         writer = Writer(rng, rng.choice((0.0, 0.02, 0.1, 0.1, 0.3, 0.9)))
         kind = rng.random()
-        if kind < (0.1 if method.process == WORKER else 0.45):
+        if method.name in large.LARGE and rng.random() < LARGE_SHARE:
+            data = large.request(method, rng)
+        elif kind < (0.1 if method.process == WORKER else 0.45):
             data = writer.message(method.request)
         elif kind < 0.85:
             data = writer.mutate(method.request, rng.choice(self._templates[method]))

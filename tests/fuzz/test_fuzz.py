@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
 import pytest
-from fuzz import names
+from fuzz import large, names
 from fuzz.drive import Answer, Broken, Driver, Streams, judge, outcome_of, refusal_of
 from fuzz.flat import Gauge, Sample
 from fuzz.messages import Generator, Message, Origin
 from fuzz.run import fuzz
-from fuzz.subject import Changed, Subject
+from fuzz.subject import OWN_GEOMETRY, Changed, Subject
 from fuzz.surface import CACHEMGR, CODES, WORKER, Method, methods
 from google.protobuf.message import DecodeError
 
-from quire.cache.v1 import cache_service_pb2, error_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
+from quire.cachemgr import messages
+from quire.cachemgr.errors import CallRefused
 from quire.compute.v1 import worker_service_pb2
 
 NUM_MESSAGES = 20_000
+OWN = messages.decode_geometry(attach_pb2.PoolGeometry(**OWN_GEOMETRY))
 METHODS = {(method.process, method.name): method for method in methods(CACHEMGR, WORKER)}
 PLAN_STEP, PLAN_STEPS = METHODS[CACHEMGR, "PlanStep"], METHODS[CACHEMGR, "PlanSteps"]
 
@@ -94,6 +98,22 @@ def test_every_field_of_every_request_is_written(process: str) -> None:
     for method in methods(process):
         expect_fields(method.request, expected)
     assert expected <= seen
+
+
+def test_messages_near_the_bounds_are_among_them_and_most_are_valid() -> None:
+    generator, rng = Generator(4, CACHEMGR, WORKER), random.Random(4)
+    assert {method.name for method in generator.methods} >= set(large.LARGE)
+    sizes = [len(generator.message(number).data) for number in range(6_000)]
+    assert sum(size > 100_000 for size in sizes) >= 5
+    assert max(sizes) < 8 * 2**20
+    plans = [large.plan(rng) for _ in range(200)]
+    refused = 0
+    for plan in plans:
+        try:
+            messages.decode_plan(plan, OWN)
+        except CallRefused:
+            refused += 1
+    assert 20 < refused < 150
 
 
 def note_fields(message: Any, seen: set[tuple[str, str]]) -> None:
