@@ -49,8 +49,6 @@ class InProcessServices:
         self._thread = ModelThread(asyncio.get_running_loop())
         gate = Gate(POOL, new_epoch())
         executor = Executor(model, pool, max_num_seqs=max_num_seqs)
-        limits = StepLimits(model.vocab_size, max_step_tokens, MAX_LOGPROBS)
-        self.steps = Steps(gate, executor, self._thread, limits)
         self.geometry = attach_pb2.PoolGeometry(
             block_size_tokens=block_size,
             block_count=num_blocks,
@@ -61,6 +59,8 @@ class InProcessServices:
             model=model.architecture,
             model_fingerprint=model.fingerprint,
         )
+        limits = StepLimits.of(self.geometry, max_step_tokens=max_step_tokens, max_logprobs=MAX_LOGPROBS)
+        self.steps = Steps(gate, executor, self._thread, limits)
         self.catalog = Catalog(term=time.time_ns())
         self.servicer = CacheServicer(self.catalog)
         self.pool = self._attach(gate)
@@ -78,7 +78,7 @@ class InProcessServices:
         self.pool.ledger.settle(
             report.lease_id,
             report.step_number,
-            messages.decode_outcome(report),
+            messages.decode_outcome(report, self.pool.ledger.geometry),
             seq_ids=report.sequence_ids,
             token_counts=report.computed_token_counts,
             sampled_ids=report.sampled_sequence_ids,

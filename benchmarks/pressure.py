@@ -160,7 +160,8 @@ class Run:
         for admission in asked.admissions if self._reserves else ():
             request = self._requests[plan.sequences[admission.sequence_id].request_id]
             admission.reserved_token_count = request.num_tokens_to_run
-        planned = self._books.ledger.plan(LEASE, EPOCH, messages.decode_plan(asked), now=0.0)
+        decoded = messages.decode_plan(asked, self._books.ledger.geometry)
+        planned = self._books.ledger.plan(LEASE, EPOCH, decoded, now=0.0)
         answer = cache_service_pb2.PlanStepResponse()
         messages.encode_plan(answer, planned)
         step = self._scheduler.on_planned(plan, decode_outcome(answer))

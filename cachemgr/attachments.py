@@ -122,7 +122,7 @@ class Attachments:
         pool.ledger.settle(
             report.lease_id,
             report.step_number,
-            messages.decode_outcome(report),
+            messages.decode_outcome(report, pool.ledger.geometry),
             seq_ids=report.sequence_ids,
             token_counts=report.computed_token_counts,
             sampled_ids=report.sampled_sequence_ids,

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+SHOWN_NAME_LENGTH = 128
+"""Of a name that a caller gave and nothing has: no longer one is quoted."""
+
 
 class Reason(StrEnum):
     """Why; the names of quire.cache.v1.ErrorReason without their prefix."""
@@ -81,6 +84,7 @@ def invalid(name: str, value: object, limit: str) -> Refusal:
 
 def pool_not_found(name: str, *, num_pools: int) -> CallRefused:
     """No pool of this name; or no name, and not exactly one pool."""
+    name = name[:SHOWN_NAME_LENGTH]
     if name or not num_pools:
         message = f"no pool {name!r} has been attached" if name else "no pool has been attached"
     else:

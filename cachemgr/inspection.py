@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,12 +42,15 @@ refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusa
 
 
 async def in_turns(parts: Iterable[Callable[[], Part]]) -> AsyncIterator[Part]:
-    """Long work in parts. After each, others have the loop for as long as it took: a call takes several turns."""
-    clock = asyncio.get_running_loop().time
-    for part in parts:
+    """Long work in parts. Between two parts others have the loop for as long as the first took."""
+    clock, took_s = asyncio.get_running_loop().time, 0.0
+    for index, part in enumerate(parts):
+        if index:
+            await asyncio.sleep(took_s)
         begun_at = clock()
-        yield part()
-        await asyncio.sleep(clock() - begun_at)
+        done = part()
+        took_s = clock() - begun_at
+        yield done
 
 
 class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
@@ -219,16 +222,10 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def LookupPrefix(  # noqa: N802
         self, request: cache_service_pb2.LookupPrefixRequest, context: Context
     ) -> cache_service_pb2.LookupPrefixResponse:
-        tokens, tenant = prefix_asked_for("LookupPrefix", request)
-        matches = [
-            cache_service_pb2.PrefixMatch(
-                pool=pool.ledger.pool,
-                cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=request.salt, tenant=tenant),
-                block_counts=messages.encode_counts(pool.ledger.counts()),
-                worker_address=pool.worker_address,
-            )
-            for pool in self._pools(request.pool)
-        ]
+        pools = self._pools(request.pool)
+        tokens, tenant = prefix_asked_for("LookupPrefix", request, pools)
+        parts = [partial(match_of, pool, tokens, salt=request.salt, tenant=tenant) for pool in pools]
+        matches = [match async for match in in_turns(parts)]
         matches.sort(key=lambda match: -match.cached_token_count)
         return cache_service_pb2.LookupPrefixResponse(matches=matches)
 
@@ -236,8 +233,9 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def ExplainPrefix(  # noqa: N802
         self, request: cache_service_pb2.ExplainPrefixRequest, context: Context
     ) -> cache_service_pb2.ExplainPrefixResponse:
-        tokens, tenant = prefix_asked_for("ExplainPrefix", request)
-        ledger = self._pool(request.pool).ledger
+        pool = self._pool(request.pool)
+        tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
+        ledger = pool.ledger
         explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
         response = messages.encode_explanation(
             explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._wall_clock_offset_s()
@@ -319,11 +317,23 @@ def require_role(method: str, role: Role) -> None:
 
 
 def prefix_asked_for(
-    method: str, request: cache_service_pb2.LookupPrefixRequest | cache_service_pb2.ExplainPrefixRequest
+    method: str,
+    request: cache_service_pb2.LookupPrefixRequest | cache_service_pb2.ExplainPrefixRequest,
+    pools: Sequence[AttachedPool],
 ) -> tuple[bytes, str]:
-    """Tokens and tenant. Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, ROLE_MISSING)."""
-    tokens = messages.decode_prefix(request.token_ids, request.salt)
+    """Tokens and tenant. Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE)."""
     tenant = request.tenant if request.HasField("tenant") else caller().name
     if tenant != caller().name:
         require_role(method, Role.OPERATOR)
-    return tokens, tenant
+    geometries = [pool.ledger.geometry for pool in pools]
+    return messages.decode_prefix(request.token_ids, request.salt, geometries), tenant
+
+
+def match_of(pool: AttachedPool, tokens: bytes, *, salt: bytes, tenant: str) -> cache_service_pb2.PrefixMatch:
+    """How much of a prefix a pool holds."""
+    return cache_service_pb2.PrefixMatch(
+        pool=pool.ledger.pool,
+        cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=salt, tenant=tenant),
+        block_counts=messages.encode_counts(pool.ledger.counts()),
+        worker_address=pool.worker_address,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ from quire.cachemgr import messages
 from quire.cachemgr.attachments import pool_detached
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, invalid
-from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, Inspection, refusing, sees_all
+from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, Inspection, in_turns, refusing, sees_all
 from quire.cachemgr.plans import Admission
 from quire.serving.access import caller
 
@@ -30,8 +31,11 @@ class Keeping(Inspection):
     ) -> cache_service_pb2.CheckAdmissionResponse:
         reserve = request.admission_reserve_block_count
         messages.require_not_negative("admission_reserve_block_count", reserve)
-        admission = messages.decode_admission(request.admission, "admission")
-        checks = [check_admission(pool, admission, reserve) for pool in self._pools(request.pool)]
+        pools = self._pools(request.pool)
+        most_tokens = max((pool.ledger.geometry.max_tokens for pool in pools), default=0)
+        admission = messages.decode_admission(request.admission, most_tokens, "admission")
+        parts = [partial(check_admission, pool, admission, reserve) for pool in pools]
+        checks = [check async for check in in_turns(parts)]
         checks.sort(key=lambda check: (not check.accepted, -check.cached_token_count))
         return cache_service_pb2.CheckAdmissionResponse(checks=checks)
 
@@ -56,11 +60,11 @@ class Keeping(Inspection):
     async def PinPrefix(  # noqa: N802
         self, request: cache_service_pb2.PinPrefixRequest, context: Context
     ) -> cache_service_pb2.PinPrefixResponse:
-        tokens = messages.decode_prefix(request.token_ids, request.salt)
+        ledger, tenant = self._pool(request.pool).ledger, caller().name
+        tokens = messages.decode_prefix(request.token_ids, request.salt, [ledger.geometry])
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
-        ledger, tenant = self._pool(request.pool).ledger, caller().name
         pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
         use = ledger.tenant_use(tenant)
         response = cache_service_pb2.PinPrefixResponse(

@@ -12,6 +12,12 @@ from hashlib import sha256
 PAGE_KEY = "[0-9a-f]{24}"
 """The form of what orders leases in lists."""
 SPARE_ENTRIES = 256
+TICK_S = 0.25
+"""While there are leases, the loop is looked at this often."""
+UNNOTICED_S = 0.3
+"""A loop that was held is noticed if looks at it are further apart. Leases are ended this long after their time."""
+LET_IN_S = 1.0
+"""When the loop was held, no lease ends within this time: renewals that wait are read first."""
 
 
 class LeaseState(Enum):
@@ -34,6 +40,25 @@ class Lease:
 
     def renew(self, now: float) -> None:
         self.expires_at = now + self.ttl_s
+
+    def extend(self, held_s: float, now: float) -> None:
+        """Add the time in which no renewal could be read, and the time to read those that wait."""
+        self.expires_at = max(self.expires_at + held_s, now + LET_IN_S)
+
+
+class HeldTime:
+    """Finds the time in which this process read no renewals: its event loop was held, or the process was stopped.
+
+    The loop calls `look` every TICK_S. A call that is late says that the loop was held since the one before it.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._looked_at = now
+
+    def look(self, now: float) -> float:
+        """Return the seconds since the last look if the loop was held meanwhile, else 0."""
+        passed_s, self._looked_at = now - self._looked_at, now
+        return passed_s if passed_s > UNNOTICED_S else 0.0
 
 
 def page_key(lease_id: str) -> str:

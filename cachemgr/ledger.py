@@ -277,6 +277,11 @@ class Ledger:
         self._num_expired += len(expired)
         return expired
 
+    def extend_leases(self, held_s: float, now: float) -> None:
+        """Add the time in which no renewal could be read to the time of every open lease. Cost: O(leases)."""
+        for lease in self._leases.values():
+            lease.extend(held_s, now)
+
     def next_expiry(self) -> float | None:
         """No lease runs out before this."""
         return self._expiry.next_expiry()

@@ -34,11 +34,19 @@ from quire.serving.errors import to_message
 
 MAX_REQUEST_ID_BYTES = 64
 MAX_SALT_BYTES = 64
-MAX_PLAN_ITEMS = 65_536
-"""Of each kind in one plan."""
+MAX_PLAN_ITEMS = 8_192
+"""Of each kind in one plan, also if the pool has room for more sequences."""
+MAX_PLAN_TOKENS = 262_144
+"""Of all admissions of a plan together, and of all appended tokens: or as many as one sequence can have, if more."""
+MAX_FORKED_TOKENS = 8_388_608
+"""That the children of a plan's forks begin with, all together; or as many as one sequence can have, if more."""
 MAX_BLOCKS = 2**24
 """Of a pool. Its books take some 100 bytes a block, all of them at once when it is attached."""
 MAX_POOL_NAME_LENGTH = 128
+MAX_TEXT_LENGTH = 1_024
+"""Of what a worker says of its pool, in characters. It is kept, and shown to every client."""
+MAX_OPEN_LEASES = 131_072
+"""Of a worker that registers."""
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 PIN_ID = "[0-9a-f]{32}"
@@ -93,10 +101,10 @@ def digest_of(request: cache_service_pb2.PlanStepRequest) -> bytes:
     return sha256(request.SerializeToString(deterministic=True)).digest() if request.request_id else b""
 
 
-def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
+def decode_plan(request: cache_service_pb2.PlanStepRequest, geometry: Geometry) -> StepRequest:
     """Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together and values out of range."""
     check_request_id(request.request_id)
-    check_plan_size(request)
+    check_plan_size(request, geometry)
     require_parallel("trim_token_counts", request.trim_token_counts, "trim_sequence_ids", request.trim_sequence_ids)
     require_not_negative("admission_token_budget", request.admission_token_budget)
     require_not_negative("admission_reserve_block_count", request.admission_reserve_block_count)
@@ -112,27 +120,48 @@ def decode_plan(request: cache_service_pb2.PlanStepRequest) -> StepRequest:
         extend_token_counts=int32_bytes(extends.token_counts),
         appends=decode_appends(extends),
         restores=[decode_restore(restore) for restore in request.restores],
-        admissions=[decode_admission(admission) for admission in request.admissions],
+        admissions=[decode_admission(admission, geometry.max_tokens) for admission in request.admissions],
         admission_token_budget=request.admission_token_budget,
         admission_reserve=request.admission_reserve_block_count,
     )
 
 
-def check_plan_size(request: cache_service_pb2.PlanStepRequest) -> None:
-    """Raises CallRefused (INVALID_ARGUMENT) if there are more than MAX_PLAN_ITEMS of a kind."""
-    sizes = (
-        ("release_sequence_ids", len(request.release_sequence_ids)),
-        ("return_hints", len(request.return_hints)),
-        ("offload_sequence_ids", len(request.offload_sequence_ids)),
-        ("trim_sequence_ids", len(request.trim_sequence_ids)),
-        ("forks.child_sequence_ids", sum(len(fork.child_sequence_ids) for fork in request.forks)),
-        ("extends.sequence_ids", len(request.extends.sequence_ids)),
-        ("restores", len(request.restores)),
-        ("admissions", len(request.admissions)),
-    )
-    for name, size in sizes:
-        if size > MAX_PLAN_ITEMS:
-            raise CallRefused(invalid(name, f"{size} entries", f"at most {MAX_PLAN_ITEMS} entries"))
+def check_plan_size(request: cache_service_pb2.PlanStepRequest, geometry: Geometry) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if there are more items of a kind, or more tokens, than a plan may have.
+
+    Cost: O(forks + admissions), at most MAX_PLAN_ITEMS of each are counted through.
+    """
+    most = min(geometry.max_sequences, MAX_PLAN_ITEMS)
+    extends = request.extends
+    sizes = {
+        "release_sequence_ids": request.release_sequence_ids,
+        "return_hints": request.return_hints,
+        "offload_sequence_ids": request.offload_sequence_ids,
+        "trim_sequence_ids": request.trim_sequence_ids,
+        "forks": request.forks,
+        "extends.sequence_ids": extends.sequence_ids,
+        "extends.token_counts": extends.token_counts,
+        "restores": request.restores,
+        "admissions": request.admissions,
+    }
+    for name, values in sizes.items():
+        check_count(name, len(values), most)
+    check_count("forks.child_sequence_ids", sum(len(fork.child_sequence_ids) for fork in request.forks), most)
+    num_forked = sum(len(fork.child_sequence_ids) * max(0, fork.token_count) for fork in request.forks)
+    most_forked = max(geometry.max_tokens, MAX_FORKED_TOKENS)
+    if num_forked > most_forked:
+        raise CallRefused(
+            invalid("forks.token_count", f"{num_forked} tokens", f"at most {most_forked} of all children")
+        )
+    most_tokens = max(geometry.max_tokens, MAX_PLAN_TOKENS)
+    check_count("extends.append_token_ids", len(extends.append_token_ids), most_tokens)
+    check_count("admissions.token_ids", sum(len(each.token_ids) for each in request.admissions), most_tokens)
+
+
+def check_count(name: str, size: int, most: int) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if a list has more entries than it may have."""
+    if size > most:
+        raise CallRefused(invalid(name, f"{size} entries", f"at most {most} entries"))
 
 
 def decode_fork(fork: cache_service_pb2.Fork) -> Fork:
@@ -174,16 +203,22 @@ def decode_restore(restore: cache_service_pb2.Restore) -> Restore:
     return Restore(restore.sequence_id, restore.max_compute_token_count)
 
 
-def decode_admission(admission: cache_service_pb2.Admission, name: str = "admissions") -> Admission:
+def decode_admission(admission: cache_service_pb2.Admission, most_tokens: int, name: str = "admissions") -> Admission:
+    """An admission to a pool whose sequences have at most `most_tokens`.
+
+    A longer prompt is not read: its first token stands for it, with a reservation of its length, which is refused.
+    """
+    num_tokens, reserved_tokens = len(admission.token_ids), admission.reserved_token_count
     require_not_negative(f"{name}.max_compute_token_count", admission.max_compute_token_count)
     require_not_negative(f"{name}.reserved_token_count", admission.reserved_token_count)
     check_salt(f"{name}.salt", admission.salt)
+    is_too_long = num_tokens > most_tokens
     return Admission(
         admission.sequence_id,
-        int32_bytes(admission.token_ids),
+        int32_bytes(admission.token_ids[:1] if is_too_long else admission.token_ids),
         max_compute=admission.max_compute_token_count,
         salt=admission.salt,
-        reserved_tokens=admission.reserved_token_count,
+        reserved_tokens=max(num_tokens, reserved_tokens) if is_too_long else reserved_tokens,
         retention=decode_retention(admission.retention, f"{name}.retention") if admission.retention else (),
         resumed=admission.resumed,
     )
@@ -191,21 +226,24 @@ def decode_admission(admission: cache_service_pb2.Admission, name: str = "admiss
 
 def decode_retention(ranges: Sequence[cache_service_pb2.Retention], name: str) -> list[Retention]:
     """Raises CallRefused (INVALID_ARGUMENT)."""
-    if len(ranges) > MAX_RANGES:
-        raise CallRefused(invalid(name, f"{len(ranges)} ranges", f"at most {MAX_RANGES}"))
-    for index, part in enumerate(ranges):
-        require_not_negative(f"{name}.token_count", part.token_count)
-        if part.token_count == 0 and index < len(ranges) - 1:
-            raise CallRefused(invalid(f"{name}.token_count", 0, "at least 1 but in the last range"))
-        if not LEAST_WORTH <= part.priority <= MOST_WORTH:
-            raise CallRefused(invalid(f"{name}.priority", part.priority, f"{LEAST_WORTH} to {MOST_WORTH}"))
-        if part.HasField("ttl") and not 0 < seconds_of(part.ttl) <= MAX_RETENTION_S:
+    check_count(name, len(ranges), MAX_RANGES)
+    last = len(ranges) - 1
+    return [decode_range(part, name, is_last=index == last) for index, part in enumerate(ranges)]
+
+
+def decode_range(part: cache_service_pb2.Retention, name: str, *, is_last: bool) -> Retention:
+    num_tokens, priority, ttl_s = part.token_count, part.priority, None
+    require_not_negative(f"{name}.token_count", num_tokens)
+    if num_tokens == 0 and not is_last:
+        raise CallRefused(invalid(f"{name}.token_count", 0, "at least 1 but in the last range"))
+    if not LEAST_WORTH <= priority <= MOST_WORTH:
+        raise CallRefused(invalid(f"{name}.priority", priority, f"{LEAST_WORTH} to {MOST_WORTH}"))
+    if part.HasField("ttl"):
+        ttl_s = seconds_of(part.ttl)
+        if not 0 < ttl_s <= MAX_RETENTION_S:
             limit = f"more than 0 s, at most {MAX_RETENTION_S:g} s"
-            raise CallRefused(invalid(f"{name}.ttl", f"{seconds_of(part.ttl)} s", limit))
-    return [
-        Retention(part.token_count, part.priority, seconds_of(part.ttl) if part.HasField("ttl") else None)
-        for part in ranges
-    ]
+            raise CallRefused(invalid(f"{name}.ttl", f"{ttl_s} s", limit))
+    return Retention(num_tokens, priority, ttl_s)
 
 
 def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: StepPlan) -> None:
@@ -237,11 +275,15 @@ def encode_refusal(refusal: Refusal) -> error_pb2.Error:
 def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
     """Raises CallRefused (INVALID_ARGUMENT)."""
     name = message.pool
-    if not re.fullmatch(POOL_NAME, name):
+    if len(name) > MAX_POOL_NAME_LENGTH or not re.fullmatch(POOL_NAME, name):
         limit = f"1 to {MAX_POOL_NAME_LENGTH} letters, digits, '.', '_' and '-'"
-        raise CallRefused(invalid("register_pool.pool", repr(name), limit))
+        raise CallRefused(invalid("register_pool.pool", repr(name[: MAX_POOL_NAME_LENGTH + 1]), limit))
     if message.epoch == 0:
         raise CallRefused(invalid("register_pool.epoch", 0, "not 0"))
+    check_count("register_pool.open_leases", len(message.open_leases), MAX_OPEN_LEASES)
+    check_text("register_pool.worker_address", message.worker_address)
+    check_text("register_pool.geometry.model", message.geometry.model)
+    check_text("register_pool.geometry.model_fingerprint", message.geometry.model_fingerprint)
     return Registration(
         pool=name,
         epoch=message.epoch,
@@ -282,8 +324,12 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
     )
 
 
-def decode_outcome(report: attach_pb2.StepReport) -> StepOutcome:
+def decode_outcome(report: attach_pb2.StepReport, geometry: Geometry) -> StepOutcome:
     """Raises CallRefused (INVALID_ARGUMENT)."""
+    most = 2 * geometry.max_sequences  # extends; restores and admissions
+    check_count("step_report.sequence_ids", len(report.sequence_ids), most)
+    check_count("step_report.sampled_sequence_ids", len(report.sampled_sequence_ids), most)
+    require_not_negative("step_report.step_number", report.step_number)
     outcome = OUTCOMES.get(report.outcome)
     if outcome is None:
         raise CallRefused(invalid("step_report.outcome", report.outcome, "COMPUTED, FAILED or SKIPPED"))
@@ -494,6 +540,11 @@ def check_request_id(request_id: str) -> None:
         raise CallRefused(invalid("request_id", f"{length} bytes", f"at most {MAX_REQUEST_ID_BYTES} bytes"))
 
 
+def check_text(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT_LENGTH:
+        raise CallRefused(invalid(name, f"{len(text)} characters", f"at most {MAX_TEXT_LENGTH} characters"))
+
+
 def check_salt(name: str, salt: bytes) -> None:
     if len(salt) > MAX_SALT_BYTES:
         raise CallRefused(invalid(name, f"{len(salt)} bytes", f"at most {MAX_SALT_BYTES} bytes"))
@@ -515,12 +566,30 @@ def check_page_token(token: str, form: str) -> None:
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
 
 
-def decode_prefix(token_ids: Sequence[int], salt: bytes) -> bytes:
-    """The tokens of a prefix that is asked about. Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT)."""
+def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometry]) -> bytes:
+    """The tokens of a prefix that pools are asked about, at least one of which could have a sequence of them.
+
+    Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE).
+    """
     check_salt("salt", salt)
     if not token_ids:
         raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
-    return int32_bytes(token_ids)
+    if not pools:
+        return b""
+    check_count("token_ids", len(token_ids), max(geometry.max_tokens for geometry in pools))
+    tokens = int32_bytes(token_ids)
+    check_vocabulary(tokens, max(geometry.vocab_size for geometry in pools))
+    return tokens
+
+
+def check_vocabulary(tokens: bytes, vocab_size: int) -> None:
+    """Raises CallRefused (TOKEN_OUT_OF_RANGE) if one of the tokens is not below `vocab_size`."""
+    foreign = np.frombuffer(tokens, "<u4") >= vocab_size  # negative ones are large
+    index = int(foreign.argmax())
+    if foreign[index]:
+        value, limit = np.frombuffer(tokens, "<i4")[index], vocab_size - 1
+        message = f"token {value} at index {index} of token_ids is not in the vocabulary, 0 to {limit}"
+        raise CallRefused(refuse(Reason.TOKEN_OUT_OF_RANGE, message, index=index, value=value, limit=limit))
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -17,6 +18,7 @@ import grpc
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr import messages
+from quire.cachemgr._core import StepPlan
 from quire.cachemgr.attachments import Attachments, pool_detached
 from quire.cachemgr.bounds import (
     MAX_ATTACHMENTS,
@@ -28,11 +30,13 @@ from quire.cachemgr.bounds import (
     Places,
     overloaded,
 )
-from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.grants import sign_grant
 from quire.cachemgr.inspection import refusing
 from quire.cachemgr.keeping import Keeping
+from quire.cachemgr.leases import TICK_S, UNNOTICED_S, HeldTime
+from quire.cachemgr.plans import StepRequest
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.access import caller
 from quire.serving.errors import abort
@@ -201,21 +205,30 @@ class CacheServicer(Keeping):
         self._is_draining = True
 
     async def expire_leases(self) -> None:
-        """Ends leases as their time runs out; runs until cancelled."""
+        """End leases as their time runs out; runs until cancelled. Time in which the loop was held does not count."""
+        held_time = HeldTime(self._clock())
         while True:
             self._leases_changed.clear()
             now = self._clock()
+            if held_s := held_time.look(now):
+                self._extend_leases(held_s, now)
             for pool in self._catalog.pools():
-                for lease in pool.ledger.expire_leases(now):
+                for lease in pool.ledger.expire_leases(now - UNNOTICED_S):
                     log.info("lease expired lease=%s pool=%s", lease.lease_id[:8], lease.pool)
                     self._attachments.fence_lease(pool, lease.lease_id)
             times = [expiry for pool in self._catalog.pools() if (expiry := pool.ledger.next_expiry()) is not None]
-            delay = max(0.0, min(times) - self._clock()) if times else None
-            try:
-                async with asyncio.timeout(delay):
-                    await self._leases_changed.wait()
-            except TimeoutError:
+            if not times:
+                await self._leases_changed.wait()
+                held_time = HeldTime(self._clock())
                 continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(TICK_S, max(0.0, min(times) + UNNOTICED_S - self._clock()))):
+                    await self._leases_changed.wait()
+
+    def _extend_leases(self, held_s: float, now: float) -> None:
+        log.warning("the event loop was held; leases are extended seconds=%.3f", held_s)
+        for pool in self._catalog.pools():
+            pool.ledger.extend_leases(held_s, now)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -304,10 +317,8 @@ class CacheServicer(Keeping):
     async def PlanStep(  # noqa: N802
         self, request: cache_service_pb2.PlanStepRequest, context: Context
     ) -> cache_service_pb2.PlanStepResponse:
-        if request.admissions or request.restores:
-            await self._turns.turn()
         answer = cache_service_pb2.PlanStepResponse()
-        self.plan_step(request, answer)
+        await self._plan_in_parts(request, answer)
         return answer
 
     async def PlanSteps(  # noqa: N802
@@ -315,10 +326,8 @@ class CacheServicer(Keeping):
     ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
         async for request in request_iterator:
             try:
-                if request.plan.admissions or request.plan.restores:
-                    await self._turns.turn()
                 answer = cache_service_pb2.PlanStepsResponse()
-                self.plan_step(request.plan, answer.plan)
+                await self._plan_in_parts(request.plan, answer.plan)
             except CallRefused as refused:
                 self._refused_plans[refused.refusal.reason] += 1
                 log.debug("plan refused reason=%s caller=%s", refused.refusal.reason.value, caller().name)
@@ -327,16 +336,51 @@ class CacheServicer(Keeping):
 
     def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
         """Plans one step and fills an empty answer with it and its signed grant. Raises CallRefused."""
+        wanted = self._decode(request)
+        pool, plan = self._plan(request, wanted)
+        self._answer(request, pool, plan, answer)
+
+    async def _plan_in_parts(
+        self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse
+    ) -> None:
+        """The same; other calls go on between the parts that can be long."""
+        if request.admissions or request.restores:
+            await self._turns.turn()
+        wanted = self._decode(request)
+        if request.admissions:
+            await asyncio.sleep(0)
+        pool, plan = self._plan(request, wanted)
+        if plan.has_refusals:
+            await asyncio.sleep(0)
+        self._answer(request, pool, plan, answer)
+
+    def _decode(self, request: cache_service_pb2.PlanStepRequest) -> tuple[StepRequest, bytes]:
+        """The request and its digest."""
+        geometry = self._own_pool(request.lease_id).ledger.geometry
+        return messages.decode_plan(request, geometry), messages.digest_of(request)
+
+    def _plan(
+        self, request: cache_service_pb2.PlanStepRequest, wanted: tuple[StepRequest, bytes]
+    ) -> tuple[AttachedPool, StepPlan]:
         self._refuse_if_draining()
-        pool = self._own_pool(request.lease_id)
+        pool, (step, digest) = self._own_pool(request.lease_id), wanted
         plan = pool.ledger.plan(
             request.lease_id,
             request.epoch,
-            messages.decode_plan(request),
+            step,
             now=self._clock(),
             request_id=request.request_id,
-            digest=messages.digest_of(request),
+            digest=digest,
         )
+        return pool, plan
+
+    def _answer(
+        self,
+        request: cache_service_pb2.PlanStepRequest,
+        pool: AttachedPool,
+        plan: StepPlan,
+        answer: cache_service_pb2.PlanStepResponse,
+    ) -> None:
         messages.encode_plan(answer, plan)
         sign_grant(plan, answer.grant, pool, lease_id=request.lease_id, term=self._catalog.term)
 

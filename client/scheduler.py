@@ -40,7 +40,7 @@ from bisect import bisect_right, insort
 from collections import abc, deque
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import takewhile
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -50,6 +50,10 @@ from quire.client.sequence import FinishReason, Sequence, SequenceState
 from quire.client.tier import TierCosts
 
 _MAX_SEQ_ID = 2**31
+# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto).
+_MAX_PLAN_TOKENS = 262_144
+# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto).
+_MAX_FORKED_TOKENS = 8_388_608
 # There is no room for an item: in the pool, or in what this client may hold of it.
 _NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
 _RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
@@ -60,8 +64,6 @@ _AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
 _RESERVE_STEPS = 4
 # Of a step's tokens one in so many is never a decode's.
 _PROMPT_SHARE = 4
-# Tokens of newcomers in one plan and its step: 5 bytes each at most, in messages of 64 MiB at most.
-_MAX_MESSAGE_TOKENS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +294,10 @@ class _Counters:
 class _Draft:
     """A plan while it is being made."""
 
-    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "message_tokens", "restores", "sequences")
+    __slots__ = ("admissions", "budget", "counts", "forks", "ids", "restores", "sequences")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.message_tokens = 0
         self.ids: list[int] = []
         self.counts: list[int] = []
         self.forks: list[Fork] = []
@@ -316,12 +317,6 @@ class _Draft:
         self.counts += [1] * len(ids)
         self.sequences.update(zip(ids, sequences, strict=True))
         self.budget -= len(ids)
-
-    def takes(self, newcomer: Sequence) -> bool:
-        """Whether the messages stay small enough with one more newcomer: the first always fits."""
-        is_first = not self.message_tokens
-        self.message_tokens += len(newcomer.token_ids) * (2 if newcomer.params.has_penalty else 1)
-        return is_first or self.message_tokens <= _MAX_MESSAGE_TOKENS
 
     def restore(self, seq_id: int, sequence: Sequence) -> None:
         self.restores.append(seq_id)
@@ -499,7 +494,7 @@ class Scheduler:
             self._draft_chunks(draft)
             self._draft_admissions(draft)
         return Plan(
-            release_ids=tuple(self._releases),
+            release_ids=tuple(islice(self._releases, self.limits.max_running_sequences)),
             offload_ids=tuple(self._offloads),
             forks=tuple(draft.forks),
             extend_ids=tuple(draft.ids),
@@ -555,15 +550,16 @@ class Scheduler:
         if not self._followers:
             return
         places = self.limits.num_places - len(self._running)
+        num_left = max(_MAX_FORKED_TOKENS, self.limits.max_sequence_tokens)
         for parent in self._running:
             followers = self._followers.get(parent, [])
-            children = followers[: max(0, min(places, draft.budget))]
-            children = list(takewhile(draft.takes, children))
+            children = followers[: max(0, min(places, draft.budget, num_left // parent.num_prompt_tokens))]
             if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
                 continue
             if not self._may_take_blocks(parent):
                 return
             places -= len(children)
+            num_left -= len(children) * parent.num_prompt_tokens
             child_ids = tuple(self._fresh_id() for _ in children)
             draft.forks.append(Fork(_id_of(parent), child_ids, parent.num_prompt_tokens))
             for child_id, child in zip(child_ids, children, strict=True):
@@ -576,11 +572,12 @@ class Scheduler:
             return
         # Prompts are offered until what they will probably compute fills the budget; cachemgr, who knows what is
         # cached, cuts the last one.
-        budget = float(draft.budget)
+        budget, num_given = float(draft.budget), 0
         for sequence in self._waiting[: max(0, places)]:
-            if budget <= 0 or not self._may_take_blocks(sequence) or not draft.takes(sequence):
+            num_given += len(sequence.token_ids) if sequence.host_id is None else 0
+            if num_given > _MAX_PLAN_TOKENS and draft.admissions:
                 return
-            if not self._draft_newcomer(draft, sequence):
+            if budget <= 0 or not self._may_take_blocks(sequence) or not self._draft_newcomer(draft, sequence):
                 return
             budget -= max(1.0, self._expected_run_of(sequence))
             if self._admission_needs:

@@ -1949,16 +1949,46 @@ MUTANTS: list[Mutant] = [
         "len(request.forks)",
     ),
     Mutant(
-        "one item more than a plan may have",
+        "one entry more than a list may have",
         "messages.py",
-        "        if size > MAX_PLAN_ITEMS:\n",
-        "        if size > MAX_PLAN_ITEMS + 1:\n",
+        "    if size > most:\n",
+        "    if size > most + 1:\n",
     ),
     Mutant(
-        "as many items as a plan may have are too many",
+        "as many entries as a list may have are too many",
         "messages.py",
-        "        if size > MAX_PLAN_ITEMS:\n",
-        "        if size >= MAX_PLAN_ITEMS:\n",
+        "    if size > most:\n",
+        "    if size >= most:\n",
+    ),
+    Mutant(
+        "a plan may have more items than the pool has room for",
+        "messages.py",
+        "    most = min(geometry.max_sequences, MAX_PLAN_ITEMS)\n",
+        "    most = MAX_PLAN_ITEMS\n",
+    ),
+    Mutant(
+        "forks that make a sequence shorter make room for others",
+        "messages.py",
+        "max(0, fork.token_count) for fork",
+        "fork.token_count for fork",
+    ),
+    Mutant(
+        "a prompt that is too long has the length of what was read",
+        "messages.py",
+        "max(num_tokens, reserved_tokens) if is_too_long",
+        "reserved_tokens if is_too_long",
+    ),
+    Mutant(
+        "a held loop is not noticed",
+        "leases.py",
+        "        return passed_s if passed_s > UNNOTICED_S else 0.0\n",
+        "        return 0.0\n",
+    ),
+    Mutant(
+        "a renewal that waits behind a held loop has no time to be read",
+        "leases.py",
+        "max(self.expires_at + held_s, now + LET_IN_S)",
+        "self.expires_at + held_s",
     ),
     # what tenants may have
     Mutant(

@@ -30,9 +30,9 @@ CROWD_IDS = 1 << 30
 clock = time.perf_counter_ns
 
 
-def make_ledger(num_blocks: int, *, max_sequences: int = 1 << 20) -> Ledger:
-    """A ledger as it serves: num_blocks usable blocks of 16 tokens, checks of every call off."""
-    geometry = Geometry(
+def make_geometry(num_blocks: int, *, max_sequences: int = 1 << 20) -> Geometry:
+    """A pool with num_blocks usable blocks of 16 tokens."""
+    return Geometry(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks + 1,
         block_bytes=1,
@@ -42,7 +42,15 @@ def make_ledger(num_blocks: int, *, max_sequences: int = 1 << 20) -> Ledger:
         model="benchmark",
         model_fingerprint="benchmark",
     )
-    return Ledger("benchmark", EPOCH, geometry)
+
+
+def make_ledger(num_blocks: int, *, max_sequences: int = 1 << 20) -> Ledger:
+    """A ledger as it serves, checks of every call off."""
+    return Ledger("benchmark", EPOCH, make_geometry(num_blocks, max_sequences=max_sequences))
+
+
+LARGEST = make_geometry(1 << 20)
+"""Its limits are those of every request."""
 
 
 # -- requests, and the worker's reports -----------------------------------------------------------------------------
@@ -50,7 +58,7 @@ def make_ledger(num_blocks: int, *, max_sequences: int = 1 << 20) -> Ledger:
 
 def decoded(**items: Any) -> StepRequest:
     """A request as the servicer decodes it: ids and counts are a message's own packed arrays."""
-    return messages.decode_plan(cache_service_pb2.PlanStepRequest(**items))
+    return messages.decode_plan(cache_service_pb2.PlanStepRequest(**items), LARGEST)
 
 
 def admission(seq_id: int, tokens: list[int]) -> StepRequest:

@@ -56,7 +56,7 @@ def plan_message(core: Core, pool: AttachedPool, body: bytes) -> tuple[Any, list
     times = [clock()]
     request = cache_service_pb2.PlanStepRequest.FromString(body)
     times.append(clock())
-    wanted, digest = messages.decode_plan(request), messages.digest_of(request)
+    wanted, digest = messages.decode_plan(request, core.ledger.geometry), messages.digest_of(request)
     times.append(clock())
     plan = core.ledger.plan(
         request.lease_id, request.epoch, wanted, now=1.0, request_id=request.request_id, digest=digest

@@ -354,6 +354,31 @@ WRONG_CALLS = {
         Wrong({"pool": "none", "token_ids": [1]}, "POOL_NOT_FOUND", NOT_FOUND),
     ),
     "lookup of nothing": ("LookupPrefix", Wrong({}, "EMPTY_PROMPT")),
+    "lookup of a token beyond the vocabulary": (
+        "LookupPrefix",
+        Wrong(
+            {"pool": "default", "token_ids": [1, VOCAB_SIZE]},
+            "TOKEN_OUT_OF_RANGE",
+            metadata={"index": "1", "value": str(VOCAB_SIZE)},
+        ),
+    ),
+    "lookup of a negative token": ("LookupPrefix", Wrong({"pool": "default", "token_ids": [-1]}, "TOKEN_OUT_OF_RANGE")),
+    "lookup of more than a sequence can have": (
+        "LookupPrefix",
+        Wrong(
+            {"pool": "default", "token_ids": [1] * (POOL_TOKENS + 1)},
+            "INVALID_ARGUMENT",
+            metadata={"field": "token_ids"},
+        ),
+    ),
+    "explanation of a token beyond the vocabulary": (
+        "ExplainPrefix",
+        Wrong({"pool": "default", "token_ids": [VOCAB_SIZE]}, "TOKEN_OUT_OF_RANGE"),
+    ),
+    "pin of a token beyond the vocabulary": (
+        "PinPrefix",
+        Wrong({"pool": "default", "token_ids": [VOCAB_SIZE]}, "TOKEN_OUT_OF_RANGE"),
+    ),
     "lookup with a salt too long": ("LookupPrefix", Wrong({"token_ids": [1], "salt": bytes(65)}, "INVALID_ARGUMENT")),
     "reset of an unknown pool": ("ResetPrefixCache", Wrong({"pool": "none"}, "POOL_NOT_FOUND", NOT_FOUND)),
     "audit of an unknown pool": ("AuditPool", Wrong({"pool": "none"}, "POOL_NOT_FOUND", NOT_FOUND)),
@@ -462,6 +487,13 @@ def test_checksums_of_too_many_blocks(pair: Pair) -> None:
     with pytest.raises(RefusedError) as caught:
         ask(pair.worker.ChecksumBlocks, worker_service_pb2.ChecksumBlocksRequest(block_ids=[1] * 10_001))
     Wrong({}, "INVALID_ARGUMENT").check(caught.value)
+
+
+def test_the_checksum_of_a_block_is_the_same_however_often_it_is_asked_for(pair: Pair, running: LeaseHolder) -> None:
+    ids = [1, 2, 1, 0, 2, 1] * 1_500 + [3]
+    each = pair.checksums()
+    request = worker_service_pb2.ChecksumBlocksRequest(block_ids=ids)
+    assert list(ask(pair.worker.ChecksumBlocks, request).checksums) == [each[block_id] for block_id in ids]
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from certificates import sha256
 from integration.protocol_client import (
@@ -317,3 +319,31 @@ def test_what_is_away_says_when_to_ask_again(start: Start, call_as: Any) -> None
     with pytest.raises(RefusedError) as unknown:
         ask(client.cache.GetPool, cache_service_pb2.GetPoolRequest(pool="nowhere"))
     assert (unknown.value.reason, unknown.value.retry_delay_s) == ("POOL_NOT_FOUND", None)
+
+
+# -- time that cachemgr itself was late -----------------------------------------------------------------------------
+
+
+def test_a_lease_does_not_expire_for_time_in_which_cachemgr_was_stopped(start: Start, call_as: Any) -> None:
+    """Its renewal waits in the socket. A lease that nobody renews expires all the same."""
+    server = start()
+    client = call_as(server)
+    worker = attached(client)
+    renewed, left = (worker.create_lease(client, POOL, ttl_s=1.0) for _ in range(2))
+    assert server.pid is not None
+    process = psutil.Process(server.pid)
+    process.suspend()
+    request = cache_service_pb2.RenewLeaseRequest(lease_id=renewed.lease_id)
+    renewal = client.cache.RenewLease.future(request, timeout=DEADLINE_S)
+    resume_at = time.monotonic() + 4.0
+    await_that("leases would have expired", lambda: time.monotonic() >= resume_at)
+    process.resume()
+    renewal.result()
+
+    def has_expired() -> bool:
+        renewed.renew()
+        states = {lease.lease_id_prefix: lease.state for lease in client.leases(POOL)}
+        return states.get(left.lease_id[:8]) != cache_service_pb2.LEASE_STATE_OPEN
+
+    await_that("the other one has expired", has_expired)
+    assert "the event loop was held; leases are extended" in (server.log_path or Path()).read_text()

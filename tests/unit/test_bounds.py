@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.cachemgr.bounds import MAX_WAITING_ADMISSIONS, RECOUNT_INTERVAL_S, Le
 from quire.cachemgr.catalog import Catalog, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal
 from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.ledger import Ledger
 from quire.cachemgr.servicer import REMEMBER_LEASES_S, CacheServicer, LeaseAnswers, Turns
 
 NUM_SEQUENCES = 2_000
@@ -245,7 +247,19 @@ def test_more_admissions_than_may_wait_are_refused_and_none_of_the_others_is_los
 
 # -- plans --------------------------------------------------------------------------------------------------------
 
-MOST = messages.MAX_PLAN_ITEMS
+SMALL = Geometry(
+    block_size=4,
+    num_blocks=9,
+    block_bytes=1,
+    max_sequences=6,
+    max_sequence_tokens=24,
+    vocab_size=100,
+    model="",
+    model_fingerprint="",
+    num_host_blocks=50,
+)
+MOST = SMALL.max_sequences
+LARGE = replace(SMALL, max_sequences=2**31 - 1)
 
 
 PLANS: dict[str, Callable[[range], dict[str, Any]]] = {
@@ -253,25 +267,115 @@ PLANS: dict[str, Callable[[range], dict[str, Any]]] = {
     "return_hints": lambda ids: {
         "return_hints": [pb.ReturnHint(sequence_id=seq_id, not_expected=True) for seq_id in ids]
     },
+    "offload_sequence_ids": lambda ids: {"offload_sequence_ids": ids},
     "trim_sequence_ids": lambda ids: {"trim_sequence_ids": ids, "trim_token_counts": ids},
+    "forks": lambda ids: {"forks": [pb.Fork(child_sequence_ids=[seq_id]) for seq_id in ids]},
     "forks.child_sequence_ids": lambda ids: {
         "forks": [pb.Fork(child_sequence_ids=ids[:1]), pb.Fork(child_sequence_ids=ids[1:])]
     },
     "extends.sequence_ids": lambda ids: {"extends": pb.Extends(sequence_ids=ids, token_counts=ids)},
+    "extends.token_counts": lambda ids: {"extends": pb.Extends(sequence_ids=ids[:MOST], token_counts=ids)},
+    "restores": lambda ids: {"restores": [pb.Restore(sequence_id=seq_id) for seq_id in ids]},
     "admissions": lambda ids: {"admissions": [pb.Admission(sequence_id=seq_id) for seq_id in ids]},
 }
 """Plans with these sequences in one kind of items."""
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_with_too_many_items_is_refused(name: str) -> None:
-    plan = pb.PlanStepRequest(**PLANS[name](range(MOST + 1)))
-    refusal = refusal_of(lambda: messages.decode_plan(plan))
+def refuse_plan(plan: pb.PlanStepRequest, geometry: Geometry) -> dict[str, str]:
+    """Field, value and limit."""
+    refusal = refusal_of(lambda: messages.decode_plan(plan, geometry))
     assert refusal.reason is Reason.INVALID_ARGUMENT
-    limits = {"field": name, "value": f"{MOST + 1} entries", "limit": f"at most {MOST} entries"}
-    assert refusal.metadata == limits
+    return refusal.metadata
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_with_as_many_items_as_may_be_is_read(name: str) -> None:
-    messages.decode_plan(pb.PlanStepRequest(**PLANS[name](range(MOST))))
+def test_a_plan_has_at_most_as_many_items_of_a_kind_as_the_pool_has_room_for_sequences(name: str) -> None:
+    messages.decode_plan(pb.PlanStepRequest(**PLANS[name](range(MOST))), SMALL)
+    refused = refuse_plan(pb.PlanStepRequest(**PLANS[name](range(MOST + 1))), SMALL)
+    assert refused == {"field": name, "value": f"{MOST + 1} entries", "limit": f"at most {MOST} entries"}
+
+
+@pytest.mark.parametrize("name", PLANS.keys() - {"extends.token_counts"})
+def test_a_pool_for_more_sequences_takes_no_larger_plans(name: str) -> None:
+    most = messages.MAX_PLAN_ITEMS
+    messages.decode_plan(pb.PlanStepRequest(**PLANS[name](range(most))), LARGE)
+    refused = refuse_plan(pb.PlanStepRequest(**PLANS[name](range(most + 1))), LARGE)
+    assert refused == {"field": name, "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
+
+
+def test_the_children_of_a_plans_forks_begin_with_so_many_tokens_together() -> None:
+    most = messages.MAX_FORKED_TOKENS
+
+    def forks(*children: tuple[int, int]) -> pb.PlanStepRequest:
+        made = [pb.Fork(child_sequence_ids=range(count), token_count=num_tokens) for count, num_tokens in children]
+        return pb.PlanStepRequest(forks=made)
+
+    messages.decode_plan(forks((4, most // 4)), SMALL)
+    for plan in (forks((3, most // 4), (1, most // 4 + 1)), forks((4, most // 4), (1, 1), (1, -most))):
+        refused = refuse_plan(plan, SMALL)
+        value, limit = f"{most + 1} tokens", f"at most {most} of all children"
+        assert refused == {"field": "forks.token_count", "value": value, "limit": limit}
+    longest = replace(SMALL, num_blocks=2**23, max_sequence_tokens=most + 1)
+    messages.decode_plan(forks((1, most + 1)), longest)
+
+
+TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "admissions.token_ids": lambda size: {
+        "admissions": [pb.Admission(token_ids=[1]), pb.Admission(token_ids=[1] * (size - 1))]
+    },
+    "extends.append_token_ids": lambda size: {
+        "extends": pb.Extends(
+            sequence_ids=[1], token_counts=[1], append_token_counts=[size], append_token_ids=[1] * size
+        )
+    },
+}
+"""Plans that bring so many tokens."""
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("longest", [24, 300_000])
+def test_a_plan_brings_tokens_up_to_a_number_or_one_prompt_of_the_greatest_length(name: str, longest: int) -> None:
+    geometry = replace(SMALL, num_blocks=2**20, max_sequence_tokens=longest)
+    most = max(longest, messages.MAX_PLAN_TOKENS)
+    messages.decode_plan(pb.PlanStepRequest(**TOKENS[name](most)), geometry)
+    refused = refuse_plan(pb.PlanStepRequest(**TOKENS[name](most + 1)), geometry)
+    assert refused == {"field": name, "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
+
+
+@pytest.mark.parametrize("reserved", [0, 30, 60])
+def test_a_prompt_that_is_too_long_is_refused_by_its_length_and_not_read(reserved: int) -> None:
+    """The items beside it are taken."""
+    ledger = Ledger("p", 1, SMALL)
+    ledger.open_lease("a", ttl_s=30.0, now=0.0)
+    long = pb.Admission(sequence_id=1, token_ids=[-1] * 40, reserved_token_count=reserved)
+    plan = pb.PlanStepRequest(admissions=[long, pb.Admission(sequence_id=2, token_ids=[1, 2])])
+    decoded = messages.decode_plan(plan, SMALL)
+    assert len(decoded.admissions[0].tokens) == 4
+    planned = ledger.plan("a", 1, decoded, now=0.0)
+    (refused,) = planned.refusals
+    assert (refused.seq_id, refused.refusal.reason) == (1, Reason.SEQUENCE_TOO_LONG)
+    length = {"value": str(max(40, reserved)), "limit": "24", "limited_by": "model"}
+    assert refused.refusal.metadata == {"sequence_id": "1", **length}
+    assert planned.admitted_ids == [2]
+
+
+# -- prefixes -----------------------------------------------------------------------------------------------------
+
+
+def refuse_prefix(token_ids: list[int], *pools: Geometry) -> tuple[Reason, dict[str, str]]:
+    refusal = refusal_of(lambda: messages.decode_prefix(token_ids, b"", pools))
+    return refusal.reason, refusal.metadata
+
+
+def test_a_prefix_is_one_that_a_sequence_of_one_of_the_pools_can_begin_with() -> None:
+    longer = replace(SMALL, max_sequence_tokens=30, vocab_size=50)
+    for pools, most in (([SMALL], 24), ([SMALL, longer], 30)):
+        assert len(messages.decode_prefix([1] * most, b"", pools)) == 4 * most
+        reason, metadata = refuse_prefix([1] * (most + 1), *pools)
+        limits = {"field": "token_ids", "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
+        assert (reason, metadata) == (Reason.INVALID_ARGUMENT, limits)
+    for value in (-1, 100, -(2**31), 2**31 - 1):
+        outside = Reason.TOKEN_OUT_OF_RANGE, {"index": "1", "value": str(value), "limit": "99"}
+        assert refuse_prefix([99, value, value], SMALL, longer) == outside
+    assert refuse_prefix([50], longer)[1] == {"index": "0", "value": "50", "limit": "49"}
+    assert messages.decode_prefix([99], b"", [longer, SMALL])

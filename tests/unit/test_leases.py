@@ -6,7 +6,16 @@ import pytest
 
 from quire.cachemgr._core import REMEMBERED_PLANS, Books, StepPlan
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.leases import SPARE_ENTRIES, ExpiryQueue, Lease, LeaseState
+from quire.cachemgr.leases import (
+    LET_IN_S,
+    SPARE_ENTRIES,
+    TICK_S,
+    UNNOTICED_S,
+    ExpiryQueue,
+    HeldTime,
+    Lease,
+    LeaseState,
+)
 from quire.cachemgr.plans import StepRequest
 
 
@@ -52,6 +61,31 @@ def test_a_renewed_lease_has_its_whole_time_again() -> None:
     lease = lease_of(expires_at=3.0)
     lease.renew(2.5)
     assert lease.expires_at == 12.5
+
+
+def test_time_in_which_the_loop_was_held_is_found() -> None:
+    held_time = HeldTime(100.0)
+    looks = [100.25, 100.5, 100.5, 100.75, 108.75, 109.0, 109.3, 109.61]
+    assert [round(held_time.look(now), 6) for now in looks] == [0, 0, 0, 0, 8.0, 0, 0, 0.31]
+
+
+def test_a_look_that_comes_in_time_adds_up_to_no_held_time() -> None:
+    """A loop that is held for less than this is not noticed; leases are ended so much later instead."""
+    assert TICK_S < UNNOTICED_S < LET_IN_S
+    held_time = HeldTime(0.0)
+    assert [held_time.look(number * TICK_S) for number in range(1, 9)] == [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("expires_at", "extended"), [(105.0, 113.0), (100.01, 109.0), (99.0, 109.0), (108.5, 116.5)], ids=str
+)
+def test_a_held_loop_takes_no_time_of_a_lease_and_leaves_some_to_read_renewals(
+    expires_at: float, extended: float
+) -> None:
+    """Held from 100.0 to 108.0."""
+    lease = lease_of(expires_at=expires_at)
+    lease.extend(8.0, 108.0)
+    assert lease.expires_at == extended
 
 
 # -- what was answered ----------------------------------------------------------------------------------------------

@@ -583,6 +583,42 @@ def test_samples_are_forked_from_one_prompt() -> None:
     assert (statistics.forks, statistics.admissions) == (3, 1)
 
 
+def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt may have more: it goes alone."""
+    monkeypatch.setattr("quire.client.scheduler._MAX_PLAN_TOKENS", 8)
+    world = World(limits(max_step_tokens=64))
+    lengths = [4, 4, 1, 12, 3]
+    sequences = [world.add([number + 1] * length, max_tokens=3, ends=())[0] for number, length in enumerate(lengths)]
+    given = []
+    while world.scheduler.has_work:
+        given.append([len(admission.token_ids) for admission in world.scheduler.schedule().admissions])
+        world.turn()
+    assert given[0] == [4, 4]
+    assert [each for each in given if sum(each) > 8] == [[12]] * sum(12 in each for each in given)
+    assert [12] in given
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as one sequence can have in any case: 64."""
+    monkeypatch.setattr("quire.client.scheduler._MAX_FORKED_TOKENS", 1)
+    world = World(limits(max_step_tokens=64))
+    sequences = world.add([1, 2, 3, 4] * 5, max_tokens=9, n=6, ends=())
+    forked = []
+    while world.scheduler.has_work:
+        forked.append([len(fork.child_ids) for fork in world.scheduler.schedule().forks])
+        world.turn()
+    assert max(map(sum, forked)) == 3
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_a_plan_releases_no_more_sequences_than_the_pool_has_room_for() -> None:
+    """Those in the host tier end, too."""
+    scheduler = World(limits(max_running_sequences=3)).scheduler
+    scheduler._releases.update(dict.fromkeys(range(8), 1))
+    assert scheduler.schedule().release_ids == (0, 1, 2)
+
+
 def test_samples_whose_fork_is_refused_are_admitted() -> None:
     world = World(limits())
     world.cache.refuses_forks = True
@@ -1097,19 +1133,6 @@ def crowded(**changes: int) -> World:
     world.add([1] * 9, max_tokens=12, ends=())
     world.add([0] * 9, max_tokens=12, ends=())
     return world
-
-
-@pytest.mark.parametrize(("penalty", "num_admitted"), [(0.0, 2), (1.0, 1)])
-def test_a_plan_takes_only_as_many_prompts_as_its_messages_carry(penalty: float, num_admitted: int) -> None:
-    limits = SchedulerLimits(10**7, 8, 16, 10**6, 10**7, VOCABULARY)
-    scheduler = Scheduler(limits)
-    params = SamplingParams(max_tokens=1, presence_penalty=penalty)
-    for _ in range(4):
-        scheduler.add([1] * 1_500_000, params, end_token_ids=(), seed=0)
-    assert len(scheduler.schedule().admissions) == num_admitted
-    alone = Scheduler(limits)
-    alone.add([1] * 5_000_000, params, end_token_ids=(), seed=0)
-    assert len(alone.schedule().admissions) == 1
 
 
 def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:

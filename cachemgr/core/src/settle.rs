@@ -106,6 +106,13 @@ impl Settlement<'_> {
         }
         let token_of: HashMap<i32, i32> =
             report.sampled_ids.iter().copied().zip(report.sampled_tokens.iter().copied()).collect();
+        if token_of.len() < num_ids {
+            return refused(invalid(
+                "step_report.sampled_sequence_ids",
+                "a sequence twice",
+                "each sequence at most once",
+            ));
+        }
         if let Some(missing) = step.first_waiting(&token_of) {
             let limit = format!("a token for sequence {missing}");
             return refused(invalid("step_report.sampled_sequence_ids", "incomplete", limit));
@@ -260,7 +267,7 @@ mod tests {
     #[test]
     fn a_report_has_to_be_about_what_was_planned() {
         type Change = fn(&mut StepReport);
-        let changes: [(Change, &str); 9] = [
+        let changes: [(Change, &str); 10] = [
             (|report| report.step_number = 2, "step_report.step_number is 2; must be 1, planned and not reported"),
             (|report| report.seq_ids[1] = 3, "the runs of step 1"),
             (|report| report.seq_ids.swap(0, 1), "the runs of step 1"),
@@ -270,6 +277,10 @@ mod tests {
             (|report| report.sampled_tokens[0] = 100, "step_report.sampled_token_ids is 100; must be 0 to 99"),
             (|report| report.sampled_tokens[0] = -1, "step_report.sampled_token_ids is -1; must be 0 to 99"),
             (|report| report.sampled_ids[0] = 2, "must be a token for sequence 1"),
+            (
+                |report| (report.sampled_ids, report.sampled_tokens) = (vec![1, 1], vec![10, 20]),
+                "step_report.sampled_sequence_ids is a sequence twice; must be each sequence at most once",
+            ),
         ];
         for (change, message) in changes {
             let mut bench = bench();

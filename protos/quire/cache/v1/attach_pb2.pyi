@@ -188,7 +188,7 @@ class RegisterPool(_message.Message):
     """
     worker_address: _builtins.str
     """Where clients reach the worker ("unix:/run/quire/worker.sock",
-    "10.0.0.7:7070").
+    "10.0.0.7:7070"). Up to 1,024 characters.
     """
     acknowledged_report_number: _builtins.int
     """The worker has forgotten its reports up to this one. It must not be beyond
@@ -200,7 +200,7 @@ class RegisterPool(_message.Message):
 
     @_builtins.property
     def open_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
-        """The leases whose steps it accepts. If any of them is unknown to cachemgr's
+        """The leases whose steps it accepts, at most 131,072. If any of them is unknown to cachemgr's
         books, or further than they are, the books are not those that the epoch
         was granted from, and it can't go on.
         """
@@ -282,10 +282,10 @@ class PoolGeometry(_message.Message):
     vocabulary_size: _builtins.int
     """Token ids are below this."""
     model: _builtins.str
-    """The model's name, for people."""
+    """The model's name, for people. Up to 1,024 characters."""
     model_fingerprint: _builtins.str
     """Identity of the weights. Equal fingerprints compute equal KV; it roots the
-    prefix hashes.
+    prefix hashes. Up to 1,024 characters.
     """
     has_recurrent_state: _builtins.bool
     """The model keeps a state per sequence that no block holds (state spaces,
@@ -524,7 +524,7 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def sampled_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sequences for which a token was sampled."""
+        """The sequences for which a token was sampled, each at most once."""
 
     @_builtins.property
     def sampled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

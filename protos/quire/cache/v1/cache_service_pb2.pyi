@@ -209,8 +209,9 @@ class CreateLeaseRequest(_message.Message):
     """Identifies the call, up to 64 bytes. Empty: the call is not idempotent."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """The lease ends this long after the last call that renewed it. 1 s to 1 h;
-        default 30 s.
+        """The lease ends this long after the last call that renewed it, or up to 0.5 s
+        later. Time in which cachemgr could not read renewals does not count. 1 s to
+        1 h; default 30 s.
         """
 
     def __init__(
@@ -369,6 +370,11 @@ Global___DeleteLeaseResponse: _TypeAlias = DeleteLeaseResponse  # noqa: Y015
 class PlanStepRequest(_message.Message):
     """What a client wants of its next step. Sequence ids are the client's own
     choice, 0 to 2^31 - 1, unique within the lease.
+
+    Each list of sequences, and the children of all forks together, has at most
+    PoolGeometry.max_sequence_count entries, and never more than 8,192. A plan with
+    more items, or with more tokens than its fields say, is refused as a whole
+    with INVALID_ARGUMENT before it is read.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -568,7 +574,8 @@ class Fork(_message.Message):
     token_count: _builtins.int
     """Tokens of the parent that the children begin with, 1 to the parent's tokens
     (one being sampled counts). The last of them is computed again by each
-    child, so that it has logits to sample from.
+    child, so that it has logits to sample from. Those of all children of a plan
+    together: at most 8,388,608, or as many as one sequence can have, if more.
     """
     @_builtins.property
     def child_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -620,7 +627,9 @@ class Extends(_message.Message):
 
     @_builtins.property
     def append_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to append, one sequence's after the other's."""
+        """Tokens to append, one sequence's after the other's: at most 262,144, or as
+        many as one sequence can have, if more.
+        """
 
     def __init__(
         self,
@@ -675,7 +684,10 @@ class Admission(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens, at least one."""
+        """Its tokens, at least one. A prompt longer than any sequence of the pool is
+        refused by its length (SEQUENCE_TOO_LONG) and not read. Those of all admissions of
+        a plan together: at most 262,144, or as many as one sequence can have, if more.
+        """
 
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]:
@@ -1855,7 +1867,9 @@ class ExplainPrefixRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, at least one."""
+        """The tokens, at least one, and at most as many as a sequence of the pool can
+        have.
+        """
 
     def __init__(
         self,
@@ -2024,7 +2038,9 @@ class AdmissionCheck(_message.Message):
     accepted: _builtins.bool
     """Whether it would be accepted."""
     cached_token_count: _builtins.int
-    """Tokens that it would find in the cache."""
+    """Tokens that it would find in the cache. 0 for a prompt that is too long for
+    every pool that was asked: it is not read.
+    """
     needed_block_count: _builtins.int
     """Blocks that it would take, those of its reservation included."""
     available_block_count: _builtins.int
@@ -2077,8 +2093,8 @@ class PinPrefixRequest(_message.Message):
     """As in Admission."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, at least one; the full blocks of them that are cached are
-        pinned.
+        """The tokens, at least one, and at most as many as a sequence of the pool can
+        have; the full blocks of them that are cached are pinned.
         """
 
     @_builtins.property
@@ -2300,7 +2316,10 @@ class LookupPrefixRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, at least one."""
+        """The tokens, at least one, and at most as many as a sequence of one of these
+        pools can have. One that no vocabulary of these pools has is refused
+        (TOKEN_OUT_OF_RANGE).
+        """
 
     def __init__(
         self,

@@ -299,7 +299,8 @@ class CacheServiceServicer:
 
     def LookupPrefix(self, request, context):
         """How many of these tokens each pool holds already. Takes nothing and changes
-        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+        TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,7 +308,7 @@ class CacheServiceServicer:
 
     def ExplainPrefix(self, request, context):
         """Why an admission of these tokens would not find more in the cache. Takes
-        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,7 +327,8 @@ class CacheServiceServicer:
         or its ttl is over. Pinned blocks count against the tenant's pin budget.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
         anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+        EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -108,11 +108,12 @@ class CacheServiceStub:
     """
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
     """How many of these tokens each pool holds already. Takes nothing and changes
-    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+    TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]
     """Why an admission of these tokens would not find more in the cache. Takes
-    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]
     """What would become of an admission, per pool: a dry run. Takes nothing; the
@@ -123,7 +124,8 @@ class CacheServiceStub:
     or its ttl is over. Pinned blocks count against the tenant's pin budget.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
     anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+    EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]
     """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
@@ -221,11 +223,12 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
     """How many of these tokens each pool holds already. Takes nothing and changes
-    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+    TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
     """Why an admission of these tokens would not find more in the cache. Takes
-    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]  # type: ignore[assignment]
     """What would become of an admission, per pool: a dry run. Takes nothing; the
@@ -236,7 +239,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     or its ttl is over. Pinned blocks count against the tenant's pin budget.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
     anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+    EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
     """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
@@ -421,7 +425,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.LookupPrefixResponse, _abc.Awaitable[_cache_service_pb2.LookupPrefixResponse]]:
         """How many of these tokens each pool holds already. Takes nothing and changes
-        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+        TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -431,7 +436,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ExplainPrefixResponse, _abc.Awaitable[_cache_service_pb2.ExplainPrefixResponse]]:
         """Why an admission of these tokens would not find more in the cache. Takes
-        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -454,7 +459,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         or its ttl is over. Pinned blocks count against the tenant's pin budget.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
         anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+        EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod

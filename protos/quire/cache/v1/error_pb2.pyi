@@ -47,7 +47,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-    sequence_id, index (in the list given), value, limit.
+    sequence_id (of an item), index (in the list given), value, limit.
     """
     ERROR_REASON_POSITION_OUT_OF_RANGE: _ErrorReason.ValueType  # 6
     """INVALID_ARGUMENT. A position lies outside of the sequence, or before what
@@ -197,7 +197,7 @@ sequence_id, value and limit, in tokens; limited_by, "model", "pool",
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-sequence_id, index (in the list given), value, limit.
+sequence_id (of an item), index (in the list given), value, limit.
 """
 ERROR_REASON_POSITION_OUT_OF_RANGE: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT. A position lies outside of the sequence, or before what

@@ -290,7 +290,7 @@ class SamplingParameters(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For penalties: tokens of the sequence that were given, not generated. Needed
         only if a penalty is set, since those found in the prefix cache are not run
-        here.
+        here. With output_token_ids at most PoolGeometry.max_sequence_tokens.
         """
 
     @_builtins.property
@@ -383,7 +383,9 @@ class RunStepRequest(_message.Message):
     """Apply the grant's table changes, compute nothing."""
     @_builtins.property
     def grant(self) -> _grant_pb2.SignedGrant:
-        """From cachemgr, untouched."""
+        """From cachemgr, untouched. One that is larger than any grant for this pool, and
+        than 1 MiB, is refused by its size.
+        """
 
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInput]:
@@ -754,7 +756,7 @@ class ChecksumBlocksRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks, at most 10,000."""
+        """The blocks, at most 10,000. Each is read once, however often it is here."""
 
     def __init__(
         self,

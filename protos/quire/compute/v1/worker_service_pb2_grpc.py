@@ -115,8 +115,9 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChecksumBlocks(self, request, context):
-        """Checksums of what blocks contain, over all layers, K and V. Waits its turn
-        among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+        """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+        at a time, in turn with the steps. For audits and tests. Reasons:
+        BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

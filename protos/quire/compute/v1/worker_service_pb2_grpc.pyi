@@ -60,8 +60,9 @@ class WorkerServiceStub:
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetStatisticsRequest, _worker_service_pb2.GetStatisticsResponse]
     """The numbers behind the metrics."""
     ChecksumBlocks: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.ChecksumBlocksRequest, _worker_service_pb2.ChecksumBlocksResponse]
-    """Checksums of what blocks contain, over all layers, K and V. Waits its turn
-    among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+    """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+    at a time, in turn with the steps. For audits and tests. Reasons:
+    BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
 
 @_typing.type_check_only
@@ -96,8 +97,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetStatistics: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetStatisticsRequest, _worker_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
     """The numbers behind the metrics."""
     ChecksumBlocks: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.ChecksumBlocksRequest, _worker_service_pb2.ChecksumBlocksResponse]  # type: ignore[assignment]
-    """Checksums of what blocks contain, over all layers, K and V. Waits its turn
-    among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+    """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+    at a time, in turn with the steps. For audits and tests. Reasons:
+    BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -159,8 +161,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.ChecksumBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.ChecksumBlocksResponse, _abc.Awaitable[_worker_service_pb2.ChecksumBlocksResponse]]:
-        """Checksums of what blocks contain, over all layers, K and V. Waits its turn
-        among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+        """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+        at a time, in turn with the steps. For audits and tests. Reasons:
+        BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -355,9 +355,9 @@ type RegisterPool struct {
 	// What the pool is made of.
 	Geometry *PoolGeometry `protobuf:"bytes,5,opt,name=geometry,proto3" json:"geometry,omitempty"`
 	// Where clients reach the worker ("unix:/run/quire/worker.sock",
-	// "10.0.0.7:7070").
+	// "10.0.0.7:7070"). Up to 1,024 characters.
 	WorkerAddress string `protobuf:"bytes,6,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
-	// The leases whose steps it accepts. If any of them is unknown to cachemgr's
+	// The leases whose steps it accepts, at most 131,072. If any of them is unknown to cachemgr's
 	// books, or further than they are, the books are not those that the epoch
 	// was granted from, and it can't go on.
 	OpenLeases []*LeaseProgress `protobuf:"bytes,7,rep,name=open_leases,json=openLeases,proto3" json:"open_leases,omitempty"`
@@ -525,10 +525,10 @@ type PoolGeometry struct {
 	MaxSequenceTokens int32 `protobuf:"varint,5,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
 	// Token ids are below this.
 	VocabularySize int32 `protobuf:"varint,6,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
-	// The model's name, for people.
+	// The model's name, for people. Up to 1,024 characters.
 	Model string `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"`
 	// Identity of the weights. Equal fingerprints compute equal KV; it roots the
-	// prefix hashes.
+	// prefix hashes. Up to 1,024 characters.
 	ModelFingerprint string `protobuf:"bytes,8,opt,name=model_fingerprint,json=modelFingerprint,proto3" json:"model_fingerprint,omitempty"`
 	// The model keeps a state per sequence that no block holds (state spaces,
 	// linear attention). Then nothing is found in the prefix cache, and a
@@ -1008,7 +1008,7 @@ type StepReport struct {
 	// Tokens of the sequence whose KV is valid now, from position 0 on; parallel
 	// to sequence_ids.
 	ComputedTokenCounts []int32 `protobuf:"varint,6,rep,packed,name=computed_token_counts,json=computedTokenCounts,proto3" json:"computed_token_counts,omitempty"`
-	// The sequences for which a token was sampled.
+	// The sequences for which a token was sampled, each at most once.
 	SampledSequenceIds []int32 `protobuf:"varint,7,rep,packed,name=sampled_sequence_ids,json=sampledSequenceIds,proto3" json:"sampled_sequence_ids,omitempty"`
 	// The tokens; parallel to sampled_sequence_ids.
 	SampledTokenIds []int32 `protobuf:"varint,8,rep,packed,name=sampled_token_ids,json=sampledTokenIds,proto3" json:"sampled_token_ids,omitempty"`

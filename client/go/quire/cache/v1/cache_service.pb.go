@@ -342,8 +342,9 @@ type CreateLeaseRequest struct {
 	// The pool's name. Empty: the only pool there is, an error if there are
 	// several.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The lease ends this long after the last call that renewed it. 1 s to 1 h;
-	// default 30 s.
+	// The lease ends this long after the last call that renewed it, or up to 0.5 s
+	// later. Time in which cachemgr could not read renewals does not count. 1 s to
+	// 1 h; default 30 s.
 	Ttl *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// Identifies the call, up to 64 bytes. Empty: the call is not idempotent.
 	RequestId     string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -680,6 +681,11 @@ func (*DeleteLeaseResponse) Descriptor() ([]byte, []int) {
 
 // What a client wants of its next step. Sequence ids are the client's own
 // choice, 0 to 2^31 - 1, unique within the lease.
+//
+// Each list of sequences, and the children of all forks together, has at most
+// PoolGeometry.max_sequence_count entries, and never more than 8,192. A plan with
+// more items, or with more tokens than its fields say, is refused as a whole
+// with INVALID_ARGUMENT before it is read.
 type PlanStepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The lease.
@@ -1029,7 +1035,8 @@ type Fork struct {
 	ChildSequenceIds []int32 `protobuf:"varint,2,rep,packed,name=child_sequence_ids,json=childSequenceIds,proto3" json:"child_sequence_ids,omitempty"`
 	// Tokens of the parent that the children begin with, 1 to the parent's tokens
 	// (one being sampled counts). The last of them is computed again by each
-	// child, so that it has logits to sample from.
+	// child, so that it has logits to sample from. Those of all children of a plan
+	// together: at most 8,388,608, or as many as one sequence can have, if more.
 	TokenCount    int32 `protobuf:"varint,3,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1100,7 +1107,8 @@ type Extends struct {
 	// or parallel to sequence_ids. A sequence whose next token is being sampled
 	// must be trimmed before others are appended.
 	AppendTokenCounts []int32 `protobuf:"varint,3,rep,packed,name=append_token_counts,json=appendTokenCounts,proto3" json:"append_token_counts,omitempty"`
-	// Tokens to append, one sequence's after the other's.
+	// Tokens to append, one sequence's after the other's: at most 262,144, or as
+	// many as one sequence can have, if more.
 	AppendTokenIds []int32 `protobuf:"varint,4,rep,packed,name=append_token_ids,json=appendTokenIds,proto3" json:"append_token_ids,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1171,7 +1179,9 @@ type Admission struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The new sequence.
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// Its tokens, at least one.
+	// Its tokens, at least one. A prompt longer than any sequence of the pool is
+	// refused by its length (SEQUENCE_TOO_LONG) and not read. Those of all admissions of
+	// a plan together: at most 262,144, or as many as one sequence can have, if more.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The most tokens to compute in this step. 0: as many as the plan allows.
 	MaxComputeTokenCount int32 `protobuf:"varint,3,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
@@ -3529,7 +3539,8 @@ type ExplainPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The tokens, at least one.
+	// The tokens, at least one, and at most as many as a sequence of the pool can
+	// have.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
@@ -3855,7 +3866,8 @@ type AdmissionCheck struct {
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// Whether it would be accepted.
 	Accepted bool `protobuf:"varint,2,opt,name=accepted,proto3" json:"accepted,omitempty"`
-	// Tokens that it would find in the cache.
+	// Tokens that it would find in the cache. 0 for a prompt that is too long for
+	// every pool that was asked: it is not read.
 	CachedTokenCount int32 `protobuf:"varint,3,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
 	// Blocks that it would take, those of its reservation included.
 	NeededBlockCount int32 `protobuf:"varint,4,opt,name=needed_block_count,json=neededBlockCount,proto3" json:"needed_block_count,omitempty"`
@@ -3963,8 +3975,8 @@ type PinPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The tokens, at least one; the full blocks of them that are cached are
-	// pinned.
+	// The tokens, at least one, and at most as many as a sequence of the pool can
+	// have; the full blocks of them that are cached are pinned.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
@@ -4404,7 +4416,9 @@ type LookupPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only this pool. Empty: all pools.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The tokens, at least one.
+	// The tokens, at least one, and at most as many as a sequence of one of these
+	// pools can have. One that no vocabulary of these pools has is refused
+	// (TOKEN_OUT_OF_RANGE).
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`

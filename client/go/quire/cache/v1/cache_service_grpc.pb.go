@@ -112,10 +112,11 @@ type CacheServiceClient interface {
 	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error)
 	// How many of these tokens each pool holds already. Takes nothing and changes
-	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+	// TOKEN_OUT_OF_RANGE.
 	LookupPrefix(ctx context.Context, in *LookupPrefixRequest, opts ...grpc.CallOption) (*LookupPrefixResponse, error)
 	// Why an admission of these tokens would not find more in the cache. Takes
-	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(ctx context.Context, in *ExplainPrefixRequest, opts ...grpc.CallOption) (*ExplainPrefixResponse, error)
 	// What would become of an admission, per pool: a dry run. Takes nothing; the
 	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
@@ -124,7 +125,8 @@ type CacheServiceClient interface {
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
 	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	PinPrefix(ctx context.Context, in *PinPrefixRequest, opts ...grpc.CallOption) (*PinPrefixResponse, error)
 	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
 	// POOL_NOT_FOUND.
@@ -462,10 +464,11 @@ type CacheServiceServer interface {
 	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error
 	// How many of these tokens each pool holds already. Takes nothing and changes
-	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND.
+	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+	// TOKEN_OUT_OF_RANGE.
 	LookupPrefix(context.Context, *LookupPrefixRequest) (*LookupPrefixResponse, error)
 	// Why an admission of these tokens would not find more in the cache. Takes
-	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT.
+	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(context.Context, *ExplainPrefixRequest) (*ExplainPrefixResponse, error)
 	// What would become of an admission, per pool: a dry run. Takes nothing; the
 	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
@@ -474,7 +477,8 @@ type CacheServiceServer interface {
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
 	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
-	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS.
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
+	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	PinPrefix(context.Context, *PinPrefixRequest) (*PinPrefixResponse, error)
 	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
 	// POOL_NOT_FOUND.

@@ -43,7 +43,7 @@ const (
 	// "tenant" or "reservation".
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 4
 	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-	// sequence_id, index (in the list given), value, limit.
+	// sequence_id (of an item), index (in the list given), value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 5
 	// INVALID_ARGUMENT. A position lies outside of the sequence, or before what
 	// a model with a state per sequence can go back to. Metadata: sequence_id,

@@ -357,7 +357,7 @@ type SamplingParameters struct {
 	LogprobCount *int32 `protobuf:"varint,8,opt,name=logprob_count,json=logprobCount,proto3,oneof" json:"logprob_count,omitempty"`
 	// For penalties: tokens of the sequence that were given, not generated. Needed
 	// only if a penalty is set, since those found in the prefix cache are not run
-	// here.
+	// here. With output_token_ids at most PoolGeometry.max_sequence_tokens.
 	PromptTokenIds []int32 `protobuf:"varint,9,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// For penalties: tokens of the sequence generated before this worker saw it.
 	OutputTokenIds []int32 `protobuf:"varint,10,rep,packed,name=output_token_ids,json=outputTokenIds,proto3" json:"output_token_ids,omitempty"`
@@ -533,7 +533,8 @@ func (x *SequenceInput) GetSampling() *SamplingParameters {
 // See WorkerService.RunStep.
 type RunStepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From cachemgr, untouched.
+	// From cachemgr, untouched. One that is larger than any grant for this pool, and
+	// than 1 MiB, is refused by its size.
 	Grant *v1.SignedGrant `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
 	// Sequences that bring tokens or sampling parameters. A sequence that goes on
 	// from its last sampled token needs no entry.
@@ -1233,7 +1234,7 @@ func (x *GetStatisticsResponse) GetHostCopyTime() *durationpb.Duration {
 // See WorkerService.ChecksumBlocks.
 type ChecksumBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The blocks, at most 10,000.
+	// The blocks, at most 10,000. Each is read once, however often it is here.
 	BlockIds      []int32 `protobuf:"varint,1,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

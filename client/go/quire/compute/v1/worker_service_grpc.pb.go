@@ -55,8 +55,9 @@ type WorkerServiceClient interface {
 	RunSteps(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RunStepsRequest, RunStepsResponse], error)
 	// The numbers behind the metrics.
 	GetStatistics(ctx context.Context, in *GetStatisticsRequest, opts ...grpc.CallOption) (*GetStatisticsResponse, error)
-	// Checksums of what blocks contain, over all layers, K and V. Waits its turn
-	// among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+	// Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+	// at a time, in turn with the steps. For audits and tests. Reasons:
+	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(ctx context.Context, in *ChecksumBlocksRequest, opts ...grpc.CallOption) (*ChecksumBlocksResponse, error)
 }
 
@@ -150,8 +151,9 @@ type WorkerServiceServer interface {
 	RunSteps(grpc.BidiStreamingServer[RunStepsRequest, RunStepsResponse]) error
 	// The numbers behind the metrics.
 	GetStatistics(context.Context, *GetStatisticsRequest) (*GetStatisticsResponse, error)
-	// Checksums of what blocks contain, over all layers, K and V. Waits its turn
-	// among the steps. For audits and tests. Reasons: BLOCK_OUT_OF_RANGE.
+	// Checksums of what blocks contain, over all layers, K and V. Reads some blocks
+	// at a time, in turn with the steps. For audits and tests. Reasons:
+	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(context.Context, *ChecksumBlocksRequest) (*ChecksumBlocksResponse, error)
 	mustEmbedUnimplementedWorkerServiceServer()
 }
