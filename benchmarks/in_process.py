@@ -68,9 +68,9 @@ class InProcessServices:
     def _attach(self, gate: Gate) -> AttachedPool:
         registration = attach_pb2.RegisterPool(pool=POOL, epoch=gate.epoch, geometry=self.geometry, worker_address="-")
         pool = self.catalog.register(messages.decode_registration(registration), signing_key=secrets.token_bytes(32))
-        if pool is None:
+        if not isinstance(pool, AttachedPool):
             raise RuntimeError("a new epoch was not accepted")
-        gate.attach(self.catalog.term, pool.signing_key, [])
+        gate.attach(pool.term, pool.signing_key, [])
         self.steps.reports.send = self._settle
         return pool
 
@@ -105,7 +105,7 @@ class InProcessCache:
             lease_id=lease_id,
             pool=POOL,
             epoch=services.pool.ledger.epoch,
-            term=services.catalog.term,
+            term=services.pool.term,
             geometry=services.geometry,
             worker_address="-",
         )
@@ -128,7 +128,7 @@ class InProcessCache:
             raise refused_error(refused) from None
 
     async def get_pool(self, pool: str) -> cache_service_pb2.Pool:
-        return messages.encode_pool(self._services.pool, term=self._services.catalog.term)
+        return messages.encode_pool(self._services.pool)
 
     async def hang_up(self) -> None:
         return None

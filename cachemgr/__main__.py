@@ -32,7 +32,7 @@ from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
 from quire.serving.runtime import tune_garbage_collector
-from quire.serving.server import Server, StopSignals, run
+from quire.serving.server import CannotStartError, Server, StopSignals, run
 
 log = logging.getLogger("quire.cachemgr")
 
@@ -59,14 +59,18 @@ async def serve(
     policy: str,
     max_leases: int,
     tenants: Path | None,
-    state: StateDirectory | None,
+    state_dir: Path | None,
     verify: bool,
 ) -> None:
-    """Serves CacheService until a signal."""
+    """Serves CacheService until a signal. Raises CannotStartError."""
+    try:
+        state = None if state_dir is None else StateDirectory(state_dir)
+    except StateUnusable as error:
+        raise CannotStartError(str(error)) from error
     shares: Callable[[], Shares] = Shares if tenants is None else watch_shares(tenants).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
-    # A later start is a higher term; the wall clock needs no state to be kept between starts.
-    term = time.time_ns() if state is None else max(time.time_ns(), state.last_term() + 1)
+    # A later start is a higher term. Where the clock has been set back, `Catalog.register` finds a higher one.
+    term = time.time_ns()
     if state is None:
         catalog = Catalog(term, policy=policy, verify=verify)
     else:
@@ -155,12 +159,8 @@ def main(
     """
     configure_logging(server.log_level, server.log_format)
     verify = os.environ.get("QUIRE_VERIFY") == "1"
-    try:
-        state = None if state_dir is None else StateDirectory(state_dir)
-    except StateUnusable as error:
-        raise click.ClickException(str(error)) from error
     settings = partial(
-        serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, state=state, verify=verify
+        serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, state_dir=state_dir, verify=verify
     )
     sys.exit(run(lambda signals: settings(server, signals)))
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 
 from quire.cache.v1 import attach_pb2
 from quire.cachemgr import messages
-from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.catalog import MAX_TERM_STEP, SIGNING_KEY_BYTES, AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.leases import LeaseState
 
 log = logging.getLogger(__name__)
 
-SIGNING_KEY_BYTES = 32
 ACKNOWLEDGE_AFTER_S = 0.02
 """Reports that come within this time are acknowledged together."""
 
@@ -25,12 +26,28 @@ Orders = asyncio.Queue[attach_pb2.AttachPoolResponse | None]
 """What to write to a stream; None ends it."""
 
 
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A worker's stream. `task` reads it, and is cancelled when another stream takes its place."""
+
+    task: asyncio.Task[None]
+    orders: Orders = field(default_factory=asyncio.Queue)
+    is_replaced: bool = False
+
+    def replace(self) -> None:
+        """Ends it: its worker has registered the same epoch on a newer stream."""
+        self.is_replaced = True
+        self.task.cancel()
+
+
 class Attachments:
     """The open streams, one per attached pool, and who waits for an order to be obeyed."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
         self._catalog = catalog
-        self._streams: dict[str, Orders] = {}
+        self._clock = clock
+        self._started_at = clock()
+        self._streams: dict[str, Stream] = {}
         self._opening: dict[str, asyncio.Future[None]] = {}
 
     async def open_lease(self, pool: AttachedPool, lease_id: str) -> None:
@@ -47,26 +64,42 @@ class Attachments:
         self._order(pool, attach_pb2.AttachPoolResponse(fence_lease=attach_pb2.FenceLease(lease_id=lease_id)))
 
     async def converse(self, requests: Requests, write: Write) -> None:
-        """Talks to one worker until its stream ends. Raises CallRefused if it says what can't be accepted."""
-        orders: Orders = asyncio.Queue()
-        writer = asyncio.create_task(write_all(orders, write))
+        """Talks to one worker until its stream ends.
+
+        Raises CallRefused if the worker says what can't be accepted, or if another stream takes this one's place.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs handlers in tasks"
+        stream = Stream(task)
+        writer = asyncio.create_task(write_all(stream.orders, write))
         pool = None
         try:
-            pool = await self._register(requests, orders)
+            pool = await self._register(requests, stream.orders)
             if pool is None:
                 return
-            self._streams[pool.ledger.pool] = orders
-            self._attached(pool, orders)
+            self._take_over(pool, stream)
             async for request in requests:
                 self._hear(pool, request)
+        except asyncio.CancelledError:
+            if pool is None or not stream.is_replaced:
+                raise
+            task.uncancel()
+            raise pool_already_attached(pool) from None
         finally:
-            # The same worker may have come back on another stream before this one was found dead.
-            if pool is not None and self._streams.get(pool.ledger.pool) is orders:
+            if pool is not None and self._streams.get(pool.ledger.pool) is stream:
                 pool.is_attached = False
                 del self._streams[pool.ledger.pool]
                 log.info("worker detached pool=%s epoch=%d", pool.ledger.pool, pool.ledger.epoch)
-            orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
+            stream.orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
             await asyncio.gather(writer, return_exceptions=True)
+
+    def _take_over(self, pool: AttachedPool, stream: Stream) -> None:
+        """Makes it the pool's stream. An older one ends: its worker may not know yet that the connection is dead."""
+        older = self._streams.get(pool.ledger.pool)
+        self._streams[pool.ledger.pool] = stream
+        self._attached(pool, stream.orders)
+        if older is not None:
+            older.replace()
 
     async def _register(self, requests: Requests, orders: Orders) -> AttachedPool | None:
         """The pool, once it is acceptable; None if the stream ends before."""
@@ -75,11 +108,20 @@ class Attachments:
                 kind = request.WhichOneof("message") or "empty"
                 raise CallRefused(invalid("message", kind, "register_pool, the first on a stream"))
             registration = messages.decode_registration(request.register_pool)
-            pool = self._catalog.register(registration, signing_key=secrets.token_bytes(SIGNING_KEY_BYTES))
-            if pool is not None:
-                return pool
-            log.info("new epoch required pool=%s epoch=%d", registration.pool, registration.epoch)
-            required = attach_pb2.NewEpochRequired(term=self._catalog.term)
+            known = self._catalog.find(registration.pool, registration.epoch)
+            if known is not None:
+                messages.require_same_geometry(request.register_pool.geometry, known.ledger.geometry)
+            registered = self._catalog.register(
+                registration,
+                signing_key=secrets.token_bytes(SIGNING_KEY_BYTES),
+                uptime_s=self._clock() - self._started_at,
+                term_step=1 + secrets.randbelow(MAX_TERM_STEP),
+            )
+            if isinstance(registered, AttachedPool):
+                return registered
+            told = (registration.pool, registration.epoch, registered.term)
+            log.info("new epoch required pool=%s epoch=%d term=%d", *told)
+            required = attach_pb2.NewEpochRequired(term=registered.term)
             orders.put_nowait(attach_pb2.AttachPoolResponse(new_epoch_required=required))
         return None
 
@@ -87,7 +129,7 @@ class Attachments:
         ledger = pool.ledger
         leases = ledger.leases()
         attached = attach_pb2.Attached(
-            term=self._catalog.term,
+            term=pool.term,
             signing_key=pool.signing_key,
             open_lease_ids=[lease.lease_id for lease in leases if lease.state is LeaseState.OPEN],
             acknowledged_report_number=pool.acknowledged_report,
@@ -145,7 +187,14 @@ class Attachments:
     def _order(self, pool: AttachedPool, order: attach_pb2.AttachPoolResponse) -> None:
         stream = self._streams.get(pool.ledger.pool)
         if stream is not None:
-            stream.put_nowait(order)
+            stream.orders.put_nowait(order)
+
+
+def pool_already_attached(pool: AttachedPool) -> CallRefused:
+    """Another stream has the pool now."""
+    name, epoch = pool.ledger.pool, pool.ledger.epoch
+    message = f"a newer stream has registered epoch {epoch} of pool {name!r}"
+    return CallRefused(refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=name, epoch=epoch))
 
 
 async def write_all(orders: Orders, write: Write) -> None:

@@ -3,6 +3,9 @@
 A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here,
 attached under no other term than those of the books since), or a stranger (an epoch with a history that this cachemgr
 does not have), which has to begin a new epoch.
+
+A pool is ruled under this cachemgr's term. If its worker has obeyed a higher one before this cachemgr started, the
+clock has been set back, and the pool is ruled under a term above that (`term_over`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease
 from quire.cachemgr.ledger import DEFAULT_POLICY, BlockShare, Ledger
+
+SIGNING_KEY_BYTES = 32
+MAX_TERM = 2**63 - 1
+MAX_TERM_STEP = 2**32
 
 SharesOf = Callable[[int], tuple[BlockShare, Mapping[str, BlockShare]]]
 """What tenants may take of a pool that has so many blocks: everybody, and others by name."""
@@ -36,6 +43,15 @@ class Registration:
     """Of each lease that is open with the worker, the number of the step that it accepts next."""
     acknowledged_report: int = 0
     """The worker has forgotten reports up to this one."""
+    highest_term_age_s: float = 0.0
+    """Seconds since the worker first obeyed the highest term."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewEpoch:
+    """The worker has to begin a new epoch under this term and register again."""
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,11 @@ class AttachedPool:
     acknowledged_report: int = 0
     is_acknowledging: bool = False
 
+    @property
+    def term(self) -> int:
+        """The term under which this cachemgr rules the pool."""
+        return self.terms[-1]
+
     def lacks(self, registration: Registration) -> bool:
         """Whether the worker has done what these books do not know: they are not the ones that it was granted from."""
         if registration.acknowledged_report > self.acknowledged_report:
@@ -77,7 +98,7 @@ class AttachedPool:
 
 
 class Catalog:
-    """Pools by name. `term` is this cachemgr's incarnation."""
+    """Pools by name. `term` is this cachemgr's incarnation; a pool may have a higher one."""
 
     def __init__(
         self,
@@ -93,6 +114,7 @@ class Catalog:
         self._policy = policy
         self._verify = verify
         self._pools: dict[str, AttachedPool] = {}
+        self._raised_terms: dict[str, int] = {}
         self._pool_of_lease: dict[str, str] = {}
         self._listeners: dict[str, set[Callable[[], None]]] = {}
         self._shares: SharesOf | None = None
@@ -140,32 +162,50 @@ class Catalog:
         """Whom to call when anything of the pool of this name has changed, its epoch included; to be added to."""
         return self._listeners.setdefault(pool, set())
 
-    def register(self, registration: Registration, *, signing_key: bytes) -> AttachedPool | None:
-        """Attaches a pool; None if its worker has to begin a new epoch first.
+    def find(self, name: str, epoch: int) -> AttachedPool | None:
+        """The pool of this name, if this is its epoch."""
+        pool = self._pools.get(name)
+        return pool if pool is not None and pool.ledger.epoch == epoch else None
 
-        `signing_key` is for an epoch that is new here; one that is back keeps its key, so that grants on their way
-        stay good. Raises CallRefused (TERM_SUPERSEDED, POOL_ALREADY_ATTACHED).
+    def register(
+        self, registration: Registration, *, signing_key: bytes, uptime_s: float = 0.0, term_step: int = 1
+    ) -> AttachedPool | NewEpoch:
+        """Attaches a pool, unless its worker has to begin a new epoch first.
+
+        signing_key     for an epoch that is new here; one that is back keeps its key, so that grants on their way stay
+                        good
+        uptime_s        seconds since this cachemgr started
+        term_step       how far to go above a higher term that the worker has obeyed, 1 to MAX_TERM_STEP: at random, so
+                        that two cachemgrs that do so have different terms
+
+        Raises CallRefused (TERM_SUPERSEDED, POOL_ALREADY_ATTACHED).
         """
-        self._refuse_if_superseded(registration)
         known = self._pools.get(registration.pool)
+        term = max(self.term, self._raised_terms.get(registration.pool, 0), 0 if known is None else known.term)
+        if registration.highest_term > term:
+            term = term_over(registration, term=term, uptime_s=uptime_s, step=term_step)
+            self._raised_terms[registration.pool] = term
         if known is not None and known.is_attached and known.ledger.epoch != registration.epoch:
             message = f"a worker with epoch {known.ledger.epoch} is attached to pool {registration.pool!r}"
             refusal = refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=registration.pool, epoch=known.ledger.epoch)
             raise CallRefused(refusal)
         if known is not None and known.ledger.epoch == registration.epoch:
             is_ours = registration.attached_term in (0, *known.terms)  # else another cachemgr has ruled it meanwhile
-            if is_ours and not known.lacks(registration):
-                known.is_attached = True
-                known.worker_address = registration.worker_address
-                return known
+            if not is_ours or known.lacks(registration) or registration.highest_term > known.term:
+                return NewEpoch(term)
+            known.is_attached = True
+            known.worker_address = registration.worker_address
+            return known
         if registration.attached_term:
-            return None
-        return self._begin(registration, signing_key, known)
+            return NewEpoch(term)
+        return self._begin(registration, signing_key, known, term)
 
-    def _begin(self, registration: Registration, signing_key: bytes, known: AttachedPool | None) -> AttachedPool:
+    def _begin(
+        self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int
+    ) -> AttachedPool:
         """Books for a new epoch. Open leases of the pool go on without their sequences."""
         name, epoch = registration.pool, registration.epoch
-        terms = (self.term,)
+        terms = (term,)
         saved = SavedPool(name, epoch, registration.geometry, registration.worker_address, signing_key, terms)
         ledger = Ledger(
             name,
@@ -204,12 +244,6 @@ class Catalog:
         self._pools[saved.pool] = pool
         self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.leases())
 
-    def _refuse_if_superseded(self, registration: Registration) -> None:
-        if registration.highest_term <= self.term:
-            return
-        message = f"the worker has obeyed term {registration.highest_term}; this cachemgr's is {self.term}"
-        raise CallRefused(refuse(Reason.TERM_SUPERSEDED, message, value=self.term, limit=registration.highest_term))
-
     def open_lease(self, pool: AttachedPool, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> None:
         """A new lease on a pool."""
         pool.ledger.open_lease(lease_id, ttl_s=ttl_s, now=now, tenant=tenant)
@@ -220,3 +254,15 @@ class Catalog:
         pool.ledger.lease_fenced(lease_id)
         if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # of other pools' leases this worker says nothing
             del self._pool_of_lease[lease_id]
+
+
+def term_over(registration: Registration, *, term: int, uptime_s: float, step: int) -> int:
+    """A term above the worker's highest.
+
+    Raises CallRefused (TERM_SUPERSEDED) unless this cachemgr started after the worker first obeyed its highest term:
+    otherwise the cachemgr of that term may be the later one.
+    """
+    if uptime_s < registration.highest_term_age_s and registration.highest_term <= MAX_TERM - MAX_TERM_STEP:
+        return registration.highest_term + step
+    message = f"the worker has obeyed term {registration.highest_term}; this cachemgr's is {term}"
+    raise CallRefused(refuse(Reason.TERM_SUPERSEDED, message, value=term, limit=registration.highest_term))

@@ -66,7 +66,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetPool(  # noqa: N802
         self, request: cache_service_pb2.GetPoolRequest, context: Context
     ) -> cache_service_pb2.GetPoolResponse:
-        pool = messages.encode_pool(self._pool(request.pool), term=self._catalog.term)
+        pool = messages.encode_pool(self._pool(request.pool))
         return cache_service_pb2.GetPoolResponse(pool=pool)
 
     @refusing
@@ -76,9 +76,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.POOL_NAME)
         pools = [pool for pool in self._pools("") if pool.ledger.pool > request.page_token]
-        response = cache_service_pb2.ListPoolsResponse(
-            pools=[messages.encode_pool(pool, term=self._catalog.term) for pool in pools[:limit]]
-        )
+        response = cache_service_pb2.ListPoolsResponse(pools=[messages.encode_pool(pool) for pool in pools[:limit]])
         if len(pools) > limit:
             response.next_page_token = pools[limit - 1].ledger.pool
         return response

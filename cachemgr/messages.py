@@ -280,10 +280,10 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         raise CallRefused(invalid("register_pool.pool", repr(name[: MAX_POOL_NAME_LENGTH + 1]), limit))
     if message.epoch == 0:
         raise CallRefused(invalid("register_pool.epoch", 0, "not 0"))
+    for number in ("highest_term", "attached_term", "acknowledged_report_number"):
+        require_not_negative(f"register_pool.{number}", getattr(message, number))
     check_count("register_pool.open_leases", len(message.open_leases), MAX_OPEN_LEASES)
     check_text("register_pool.worker_address", message.worker_address)
-    check_text("register_pool.geometry.model", message.geometry.model)
-    check_text("register_pool.geometry.model_fingerprint", message.geometry.model_fingerprint)
     return Registration(
         pool=name,
         epoch=message.epoch,
@@ -293,7 +293,17 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         worker_address=message.worker_address,
         next_steps={lease.lease_id: lease.next_step_number for lease in message.open_leases},
         acknowledged_report=message.acknowledged_report_number,
+        highest_term_age_s=seconds_of(message.highest_term_age),
     )
+
+
+def require_same_geometry(message: attach_pb2.PoolGeometry, known: Geometry) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if the epoch was registered with another geometry."""
+    registered = encode_geometry(known)
+    for field in registered.DESCRIPTOR.fields:
+        value, before = getattr(message, field.name), getattr(registered, field.name)
+        if value != before:
+            raise CallRefused(invalid(f"geometry.{field.name}", value, f"{before}, as this epoch was registered"))
 
 
 def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
@@ -310,6 +320,8 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
             raise CallRefused(invalid(f"geometry.{name}", value, f"{least} to {most}"))
+    check_text("geometry.model", message.model)
+    check_text("geometry.model_fingerprint", message.model_fingerprint)
     return Geometry(
         block_size=message.block_size_tokens,
         num_blocks=message.block_count,
@@ -379,13 +391,13 @@ def encode_host_counts(counts: HostBlockCounts | None) -> cache_service_pb2.Host
     )
 
 
-def encode_pool(pool: AttachedPool, *, term: int) -> cache_service_pb2.Pool:
+def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
     ledger = pool.ledger
     holdings = [ledger.holdings(lease.lease_id) for lease in ledger.leases()]
     return cache_service_pb2.Pool(
         name=pool.ledger.pool,
         epoch=pool.ledger.epoch,
-        term=term,
+        term=pool.term,
         attached=pool.is_attached,
         geometry=encode_geometry(pool.ledger.geometry),
         worker_address=pool.worker_address,

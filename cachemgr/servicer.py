@@ -173,7 +173,7 @@ class CacheServicer(Keeping):
     ) -> None:
         self._catalog = catalog
         self._clock = clock
-        self._attachments = Attachments(catalog)
+        self._attachments = Attachments(catalog, clock)
         self._lease_answers = LeaseAnswers()
         self._lease_counts = LeaseCounts(
             lambda lease_id: catalog.tenant_of(lease_id) is not None, limit=max_leases, tenant_limit=max_leases_of
@@ -277,7 +277,7 @@ class CacheServicer(Keeping):
             lease_id=lease_id,
             pool=pool.ledger.pool,
             epoch=pool.ledger.epoch,
-            term=self._catalog.term,
+            term=pool.term,
             geometry=messages.encode_geometry(pool.ledger.geometry),
             worker_address=pool.worker_address,
         )
@@ -382,7 +382,7 @@ class CacheServicer(Keeping):
         answer: cache_service_pb2.PlanStepResponse,
     ) -> None:
         messages.encode_plan(answer, plan)
-        sign_grant(plan, answer.grant, pool, lease_id=request.lease_id, term=self._catalog.term)
+        sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
 
     # -- workers --------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def read_shares(path: Path) -> Shares:
         content = tomllib.loads(read_bytes(path).decode())
     except UnicodeDecodeError:
         raise FileError(f"{path}: not UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not TOML: {error}") from None
     try:
         return _shares(content)

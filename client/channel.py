@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import random
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import error_pb2
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import ProtocolViolation, QuireError, Unavailable, error_of_reason
+from quire.client.errors import InvalidRequest, ProtocolViolation, QuireError, Unavailable, error_of_reason
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a unix socket: sun_path less its final zero byte."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
 # How long one attempt to connect may take, whatever gRPC's name says: as long as a call. A connection that is refused
 # is tried again by the back-off, which is not changed by it.
@@ -47,7 +51,15 @@ _UNAVAILABLE_CODES = frozenset(
 
 
 def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
-    """A channel to "unix:/path" or "host:port"; connects by itself, again and again. Raises CredentialsUnusable."""
+    """A channel to "unix:/path" or "host:port"; connects by itself, again and again.
+
+    Raises CredentialsUnusable, and InvalidRequest for the path of a socket that is too long.
+    """
+    num_bytes = len(os.fsencode(address.removeprefix("unix:")))
+    if address.startswith("unix:") and num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise InvalidRequest(
+            f"{address}: the path has {num_bytes} bytes; a unix socket's must be at most {MAX_SOCKET_PATH_BYTES}"
+        )
     return credentials.open_channel(address, CHANNEL_OPTIONS)
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 import ssl
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +146,12 @@ def _check_token(token: str, where: str) -> str:
 
 
 def _read(path: Path) -> bytes:
+    """All of a regular file; never waits for a writer, as of a fifo."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CredentialsUnusable(f"{path}: not a regular file")
+            return file.read()
     except OSError as error:
         raise CredentialsUnusable(f"{path}: {error.strerror}") from error
 

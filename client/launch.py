@@ -33,6 +33,8 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2
 
+from quire.client.channel import MAX_SOCKET_PATH_BYTES
+
 CACHEMGR_START_TIMEOUT_S = 30.0
 WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
 STOP_TIMEOUT_S = 10.0
@@ -423,6 +425,7 @@ class LocalServices:
 
     def _make_folder(self) -> Path:
         if self._given_dir is not None:
+            check_folder(self._given_dir)
             self._given_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given_dir
         parent = tempfile.gettempdir()
@@ -453,6 +456,16 @@ class LocalServices:
         if self._previous_sigterm is not None and _in_main_thread():
             signal.signal(signal.SIGTERM, self._previous_sigterm)
             self._previous_sigterm = None
+
+
+def check_folder(folder: Path) -> None:
+    """Raises LaunchError if the path of a socket in the folder would be too long."""
+    num_bytes, most = len(os.fsencode(folder)), MAX_SOCKET_PATH_BYTES - len("/cachemgr.sock")
+    if num_bytes > most:
+        raise LaunchError(
+            f"the runtime folder {folder} has a path of {num_bytes} bytes; must be at most {most}, as a unix socket's "
+            "path is limited"
+        )
 
 
 @contextlib.contextmanager

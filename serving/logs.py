@@ -130,6 +130,7 @@ def configure_logging(level: str, form: str = FORMATS[0]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.captureWarnings(True)
     # gRPC's own: a line for each exception it answers, with its text.
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
 

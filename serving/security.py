@@ -50,9 +50,10 @@ class Security:
         """Whether TCP connections need a client certificate, but for those of --token-listen."""
         return self.tls is not None and self.tls.asks_clients
 
-    def __str__(self) -> str:
-        names = (("tls", self.tls), ("client_certificates", self.asks_clients), ("tokens", self._options.token_file))
-        return " ".join(f"{name}={'yes' if value else 'no'}" for name, value in names)
+    @property
+    def asks_tokens(self) -> bool:
+        """Whether there is a token file."""
+        return self._options.token_file is not None
 
     def check_plaintext(self, flag: str, address: Address) -> None:
         """Raises AddressError if what is served there could be read by others."""

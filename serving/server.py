@@ -180,7 +180,8 @@ class Server:
         await self.grpc.start()
         if self._security.access is not None:
             self.run_alongside(self._end_revoked_streams())
-        log.info("security %s", self._security)
+        given = (self._security.tls is not None, self._security.asks_clients, self._security.asks_tokens)
+        log.info("security tls=%s client_certificates=%s tokens=%s", *("yes" if each else "no" for each in given))
         log.info("listening addresses=%s", ",".join(map(str, bound)))
 
     async def _end_revoked_streams(self) -> None:

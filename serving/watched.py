@@ -2,6 +2,7 @@
 
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 Stamp = tuple[int, int, int, int]
+
+MAX_FILE_BYTES = 16 << 20
+"""Of a file that is read whole: some 100,000 callers in a token file."""
 
 # Two writes within one tick of the file system's clock leave the same stamp: a file this young is read again.
 _YOUNG_NS = 100_000_000
@@ -69,14 +73,27 @@ class WatchedFiles(Generic[Value]):
             log.info("%s reloaded files=%s", self._what, ",".join(map(str, self._paths)))
 
 
-def read_bytes(path: Path) -> bytes:
-    """All of a file. Raises FileError if there is none or it is empty, as one is that is about to be written."""
+def read_bytes(path: Path, flags: int = 0) -> bytes:
+    """All of a file, opened with these flags beside those to read. Never waits for a writer, as of a fifo.
+
+    Raises FileError if there is none, if it is not a regular file or has more than MAX_FILE_BYTES, or if it is empty,
+    as one is that is about to be written.
+    """
+
+    def open_at_once(name: str, given: int) -> int:
+        return os.open(name, given | os.O_NONBLOCK | flags)
+
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileError(f"{path}: not a regular file")
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}") from error
     if not content:
         raise FileError(f"{path}: the file is empty")
+    if len(content) > MAX_FILE_BYTES:
+        raise FileError(f"{path}: the file has more than {MAX_FILE_BYTES} bytes")
     return content
 
 

@@ -2061,8 +2061,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "books that are behind the worker are taken",
         "catalog.py",
-        "            if is_ours and not known.lacks(registration):\n",
-        "            if is_ours:\n",
+        "if not is_ours or known.lacks(registration) or",
+        "if not is_ours or",
     ),
     Mutant(
         "a report that the books lack is passed over",
@@ -2097,7 +2097,25 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a stranger's history is ignored",
         "catalog.py",
-        "        if registration.attached_term:\n            return None\n",
+        "        if registration.attached_term:\n            return NewEpoch(term)\n",
+        "",
+    ),
+    Mutant(
+        "an older cachemgr goes above a later one's term",
+        "catalog.py",
+        "if uptime_s < registration.highest_term_age_s and registration",
+        "if registration",
+    ),
+    Mutant(
+        "books are gone on with under a term that is not theirs",
+        "catalog.py",
+        "known.lacks(registration) or registration.highest_term > known.term:",
+        "known.lacks(registration):",
+    ),
+    Mutant(
+        "a term that a pool was offered is forgotten",
+        "catalog.py",
+        "            self._raised_terms[registration.pool] = term\n",
         "",
     ),
     # what is told of blocks, to whom, and why a prefix misses

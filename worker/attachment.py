@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -43,6 +44,8 @@ class Attachment:
         self._worker_address = worker_address
         self._is_attached = False
         self._first_attached = asyncio.Event()
+        self._attached_at = 0.0
+        self._highest_term, self._highest_term_since = 0, 0.0
         self._call: AttachCall | None = None
         steps.on_damage = self._break
 
@@ -61,7 +64,9 @@ class Attachment:
             reason = await self._attach_once()
             if self._is_attached:
                 self._is_attached = False
-                backoff_s = FIRST_BACKOFF_S
+                # One that broke at once does not count: two workers with one epoch would end each other's streams.
+                if time.monotonic() - self._attached_at >= LONGEST_BACKOFF_S:
+                    backoff_s = FIRST_BACKOFF_S
             if reason != known_reason:
                 log.info("not attached address=%s reason=%s", self._address, reason)
                 known_reason = reason
@@ -117,6 +122,7 @@ class Attachment:
             ],
             acknowledged_report_number=self._steps.reports.acknowledged,
         )
+        registration.highest_term_age.FromNanoseconds(int((time.monotonic() - self._highest_term_since) * 1e9))
         outbox.put_nowait(attach_pb2.AttachPoolRequest(register_pool=registration))
 
     def _obey(self, response: attach_pb2.AttachPoolResponse, outbox: Outbox) -> None:
@@ -126,6 +132,7 @@ class Attachment:
             self._attached(response.attached, outbox)
         elif kind == "new_epoch_required":
             self._steps.gate.obey(response.new_epoch_required.term)
+            self._note_term()
             self._steps.begin_epoch()
             log.info("new epoch epoch=%d", self._steps.gate.epoch)
             self._register(outbox)
@@ -143,13 +150,19 @@ class Attachment:
         gate, reports = self._steps.gate, self._steps.reports
         for lease_id in gate.attach(attached.term, attached.signing_key, attached.open_lease_ids):
             self._fence(lease_id, outbox)
+        self._note_term()
         reports.acknowledge(attached.acknowledged_report_number)
         for report in reports.kept():
             outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
         reports.send = lambda report: outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
-        self._is_attached = True
+        self._is_attached, self._attached_at = True, time.monotonic()
         self._first_attached.set()
         log.info("attached address=%s term=%d epoch=%d", self._address, attached.term, gate.epoch)
+
+    def _note_term(self) -> None:
+        """Keeps when the highest term was obeyed first."""
+        if self._steps.gate.highest_term != self._highest_term:
+            self._highest_term, self._highest_term_since = self._steps.gate.highest_term, time.monotonic()
 
     def _fence(self, lease_id: str, outbox: Outbox) -> None:
         fenced = attach_pb2.AttachPoolRequest(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease_id))

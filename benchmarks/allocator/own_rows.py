@@ -63,7 +63,7 @@ def plan_message(core: Core, pool: AttachedPool, body: bytes) -> tuple[Any, list
     )
     times.append(clock())
     answer = cache_service_pb2.PlanStepResponse()
-    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id, term=1)
+    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
     times.append(clock())
     messages.encode_plan(answer, plan)
     answer.SerializeToString()

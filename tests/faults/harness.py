@@ -310,7 +310,7 @@ class Harness:
         if self._disk is not None:
             self._stack.enter_context(self._disk)
         elif self._state_dir is not None:
-            self._state_dir.mkdir()
+            self._state_dir.mkdir(mode=0o700)
         self._children = await self._stack.enter_async_context(Children(self.folder))
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")

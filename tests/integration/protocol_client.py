@@ -467,16 +467,18 @@ class StandInWorker:
         self._sent.put(attach_pb2.AttachPoolRequest(**message))
 
     def register(
-        self, pool: str, *, epoch: int = 1, highest_term: int = 0, attached_term: int = 0, **geometry: Any
+        self, pool: str, *, epoch: int = 1, worker_address: str = "nowhere:1", **told: Any
     ) -> attach_pb2.AttachPoolResponse:
-        """Registers and returns the answer. Raises RefusedError."""
+        """Registers and returns the answer. Raises RefusedError. `told` are fields of RegisterPool or PoolGeometry."""
+        geometry = {
+            name: told.pop(name) for name in list(told) if name in attach_pb2.PoolGeometry.DESCRIPTOR.fields_by_name
+        }
         registration = attach_pb2.RegisterPool(
             pool=pool,
             epoch=epoch,
-            highest_term=highest_term,
-            attached_term=attached_term,
             geometry=attach_pb2.PoolGeometry(**GEOMETRY | geometry),
-            worker_address="nowhere:1",
+            worker_address=worker_address,
+            **told,
         )
         self.say(register_pool=registration)
         return self.hear()

@@ -54,6 +54,15 @@ def parents() -> Iterator[list[subprocess.Popen[str]]]:
             parent.kill()
 
 
+def test_a_runtime_folder_with_too_long_a_path_is_told_at_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is started or made, and gRPC prints nothing."""
+    long = folder / ("x" * 100)
+    with pytest.raises(LaunchError, match=r"has a path of \d+ bytes; must be at most \d+"):
+        LocalServices.start(model="none", runtime_dir=long, **STAND_INS)
+    assert left_in(folder) == []
+    assert capfd.readouterr() == ("", "")
+
+
 def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "fifo")
 

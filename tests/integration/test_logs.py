@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,46 @@ def test_every_line_of_json_is_an_object(start: Any) -> None:
         "request_id": "of-the-caller",
     }
     assert [content["signal"] for content in contents if content["event"] == "draining"] == ["SIGTERM"]
+
+
+def test_every_line_of_both_services_is_an_object_with_fields(model_dir: Path, tmp_path: Path) -> None:
+    """Through start, attachment, refusals, a restart and the drain. What varies is in fields, not in the event."""
+    folder = tmp_path / "run"
+    json_flags = ("--log-format", "json", "--log-level", "debug")
+    state = ("--state-dir", str(tmp_path / "state"))
+    with LocalServices.start(
+        model=model_dir,
+        num_blocks=NUM_BLOCKS,
+        extra_cachemgr_args=(*json_flags, *state),
+        extra_worker_args=(*WORKER_ARGS, *json_flags),
+        runtime_dir=folder,
+    ) as services:
+        pair = Pair(services)
+        pair.await_attached()
+        for told in ({"pool": "a/b"}, {"pool": "a", "highest_term": 2**62}):
+            with pytest.raises(RefusedError):
+                StandInWorker(pair).register(**told)
+        StandInWorker(pair).register("a", attached_term=3)
+        run_on_the_worker(pair)
+        services.cachemgr.kill()
+        services.cachemgr.start()
+        services.cachemgr.wait_serving(DEADLINE_S)
+        pair.await_attached()
+        pair.close()
+    second = subprocess.run(
+        [sys.executable, "-m", "quire.cachemgr", *json_flags, "--state-dir", str(model_dir / "config.json" / "state")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    logs = [(folder / f"{name}.log").read_text() for name in ("cachemgr", "worker")]
+    contents = [json.loads(line) for text in (*logs, second.stderr) for line in text.splitlines()]
+    events = {content["event"] for content in contents}
+    assert {"serving", "security", "worker attached", "attached", "attachment refused", "pool recovered"} <= events
+    assert {"new epoch required", "draining", "stopped"} <= events
+    assert any(event.startswith("can't start: state directory") for event in events)
+    assert [event for event in events if re.search(r"\b\w+=", event)] == []
 
 
 # -- what is never logged -----------------------------------------------------------------------------------------

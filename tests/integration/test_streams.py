@@ -20,6 +20,7 @@ from integration.protocol_client import (
     await_that,
     draw_tokens,
     seconds,
+    unsigned,
 )
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
@@ -281,6 +282,11 @@ def test_a_message_that_is_none_ends_the_stream(method: str, pair: Pair, open_st
         {"pool": "ä"},
         {"pool": "a" * 129},
         {"pool": "a", "epoch": 0},
+        {"pool": "a", "highest_term": -1},
+        {"pool": "a", "attached_term": -1},
+        {"pool": "a", "worker_address": "x" * 5_000},
+        {"pool": "a", "model": "x" * 5_000},
+        {"pool": "a", "model_fingerprint": "x" * 5_000},
         {"pool": "a", "block_size_tokens": 0},
         {"pool": "a", "block_size_tokens": 1025},
         {"pool": "a", "block_count": 1},
@@ -332,6 +338,23 @@ def test_a_worker_that_has_obeyed_a_newer_cachemgr_is_not_ruled(pair: Pair, atta
     assert "elsewhere" not in ask_pools(pair)
 
 
+def test_a_cachemgr_that_started_after_the_one_obeyed_rules_under_a_higher_term(pair: Pair, attach: Attach) -> None:
+    """Its clock was set back."""
+    worker, higher = attach(), pair.pool().term + 10**18
+    told = {"highest_term": higher, "attached_term": higher}
+    answer = worker.register("later", **told, highest_term_age=seconds(10**6))
+    raised = answer.new_epoch_required.term
+    assert raised > higher
+    assert "later" not in ask_pools(pair)
+    attached = worker.register("later", epoch=2, highest_term=raised).attached
+    assert (attached.term, pair.pool("later").term) == (raised, raised)
+    lease = worker.create_lease(pair, "later")
+    assert lease.term == raised
+    assert unsigned(lease.plan().grant).term == raised
+    lease.delete()
+    assert pair.pool().term < higher
+
+
 def test_a_pool_is_attached_once(pair: Pair, attach: Attach) -> None:
     epoch = pair.pool().epoch
     with pytest.raises(RefusedError) as caught:
@@ -348,14 +371,87 @@ def test_a_worker_may_be_back_before_its_old_stream_has_ended(pair: Pair, attach
     lease = old.create_lease(pair, "quick")
     again = new.register("quick", attached_term=first.term, highest_term=first.term).attached
     assert (again.signing_key, list(again.open_lease_ids)) == (first.signing_key, [lease.lease_id])
-    old.end()
-    with pytest.raises(StopIteration):
-        old.hear()
+    assert_replaced(old, "quick", epoch=1)
     assert pair.pool("quick").attached
     lease.delete()
     assert new.hear().fence_lease.lease_id == lease.lease_id
     new.say(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease.lease_id))
     await_that("the lease is gone", lambda: not pair.leases("quick"))
+
+
+def assert_replaced(worker: StandInWorker, pool: str, *, epoch: int) -> None:
+    """Its stream has ended because another one has registered the epoch."""
+    with pytest.raises(RefusedError) as caught:
+        list(iter(worker.hear, None))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "POOL_ALREADY_ATTACHED")
+    assert caught.value.metadata == {"pool": pool, "epoch": str(epoch)}
+    assert "a newer stream has registered" in caught.value.message
+
+
+def test_orders_that_were_not_answered_go_to_the_newer_stream(pair: Pair, attach: Attach) -> None:
+    old, new = attach(), attach()
+    term = old.register("moved").attached.term
+    ended = old.create_lease(pair, "moved")
+    request = cache_service_pb2.CreateLeaseRequest(pool="moved", ttl=seconds(60))
+    creating = pair.cache.CreateLease.future(request, timeout=DEADLINE_S)
+    opening = old.hear().open_lease.lease_id
+    ended.delete()
+    assert old.hear().fence_lease.lease_id == ended.lease_id
+    attached = new.register("moved", attached_term=term, highest_term=term).attached
+    assert list(attached.open_lease_ids) == [opening]
+    orders = {order.WhichOneof("message"): order for order in (new.hear(), new.hear())}
+    assert orders["open_lease"].open_lease.lease_id == opening
+    assert orders["fence_lease"].fence_lease.lease_id == ended.lease_id
+    assert_replaced(old, "moved", epoch=1)
+    new.say(lease_opened=attach_pb2.LeaseOpened(lease_id=opening))
+    new.say(lease_fenced=attach_pb2.LeaseFenced(lease_id=ended.lease_id))
+    assert creating.result().lease_id == opening
+    await_that("the ended lease is gone", lambda: len(pair.leases("moved")) == 1)
+
+
+def test_many_streams_of_one_epoch_leave_the_last_one_attached(pair: Pair, attach: Attach) -> None:
+    workers = [attach() for _ in range(20)]
+    term = workers[0].register("often").attached.term
+    for worker in workers[1:]:
+        assert worker.register("often", attached_term=term, highest_term=term).attached.term == term
+    for worker in workers[:-1]:
+        assert_replaced(worker, "often", epoch=1)
+    assert pair.pool("often").attached
+    workers[-1].close()
+    await_that("it is detached", lambda: not pair.pool("often").attached)
+
+
+def test_a_worker_whose_epoch_another_one_registers_is_attached_again(
+    pair: Pair, attach: Attach, lease: LeaseHolder, generate: Generate
+) -> None:
+    """The other one goes, too, once the worker is back: nobody has to notice anything."""
+    lease.run(lease.admit((1, PROMPT)))
+    lease.await_settled()
+    pool, other = pair.pool(), attach()
+    geometry = {field.name: value for field, value in pool.geometry.ListFields()}
+    term = {"attached_term": pool.term, "highest_term": pool.term}
+    assert other.register("default", epoch=pool.epoch, **term, **geometry).HasField("attached")
+    assert_replaced(other, "default", epoch=pool.epoch)
+    assert pair.pool().attached
+    lease.go_on(1, num_steps=3)
+    lease.await_settled()
+    assert lease.tokens[1] == PROMPT + generate(PROMPT, 4)
+
+
+def test_an_epoch_has_one_geometry(pair: Pair, attach: Attach) -> None:
+    worker = attach()
+    term = worker.register("fixed").attached.term
+    for told in ({"block_count": 12}, {"vocabulary_size": 101}, {"model": "another"}, {"host_block_count": 1}):
+        with pytest.raises(RefusedError) as caught:
+            attach().register("fixed", attached_term=term, highest_term=term, **told)
+        ((field, value),) = told.items()
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+        assert caught.value.metadata["field"] == f"geometry.{field}"
+        assert caught.value.metadata["value"] == str(value)
+        assert caught.value.metadata["limit"].endswith("as this epoch was registered")
+    assert pair.pool("fixed").attached
+    lease = worker.create_lease(pair, "fixed")
+    lease.delete()
 
 
 def test_an_epoch_with_an_unknown_history_is_not_attached(pair: Pair, attach: Attach) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import resource
 import shutil
 import subprocess
@@ -28,6 +28,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr.state import seal, unseal
 from quire.client.launch import LocalServices
 
 Generate = Callable[[list[int], int], list[int]]
@@ -299,9 +300,24 @@ def lose_the_log(log: Path) -> None:
 def change(field: str, value: Any) -> Callable[[Path], None]:
     def change(log: Path) -> None:
         about = log.with_name("pool.json")
-        about.write_text(json.dumps(json.loads(about.read_text()) | {field: value}))
+        about.write_text(seal(unseal(about.read_bytes()) | {field: value}))
 
     return change
+
+
+def make_it_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_it_a_link(path: Path) -> None:
+    kept = path.parents[2] / "linked"
+    path.rename(kept)
+    path.symlink_to(kept)
+
+
+def make_the_description_a_fifo(log: Path) -> None:
+    make_it_a_fifo(log.with_name("pool.json"))
 
 
 def tear_the_description(log: Path) -> None:
@@ -317,8 +333,12 @@ def tear_the_description(log: Path) -> None:
         (lose_the_log, "there is no log"),
         (change("version", 99), "it is of version 99"),
         (change("boot_id", "another"), "it is not known whether the machine was started anew since"),
-        (change("pool", "other"), "it is another pool's"),
+        (change("terms", []), "terms: must be rising numbers"),
+        (change("signing_key", ""), "signing_key: must be 32 bytes"),
         (tear_the_description, "state not used"),
+        (make_it_a_fifo, "it is not a regular file"),
+        (make_it_a_link, "Too many levels of symbolic links"),
+        (make_the_description_a_fifo, "not a regular file"),
     ],
 )
 def test_a_damaged_state_is_a_new_epoch(pair: Pair, generate: Generate, damage: Any, told: str) -> None:

@@ -37,7 +37,33 @@ inline empty_up(x) {
 /* -- registration -------------------------------------------------------------------------------------------------- */
 
 #define SUPERSEDED(m) (highest_term > term[m] && FAULT != FAULT_LOWER_TERM)
-#define IS_REFUSED(m) (!alive[m] || SUPERSEDED(m) || (attached[m] && epoch_of[m] != epoch))
+#define IS_REFUSED(m) (!alive[m] || (SUPERSEDED(m) && !IS_LATER(m)) || (attached[m] && epoch_of[m] != epoch))
+
+/* A manager that started after the one of the highest term goes above it; managers start in the order of their numbers.
+   The code does so by a random step: no two go to the same term. */
+#if AHEAD
+#define IS_LATER(m)    (m >= obeyed_last || FAULT == FAULT_OLDER_RAISES)
+#define RAISED_TERM(m) (highest_term + 1 + (FAULT == FAULT_RAISED_EQUAL -> 0 : m))
+#else
+#define IS_LATER(m)    0
+#define RAISED_TERM(m) 0
+#endif
+
+inline raise_term() {
+    if
+    :: SUPERSEDED(m) ->
+        term[m] = RAISED_TERM(m);
+        printf("cachemgr %d goes above term %d\n", m, highest_term);
+        MARK(REACH_TERM_RAISED);
+#if AHEAD
+        if
+        :: obeyed_last -> MARK(REACH_TERM_RAISED_TWICE)
+        :: else
+        fi
+#endif
+    :: else
+    fi
+}
 
 /* Books are good for an epoch that no other term ruled since, and in which the worker did nothing that they lack. */
 #define RULED_BY(t)   (BIT(0) | BIT(t))
@@ -84,6 +110,7 @@ inline register(x) {
     talks_to[x] = m;
     talks_of[x] = 0;
     stream = x;
+    raise_term();
     find_lacking();
     mark_registration();
     REQUIRE(BEHIND || IS_BACK(m) || epoch_of[m] != epoch || (key != NONE && key != m), WARM);

@@ -151,6 +151,18 @@ CONFIGURATIONS = (
         ("NEW_EPOCH_REQUIRED", "TERM_SUPERSEDED", "TWO_BOOKS_OF_AN_EPOCH", "SIGNATURE_REFUSED", "LEASE_ADOPTED"),
     ),
     Configuration(
+        "clock_back",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 COPIES=2 MANAGERS=2 AHEAD=1 BREAKS=2 DEATHS=1",
+        "STEPS=2 BREAKS=3 QUEUE=8",
+        ("TERM_RAISED", "TERM_RAISED_TWICE", "TERM_SUPERSEDED", "NEW_EPOCH_REQUIRED", "TWO_BOOKS_OF_AN_EPOCH"),
+    ),
+    Configuration(
+        "clock_back_restart",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 MANAGERS=2 AHEAD=1 BREAKS=2 RESTARTS=1 DEATHS=1",
+        "COPIES=2 STEPS=2 QUEUE=8",
+        ("TERM_RAISED", "TERM_RAISED_TWICE", "NEW_EPOCH_REQUIRED", "TWO_BOOKS_OF_AN_EPOCH"),
+    ),
+    Configuration(
         "tenants",
         "LEASES=2 SEQS=1 STEPS=2 BLOCKS=3 TABLE=2 PROMPT=2 TENANTS=2",
         "SEQS=2 TABLE=3 EXTENDS=1 ITEMS=2 QUEUE=8",
@@ -231,6 +243,8 @@ FAULTS = (
     Fault("stale_state", "warm_behind", "I5"),
     Fault("late_unwritten", "warm_behind", "I5"),
     Fault("end_unwritten", "warm_behind", "I3", "LEASES=1 COPIES=2"),
+    Fault("raised_equal", "clock_back", "TERMS"),
+    Fault("older_raises", "clock_back", "TERMS"),
     Fault("planned_unchecked", "warm_behind", "REPORTS"),
 )
 

@@ -43,6 +43,8 @@
 #define FAULT_LATE_UNWRITTEN         41  /* looked at, but the grant that is not in the books comes after that */
 #define FAULT_END_UNWRITTEN          42  /* looked at, but what was not written is the end of a lease */
 #define FAULT_PLANNED_UNCHECKED      43  /* looked at, but after the next steps were planned */
+#define FAULT_RAISED_EQUAL           44  /* two managers go above a term to the same one */
+#define FAULT_OLDER_RAISES           45  /* a manager goes above the term of one that started after it */
 
 #define IS_STALE     (FAULT == FAULT_STALE_STATE)
 #define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
@@ -76,6 +78,8 @@
 #define REACH_WARM_WHILE_RUNNING     23  /* while steps wait or run */
 #define REACH_OTHER_TERM_RULED       24
 #define REACH_BOOKS_BEHIND           25
+#define REACH_TERM_RAISED            26
+#define REACH_TERM_RAISED_TWICE      27  /* by a second manager, above the first one's */
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */

@@ -25,6 +25,10 @@
 #ifndef MANAGERS        /* 2: another cachemgr starts at any time, while the first one lives or after it died */
 #define MANAGERS 1
 #endif
+#ifndef AHEAD           /* 1: the worker has obeyed a manager that is no more, of a term above those of the others: their
+                           clocks were set back */
+#define AHEAD 0
+#endif
 #ifndef TENANTS
 #define TENANTS 1
 #endif
@@ -93,7 +97,8 @@
     MANAGERS > 2 || TENANTS > 2
 #error "larger than the model's bytes and choices are made for"
 #endif
-#if PROMPT > BLOCK_SIZE * TABLE || (FORKS && SEQS < 2) || (BEHIND && (!RETURNS || MANAGERS > 1))
+#if PROMPT > BLOCK_SIZE * TABLE || (FORKS && SEQS < 2) || (BEHIND && (!RETURNS || MANAGERS > 1)) || \
+    (AHEAD && RETURNS)
 #error "sizes that don't fit each other"
 #endif
 

@@ -138,6 +138,9 @@ byte talks_of[3];             /* the epoch that was registered on it */
 
 byte epoch, last_epoch;
 byte highest_term, attached_term;
+#if AHEAD
+byte obeyed_last;             /* 1 + the manager whose term is the highest; 0: it is no more */
+#endif
 byte key;                     /* whose grants are taken; NONE */
 byte stream;                  /* the one it reads */
 bit sending;                  /* whether reports go there at once: after Attached */

@@ -100,6 +100,14 @@ inline begin_epoch() {
 inline obey() {
     m = talks_to[stream];
     printf("worker obeys cachemgr %d: %e %d %d\n", m, kind, n, outcome);
+#if AHEAD
+    if
+    :: kind == ATTACHED || kind == NEW_EPOCH ->
+        REQUIRE(RESTARTS || m + 1 >= obeyed_last, TERMS);  /* a new process knows nothing of terms */
+        obeyed_last = m + 1
+    :: else
+    fi;
+#endif
     if
     :: kind == ATTACHED ->
         REQUIRE(term[m] >= highest_term, TERMS);
@@ -394,6 +402,9 @@ inline restart_worker() {
     begin_epoch();
     do :: len(thread) > 0 -> thread ? _, _ :: else -> break od;
     highest_term = 0;
+#if AHEAD
+    obeyed_last = 0;
+#endif
     forget_rows();
     for (i1 : 0 .. (BLOCKS + 1) * BLOCK_SIZE - 1) { kv[i1] = 0 }
 }
@@ -416,5 +427,6 @@ inline begin_world() {
     talks_to[0] = NONE; talks_to[1] = NONE; talks_to[2] = NONE;
     stream = NO_STREAM;
     key = NONE;
-    last_epoch = 1; epoch = 1
+    last_epoch = 1; epoch = 1;
+    highest_term = (AHEAD -> 1 + MANAGERS : 0)
 }

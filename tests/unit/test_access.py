@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from certificates import sha256
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import roles as cache_roles
+from quire.client.credentials import Credentials
+from quire.client.errors import CredentialsUnusable
 from quire.compute.v1 import worker_service_pb2
 from quire.serving.access import (
     ANYBODY,
@@ -29,7 +32,7 @@ from quire.serving.access import (
     read_token_file,
 )
 from quire.serving.errors import ErrorStatus
-from quire.serving.watched import FileError
+from quire.serving.watched import MAX_FILE_BYTES, FileError, read_bytes
 from quire.worker import roles as worker_roles
 
 CLIENT, WORKER, OPERATOR = (frozenset({role}) for role in (Role.CLIENT, Role.WORKER, Role.OPERATOR))
@@ -270,3 +273,48 @@ def test_who_is_not_asked_is_anybody() -> None:
 )
 def test_health_and_reflection_are_open(method: str, expected: bool) -> None:
     assert is_open(method) is expected
+
+
+# -- what is no file -----------------------------------------------------------------------------------------------
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_too_large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (make_fifo, "not a regular file"),
+        (Path.mkdir, "Is a directory"),
+        (make_too_large, f"the file has more than {MAX_FILE_BYTES} bytes"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    ],
+    ids=["fifo", "directory", "too large", "device", "loop"],
+)
+def test_what_is_no_file_that_can_be_read_whole_is_told_at_once(
+    make: Callable[[Path], object], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "given"
+    make(path)
+    with pytest.raises(FileError) as caught:
+        read_bytes(path)
+    assert str(caught.value) == f"{path}: {told}"
+    if make is not make_too_large:
+        with pytest.raises(CredentialsUnusable, match=told):
+            Credentials(token_file=path).open_channel("unix:/nowhere", ())
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    """As in a volume of Kubernetes."""
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_bytes(tmp_path / "link") == b"content"
+    with pytest.raises(FileError, match="Too many levels"):
+        read_bytes(tmp_path / "link", os.O_NOFOLLOW)

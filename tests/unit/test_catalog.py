@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, SavedPool
+from quire.cachemgr.catalog import MAX_TERM, AttachedPool, Catalog, NewEpoch, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import LeaseState
@@ -35,7 +35,7 @@ def registration(
 
 def attach(catalog: Catalog, key: bytes = b"key", **fields) -> AttachedPool:
     pool = catalog.register(registration(**fields), signing_key=key)
-    assert pool is not None
+    assert isinstance(pool, AttachedPool)
     return pool
 
 
@@ -72,11 +72,84 @@ def test_a_worker_that_obeyed_a_newer_term_is_not_ruled(catalog: Catalog) -> Non
     attach(catalog, highest_term=TERM)
 
 
+# -- a cachemgr whose clock has been set back ----------------------------------------------------------------------
+
+HIGHER = TERM + 100
+
+
+def register(catalog: Catalog, *, uptime_s: float, term_step: int = 1, **fields: Any) -> AttachedPool | NewEpoch:
+    told = registration(**fields)
+    return catalog.register(told, signing_key=b"k", uptime_s=uptime_s, term_step=term_step)
+
+
+def test_a_cachemgr_that_started_later_rules_under_a_higher_term(catalog: Catalog) -> None:
+    told = {"highest_term": HIGHER, "attached_term": HIGHER, "highest_term_age_s": 60.0}
+    assert register(catalog, uptime_s=59.0, term_step=7, **told) == NewEpoch(HIGHER + 7)
+    assert catalog.pools() == []
+    # The worker has obeyed it, and may have lost the stream since.
+    pool = attach(catalog, epoch=2, highest_term=HIGHER + 7)
+    assert (pool.term, pool.terms) == (HIGHER + 7, (HIGHER + 7,))
+    assert attach(catalog, pool="other").term == TERM, "a worker's term is for its own pool"
+    pool.is_attached = False
+    assert attach(catalog, epoch=2, highest_term=HIGHER + 7, attached_term=HIGHER + 7) is pool
+    pool.is_attached = False
+    assert attach(catalog, epoch=3).term == HIGHER + 7, "a new worker is ruled under no lower term than the one before"
+
+
+def test_an_epoch_without_a_history_begins_at_once_under_the_higher_term(catalog: Catalog) -> None:
+    pool = register(catalog, uptime_s=1.0, highest_term=HIGHER, highest_term_age_s=60.0)
+    assert isinstance(pool, AttachedPool)
+    assert pool.term == HIGHER + 1
+
+
+@pytest.mark.parametrize("age_s", [0.0, 59.0, 60.0])
+def test_a_cachemgr_that_may_have_started_earlier_is_superseded(catalog: Catalog, age_s: float) -> None:
+    told = {"highest_term": HIGHER, "attached_term": HIGHER, "highest_term_age_s": age_s}
+    assert refusal_of(lambda: register(catalog, uptime_s=60.0, **told)) is Reason.TERM_SUPERSEDED
+    assert catalog.pools() == []
+
+
+def test_a_cachemgr_that_has_ruled_the_pool_before_is_superseded(catalog: Catalog) -> None:
+    pool = attach(catalog)
+    pool.is_attached = False
+    told = {"epoch": 2, "highest_term": HIGHER, "attached_term": HIGHER, "highest_term_age_s": 1.0}
+    assert refusal_of(lambda: register(catalog, uptime_s=9.0, **told)) is Reason.TERM_SUPERSEDED
+    assert catalog.pool("a") is pool
+
+
+def test_of_two_cachemgrs_with_clocks_set_back_the_older_is_superseded() -> None:
+    """Both hear of the worker while it has not obeyed either; then it obeys the later one."""
+    first, second = Catalog(TERM, verify=True), Catalog(TERM, verify=True)
+    told: dict[str, Any] = {"highest_term": HIGHER, "attached_term": HIGHER, "highest_term_age_s": 60.0}
+    assert register(first, uptime_s=9.0, term_step=3, **told) == NewEpoch(HIGHER + 3)
+    assert register(second, uptime_s=8.0, term_step=5, **told) == NewEpoch(HIGHER + 5)
+    ruled = attach(second, epoch=2, highest_term=HIGHER + 5)
+    told = {"epoch": 2, "highest_term": ruled.term, "attached_term": ruled.term, "highest_term_age_s": 1.0}
+    assert refusal_of(lambda: register(first, uptime_s=9.0, **told)) is Reason.TERM_SUPERSEDED
+
+
+def test_known_books_are_not_gone_on_with_under_a_higher_term(catalog: Catalog) -> None:
+    pool = attach(catalog)
+    pool.is_attached = False
+    told = {"highest_term": HIGHER, "attached_term": TERM, "highest_term_age_s": 60.0}
+    assert register(catalog, uptime_s=1.0, **told) == NewEpoch(HIGHER + 1)
+
+
+def test_the_highest_term_of_all_has_none_above_it(catalog: Catalog) -> None:
+    told = {"highest_term": MAX_TERM, "highest_term_age_s": 60.0}
+    assert refusal_of(lambda: register(catalog, uptime_s=1.0, **told)) is Reason.TERM_SUPERSEDED
+
+
+# -- epochs --------------------------------------------------------------------------------------------------------
+
+
 def test_an_epoch_that_another_cachemgr_has_ruled_meanwhile_is_a_strangers(catalog: Catalog) -> None:
     """It attached here, the answer was lost, an older cachemgr took it and ran steps, and now it is back."""
     pool = attach(catalog)
     pool.is_attached = False
-    assert catalog.register(registration(highest_term=TERM - 1, attached_term=TERM - 1), signing_key=b"k") is None
+    assert catalog.register(registration(highest_term=TERM - 1, attached_term=TERM - 1), signing_key=b"k") == NewEpoch(
+        TERM
+    )
     assert not pool.is_attached
     assert attach(catalog, attached_term=TERM) is pool
     pool.is_attached = False
@@ -118,11 +191,11 @@ def test_a_worker_that_is_back_keeps_its_books_and_its_key(catalog: Catalog) -> 
 
 
 def test_a_stranger_with_a_history_has_to_begin_a_new_epoch(catalog: Catalog) -> None:
-    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") is None
+    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") == NewEpoch(TERM)
     assert catalog.pools() == []
     pool = attach(catalog)
     pool.is_attached = False
-    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") is None
+    assert catalog.register(registration(epoch=9, attached_term=3), signing_key=b"k") == NewEpoch(TERM)
     assert catalog.pool("a") is pool
 
 
@@ -225,7 +298,7 @@ def test_a_worker_that_those_have_ruled_who_wrote_it_is_back(recovered: Catalog,
     ],
 )
 def test_a_worker_that_has_done_more_than_was_kept_begins_a_new_epoch(recovered: Catalog, told: dict[str, Any]) -> None:
-    assert recovered.register(registration(**told), signing_key=b"k") is None
+    assert recovered.register(registration(**told), signing_key=b"k") == NewEpoch(TERM + 1)
     assert not recovered.pool("a").is_attached
 
 

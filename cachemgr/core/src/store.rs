@@ -9,9 +9,12 @@
 //! A record is its length, its CRC-32 and its content. A file that ends within a record, or in which anything differs
 //! from what was written, is not read at all. What a write call was given survives the process, not the machine: whoever
 //! opens a store has to know that the machine has not been started anew.
+//!
+//! Files are for their owner only. A link, a fifo or another thing in place of a file is not opened.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,6 +32,7 @@ const BOOKS: &[u8; 12] = b"quire books ";
 const HEADER_BYTES: usize = 16;
 const FRAME_BYTES: usize = 8;
 const FIRST_BUFFER_BYTES: usize = 4096;
+const FILE_MODE: u32 = 0o600;
 
 /// How long logs are, or may be: bounds what has to be applied after a restart.
 #[derive(Debug, Clone, Copy)]
@@ -180,9 +184,26 @@ fn header(kind: &[u8; 12]) -> [u8; HEADER_BYTES] {
 
 fn begin_log(directory: &Path, number: u64) -> Outcome<File> {
     let path = log_path(directory, number);
-    let mut log = OpenOptions::new().append(true).create_new(true).open(&path).map_err(|error| of(&path, error))?;
+    let mut log = create_file(&path).map_err(|error| of(&path, error))?;
     log.write_all(&header(LOG)).map_err(|error| of(&path, error))?;
     Ok(log)
+}
+
+/// A new file for its owner only; not one that is there already.
+fn create_file(path: &Path) -> Outcome<File> {
+    OpenOptions::new().append(true).create_new(true).mode(FILE_MODE).open(path).map_err(told)
+}
+
+/// All of a regular file. Follows no link and waits for nobody, as of a fifo.
+fn read_file(path: &Path) -> Outcome<Vec<u8>> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|error| of(path, error))?;
+    if !file.metadata().map_err(|error| of(path, error))?.is_file() {
+        return Err(of(path, "it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).map_err(|error| of(path, error))?;
+    Ok(bytes)
 }
 
 /// The numbers of files of a kind, in order.
@@ -216,7 +237,7 @@ fn read_books(directory: &Path, first: u64, last: u64) -> Outcome<(ReportedBooks
     let mut books = if first > 0 { Some(read_snapshot(directory, first)?) } else { None };
     for number in first..=last {
         let path = log_path(directory, number);
-        let bytes = fs::read(&path).map_err(|error| of(&path, error))?;
+        let bytes = read_file(&path)?;
         let replay = AssertUnwindSafe(|| replay(&mut books, &bytes));
         let replayed = catch_unwind(replay).unwrap_or_else(|_| Err("it can't be applied".to_string()));
         read.num_records += replayed.map_err(|error| of(&path, error))?;
@@ -227,7 +248,7 @@ fn read_books(directory: &Path, first: u64, last: u64) -> Outcome<(ReportedBooks
 
 fn read_snapshot(directory: &Path, number: u64) -> Outcome<ReportedBooks> {
     let path = books_path(directory, number);
-    let bytes = fs::read(&path).map_err(|error| of(&path, error))?;
+    let bytes = read_file(&path)?;
     let content = bytes.strip_prefix(&header(BOOKS)).ok_or_else(|| of(&path, "it is of another version"))?;
     let whole = content.split_last_chunk::<4>().filter(|(books, crc)| crc32fast::hash(books).to_le_bytes() == **crc);
     let (books, _) = whole.ok_or_else(|| of(&path, "it is torn or damaged"))?;
@@ -275,9 +296,10 @@ fn make_snapshot(directory: &Path, first: u64, last: u64, is_discarded: &AtomicB
     remove_before(directory, last + 1)
 }
 
+/// Writes the books to a new file, in place of one that was left there unfinished.
 pub(crate) fn write_snapshot(path: &Path, books: &ReportedBooks) -> Outcome<()> {
-    let mut file =
-        BufWriter::with_capacity(1 << 20, Summed { file: File::create(path).map_err(told)?, sum: Default::default() });
+    remove_if_there(path)?;
+    let mut file = BufWriter::with_capacity(1 << 20, Summed { file: create_file(path)?, sum: Default::default() });
     file.write_all(&header(BOOKS)).map_err(told)?;
     file.flush().map_err(told)?;
     file.get_mut().sum = Default::default(); // it covers the books
@@ -305,6 +327,13 @@ impl Write for Summed {
     }
 }
 
+fn remove_if_there(path: &Path) -> Outcome<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(told(error)),
+        _ => Ok(()),
+    }
+}
+
 /// Removes logs and snapshots that a snapshot of this number replaces.
 fn remove_before(directory: &Path, number: u64) -> Outcome<()> {
     for old in numbers(directory, "books-")?.into_iter().filter(|old| *old < number) {
@@ -328,6 +357,7 @@ fn of(path: &Path, error: impl ToString) -> String {
 mod tests {
     use std::borrow::Cow;
     use std::collections::BTreeMap;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
     use crate::accounts::Share;
@@ -542,6 +572,60 @@ mod tests {
         }
         fs::write(&path, &whole[..whole.len() - 1]).unwrap();
         assert!(read_books(&folder.0, 1, 1).is_err());
+    }
+
+    #[test]
+    fn what_is_not_a_regular_file_is_not_read() {
+        let folder = Folder::new("irregular");
+        let mut recorder = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        planned(&mut recorder);
+        recorder.finish().unwrap();
+        drop(recorder);
+        for name in ["books-1", "log-1"] {
+            let (path, kept) = (folder.0.join(name), folder.0.join("kept"));
+            fs::rename(&path, &kept).unwrap();
+            std::os::unix::fs::symlink(&kept, &path).unwrap();
+            assert!(read_books(&folder.0, 1, 1).is_err(), "{name} is a link to the file");
+            fs::remove_file(&path).unwrap();
+            assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+            let told = read_books(&folder.0, 1, 1).unwrap_err();
+            assert!(told.ends_with(&format!("{name}: it is not a regular file")), "{told}");
+            fs::remove_file(&path).unwrap();
+            fs::create_dir(&path).unwrap();
+            assert!(read_books(&folder.0, 1, 1).is_err(), "{name} is a directory");
+            fs::remove_dir(&path).unwrap();
+            fs::rename(&kept, &path).unwrap();
+            assert!(read_books(&folder.0, 1, 1).is_ok());
+        }
+    }
+
+    #[test]
+    fn a_link_in_place_of_a_file_to_write_is_not_followed() {
+        let folder = Folder::new("links");
+        let target = folder.0.join("target");
+        fs::write(&target, b"not ours").unwrap();
+        std::os::unix::fs::symlink(&target, folder.0.join("books.unfinished")).unwrap();
+        let mut recorder = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        planned(&mut recorder);
+        recorder.finish().unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"not ours");
+        assert_eq!(folder.files(), ["books-1", "log-1", "target"]);
+        drop(recorder);
+        std::os::unix::fs::symlink(&target, log_path(&folder.0, 2)).unwrap();
+        assert!(Store::open(&folder.0, 1, 2, LIMITS).unwrap_err().contains("exists"));
+        assert_eq!(fs::read(&target).unwrap(), b"not ours");
+    }
+
+    #[test]
+    fn files_are_for_their_owner_only() {
+        let folder = Folder::new("modes");
+        let mut recorder = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        planned(&mut recorder);
+        recorder.finish().unwrap();
+        for name in ["books-1", "log-1"] {
+            let mode = fs::metadata(folder.0.join(name)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, FILE_MODE, "{name}");
+        }
     }
 
     #[test]

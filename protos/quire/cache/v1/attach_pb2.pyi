@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -64,6 +65,10 @@ class AttachPoolRequest(_message.Message):
         LeaseOpened / LeaseFenced / StepReport ------------->
 
     Every order may be repeated; obeying it twice is the same as once.
+
+    A pool has one stream. When an epoch that is attached is registered on another
+    stream, the older one ends with POOL_ALREADY_ATTACHED: a worker whose
+    connection is half-dead comes back at once.
 
     From the worker.
     """
@@ -174,6 +179,7 @@ class RegisterPool(_message.Message):
     WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
     OPEN_LEASES_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_REPORT_NUMBER_FIELD_NUMBER: _builtins.int
+    HIGHEST_TERM_AGE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'."""
     epoch: _builtins.int
@@ -196,13 +202,21 @@ class RegisterPool(_message.Message):
     """
     @_builtins.property
     def geometry(self) -> Global___PoolGeometry:
-        """What the pool is made of."""
+        """What the pool is made of: in one epoch always the same."""
 
     @_builtins.property
     def open_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
         """The leases whose steps it accepts, at most 131,072. If any of them is unknown to cachemgr's
         books, or further than they are, the books are not those that the epoch
         was granted from, and it can't go on.
+        """
+
+    @_builtins.property
+    def highest_term_age(self) -> _duration_pb2.Duration:
+        """How long ago the worker first obeyed highest_term, by a clock that nobody
+        sets. A cachemgr that started later than that is the newer one, also if its
+        term is lower because a clock was set back. It then rules this pool under a
+        term above highest_term. Not set: unknown, so the terms decide.
         """
 
     def __init__(
@@ -216,10 +230,11 @@ class RegisterPool(_message.Message):
         worker_address: _builtins.str = ...,
         open_leases: _abc.Iterable[Global___LeaseProgress] | None = ...,
         acknowledged_report_number: _builtins.int = ...,
+        highest_term_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "highest_term_age", b"highest_term_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

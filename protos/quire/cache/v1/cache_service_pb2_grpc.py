@@ -227,7 +227,8 @@ class CacheServiceServicer:
     def AttachPool(self, request_iterator, context):
         """For workers: attaches a pool. See AttachPoolRequest for the conversation.
         Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-        the registration can't be accepted.
+        the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+        newer stream registers the same epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,7 +76,8 @@ class CacheServiceStub:
     AttachPool: _grpc.StreamStreamMultiCallable[_attach_pb2.AttachPoolRequest, _attach_pb2.AttachPoolResponse]
     """For workers: attaches a pool. See AttachPoolRequest for the conversation.
     Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-    the registration can't be accepted.
+    the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+    newer stream registers the same epoch.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetPoolRequest, _cache_service_pb2.GetPoolResponse]
     """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND."""
@@ -191,7 +192,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     AttachPool: _aio.StreamStreamMultiCallable[_attach_pb2.AttachPoolRequest, _attach_pb2.AttachPoolResponse]  # type: ignore[assignment]
     """For workers: attaches a pool. See AttachPoolRequest for the conversation.
     Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-    the registration can't be accepted.
+    the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+    newer stream registers the same epoch.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetPoolRequest, _cache_service_pb2.GetPoolResponse]  # type: ignore[assignment]
     """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND."""
@@ -339,7 +341,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_attach_pb2.AttachPoolResponse], _abc.AsyncIterator[_attach_pb2.AttachPoolResponse]]:
         """For workers: attaches a pool. See AttachPoolRequest for the conversation.
         Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-        the registration can't be accepted.
+        the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+        newer stream registers the same epoch.
         """
 
     @_abc_1.abstractmethod

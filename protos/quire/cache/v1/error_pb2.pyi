@@ -87,7 +87,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_POOL_ALREADY_ATTACHED: _ErrorReason.ValueType  # 41
     """FAILED_PRECONDITION. Another worker with another epoch is attached to a
-    pool of this name. Metadata: pool, epoch.
+    pool of this name; or this epoch was registered on a newer stream, which is
+    why this one ends. Metadata: pool, epoch (the attached one).
     """
     ERROR_REASON_TERM_SUPERSEDED: _ErrorReason.ValueType  # 42
     """FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
@@ -237,7 +238,8 @@ being sampled. Metadata: sequence_id, value, limit (tokens).
 """
 ERROR_REASON_POOL_ALREADY_ATTACHED: ErrorReason.ValueType  # 41
 """FAILED_PRECONDITION. Another worker with another epoch is attached to a
-pool of this name. Metadata: pool, epoch.
+pool of this name; or this epoch was registered on a newer stream, which is
+why this one ends. Metadata: pool, epoch (the attached one).
 """
 ERROR_REASON_TERM_SUPERSEDED: ErrorReason.ValueType  # 42
 """FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.

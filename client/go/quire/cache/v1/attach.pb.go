@@ -9,6 +9,7 @@ package cachev1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -352,7 +353,7 @@ type RegisterPool struct {
 	// The term under which this epoch was attached last, 0 if it never was. Not
 	// 0 means that sequences may exist in it.
 	AttachedTerm int64 `protobuf:"varint,4,opt,name=attached_term,json=attachedTerm,proto3" json:"attached_term,omitempty"`
-	// What the pool is made of.
+	// What the pool is made of: in one epoch always the same.
 	Geometry *PoolGeometry `protobuf:"bytes,5,opt,name=geometry,proto3" json:"geometry,omitempty"`
 	// Where clients reach the worker ("unix:/run/quire/worker.sock",
 	// "10.0.0.7:7070"). Up to 1,024 characters.
@@ -364,8 +365,13 @@ type RegisterPool struct {
 	// The worker has forgotten its reports up to this one. It must not be beyond
 	// the last that cachemgr has entered.
 	AcknowledgedReportNumber int64 `protobuf:"varint,8,opt,name=acknowledged_report_number,json=acknowledgedReportNumber,proto3" json:"acknowledged_report_number,omitempty"`
-	unknownFields            protoimpl.UnknownFields
-	sizeCache                protoimpl.SizeCache
+	// How long ago the worker first obeyed highest_term, by a clock that nobody
+	// sets. A cachemgr that started later than that is the newer one, also if its
+	// term is lower because a clock was set back. It then rules this pool under a
+	// term above highest_term. Not set: unknown, so the terms decide.
+	HighestTermAge *durationpb.Duration `protobuf:"bytes,9,opt,name=highest_term_age,json=highestTermAge,proto3" json:"highest_term_age,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *RegisterPool) Reset() {
@@ -452,6 +458,13 @@ func (x *RegisterPool) GetAcknowledgedReportNumber() int64 {
 		return x.AcknowledgedReportNumber
 	}
 	return 0
+}
+
+func (x *RegisterPool) GetHighestTermAge() *durationpb.Duration {
+	if x != nil {
+		return x.HighestTermAge
+	}
+	return nil
 }
 
 // How far a lease's steps have come.
@@ -1106,7 +1119,7 @@ var File_quire_cache_v1_attach_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\n" +
-	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\"\xa6\x02\n" +
+	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa6\x02\n" +
 	"\x11AttachPoolRequest\x12C\n" +
 	"\rregister_pool\x18\x01 \x01(\v2\x1c.quire.cache.v1.RegisterPoolH\x00R\fregisterPool\x12=\n" +
 	"\vstep_report\x18\x02 \x01(\v2\x1a.quire.cache.v1.StepReportH\x00R\n" +
@@ -1122,7 +1135,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vfence_lease\x18\x04 \x01(\v2\x1a.quire.cache.v1.FenceLeaseH\x00R\n" +
 	"fenceLease\x12X\n" +
 	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledgedB\t\n" +
-	"\amessage\"\xdf\x02\n" +
+	"\amessage\"\xa4\x03\n" +
 	"\fRegisterPool\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12!\n" +
@@ -1132,7 +1145,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x0eworker_address\x18\x06 \x01(\tR\rworkerAddress\x12>\n" +
 	"\vopen_leases\x18\a \x03(\v2\x1d.quire.cache.v1.LeaseProgressR\n" +
 	"openLeases\x12<\n" +
-	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\"T\n" +
+	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\x12C\n" +
+	"\x10highest_term_age\x18\t \x01(\v2\x19.google.protobuf.DurationR\x0ehighestTermAge\"T\n" +
 	"\rLeaseProgress\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
 	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xa0\x03\n" +
@@ -1215,6 +1229,7 @@ var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(*LeaseOpened)(nil),         // 11: quire.cache.v1.LeaseOpened
 	(*LeaseFenced)(nil),         // 12: quire.cache.v1.LeaseFenced
 	(*StepReport)(nil),          // 13: quire.cache.v1.StepReport
+	(*durationpb.Duration)(nil), // 14: google.protobuf.Duration
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	3,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
@@ -1228,12 +1243,13 @@ var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	10, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
 	5,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
 	4,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
-	0,  // 11: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	12, // [12:12] is the sub-list for method output_type
-	12, // [12:12] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	14, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
+	0,  // 12: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }

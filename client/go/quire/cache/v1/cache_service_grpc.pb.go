@@ -85,7 +85,8 @@ type CacheServiceClient interface {
 	PlanSteps(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PlanStepsRequest, PlanStepsResponse], error)
 	// For workers: attaches a pool. See AttachPoolRequest for the conversation.
 	// Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-	// the registration can't be accepted.
+	// the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+	// newer stream registers the same epoch.
 	AttachPool(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachPoolRequest, AttachPoolResponse], error)
 	// How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND.
 	GetPool(ctx context.Context, in *GetPoolRequest, opts ...grpc.CallOption) (*GetPoolResponse, error)
@@ -437,7 +438,8 @@ type CacheServiceServer interface {
 	PlanSteps(grpc.BidiStreamingServer[PlanStepsRequest, PlanStepsResponse]) error
 	// For workers: attaches a pool. See AttachPoolRequest for the conversation.
 	// Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-	// the registration can't be accepted.
+	// the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
+	// newer stream registers the same epoch.
 	AttachPool(grpc.BidiStreamingServer[AttachPoolRequest, AttachPoolResponse]) error
 	// How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND.
 	GetPool(context.Context, *GetPoolRequest) (*GetPoolResponse, error)

@@ -74,7 +74,8 @@ const (
 	// being sampled. Metadata: sequence_id, value, limit (tokens).
 	ErrorReason_ERROR_REASON_NOTHING_TO_COMPUTE ErrorReason = 40
 	// FAILED_PRECONDITION. Another worker with another epoch is attached to a
-	// pool of this name. Metadata: pool, epoch.
+	// pool of this name; or this epoch was registered on a newer stream, which is
+	// why this one ends. Metadata: pool, epoch (the attached one).
 	ErrorReason_ERROR_REASON_POOL_ALREADY_ATTACHED ErrorReason = 41
 	// FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
 	// Metadata: value (this term), limit (the worker's highest).
