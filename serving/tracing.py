@@ -38,7 +38,7 @@ class Tracing:
                 )
             )
         except ImportError as error:
-            raise TracingUnavailableError(f"{error}: pip install 'quire[otel]'") from error
+            raise TracingUnavailableError(f"{error}: pip install 'quire-kv[otel]'") from error
         self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": service_name}))
         self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer(_SCOPE)

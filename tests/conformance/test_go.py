@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,12 @@ from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find, missing
 MODULE = ROOT / "client/go"
 
 
-def run(*command: str) -> str:
-    """What a command in the module says; all of it is shown if it fails."""
+def run(*command: str, cwd: Path = MODULE) -> str:
+    """What a command in the module, or in another folder, says; all of it is shown if it fails."""
     environment = {**os.environ, "QUIRE_PYTHON": sys.executable, "QUIRE_ROOT": str(ROOT)}
     done = subprocess.run(
         command,
-        cwd=MODULE,
+        cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -48,6 +49,20 @@ def test_its_tests_pass_with_the_race_detector(go: str) -> None:
         missing(f"the C compiler ({compiler})", for_what="the Go client with the race detector, which needs cgo,")
     said = run(go, "test", "-race", "-count=1", "-timeout=5m", "-v", "./...")
     assert "--- SKIP" not in said, "a test was skipped although everything is there"
+
+
+def test_another_module_uses_it_from_a_checkout_as_the_readme_says(go: str, tmp_path: Path) -> None:
+    """Of the README's lines only the checkout's folder is put in."""
+    lines = re.search(r"```\n(go mod edit .*?)```", (MODULE / "README.md").read_text(), re.DOTALL)
+    assert lines is not None
+    (tmp_path / "main.go").write_text(
+        'package main\n\nimport "github.com/quire-kv/quire/client/go/quire"\n\n'
+        'func main() {\n\tif _, err := quire.Dial("unix:/nowhere"); err != nil {\n\t\tpanic(err)\n\t}\n}\n'
+    )
+    run(go, "mod", "init", "example.com/consumer", cwd=tmp_path)
+    for line in lines[1].replace("CHECKOUT", str(ROOT)).splitlines():
+        run(go, *line.split()[1:], cwd=tmp_path)
+    run(go, "build", "-o", str(tmp_path / "consumer"), ".", cwd=tmp_path)
 
 
 def candidates(program: str) -> list[str]:

@@ -4,7 +4,7 @@
 
 Works on a copy of the files that git knows or would take. Needs cargo, git and a package index. Takes some three
 minutes, most of them for the Rust core, which a --cargo-target that is kept spares. The last line is "packages: N
-checks passed"; exit status 1 if one did not. quire[worker] is resolved and not installed: the checkout's own
+checks passed"; exit status 1 if one did not. quire-kv[worker] is resolved and not installed: the checkout's own
 environment has it.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,19 +79,24 @@ class CheckFailed(Exception):
     """What was promised is not so."""
 
 
-def run(*command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """What a command says on standard output. Raises CheckFailed if it fails."""
-    done = attempt(*command, cwd=cwd, timeout_s=timeout_s)
+def run(
+    *command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None
+) -> str:
+    """What a command says on standard output. Raises CheckFailed if it fails. env is put over ours."""
+    done = attempt(*command, cwd=cwd, timeout_s=timeout_s, env=env)
     if done.returncode:
         raise CheckFailed(f"{' '.join(map(str, command))}: {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
 
 
 def attempt(
-    *command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S
+    *command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The same, however it ends."""
-    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+    environment = {**os.environ, **(env or {})}
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment
+    )
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,12 @@ class Scratch:
         return self.folder / "tree"
 
     def built(self, pattern: str) -> Path:
-        (path,) = (self.folder / "dist").glob(pattern)
+        (path,) = (self.tree / "dist").glob(pattern)
         return path
 
     def requirement(self, extra: str) -> str:
         """For pip: the wheel with an extra."""
-        return f"quire[{extra}] @ {self.built('*.whl').as_uri()}"
+        return f"quire-kv[{extra}] @ {self.built('*.whl').as_uri()}"
 
 
 def copy_tree(scratch: Scratch) -> None:
@@ -150,10 +156,8 @@ def copy_tree(scratch: Scratch) -> None:
 
 
 def they_build(scratch: Scratch) -> None:
-    """The sdist builds from a clean tree, and the wheel from nothing but the sdist."""
-    builder = Environment.make(scratch.folder / "builder", "build")
-    output = scratch.folder / "dist"
-    run(builder.program("python"), "-m", "build", "--outdir", output, scratch.tree, timeout_s=BUILD_TIMEOUT_S)
+    """`make wheel` builds the sdist from a clean tree, and the wheel from nothing but the sdist."""
+    run("make", "wheel", f"PYTHON={sys.executable}", cwd=scratch.tree, timeout_s=BUILD_TIMEOUT_S)
 
 
 def they_have_what_they_must(scratch: Scratch) -> None:
@@ -165,8 +169,25 @@ def they_have_what_they_must(scratch: Scratch) -> None:
         check_names("wheel", set(archive.namelist()), IN_WHEEL, NOT_IN_WHEEL)
         if not [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]:
             raise CheckFailed("the wheel has no licence")
-    if "-cp311-abi3-" not in wheel.name:
-        raise CheckFailed(f"{wheel.name} is for one Python only")
+    if not re.fullmatch(r"quire_kv-.*-cp311-abi3-(manylinux_.*|(?!linux).*)\.whl", wheel.name):
+        raise CheckFailed(f"{wheel.name} is for one Python or one Linux only")
+
+
+def it_installs_without_rust(scratch: Scratch) -> None:
+    """Without cargo or a compiler in PATH the wheel installs as quire-kv, and imports and runs as quire."""
+    environment = Environment.make(scratch.folder / "alone", "pip")
+    programs = {"PATH": str(environment.folder / "bin")}
+    python = environment.program("python")
+    constraint = ("--constraint", str(ROOT / "constraints.txt"), "--only-binary=:all:")
+    requirement = scratch.requirement("cachemgr")
+    install = ("-m", "pip", "install", "--quiet", requirement, *constraint)
+    run(python, *install, timeout_s=BUILD_TIMEOUT_S, env=programs)
+    run(python, "-c", "import quire.cachemgr, quire.cachemgr._core", env=programs)
+    if "Usage: quire" not in run(environment.program("quire"), "--help", env=programs):
+        raise CheckFailed("quire --help does not answer as it should")
+    installed = environment.distributions()
+    if "quire-kv" not in installed or "quire" in installed:
+        raise CheckFailed(f"it installs as {sorted(name for name in installed if 'quire' in name)}")
 
 
 def check_names(what: str, names: set[str], needed: tuple[str, ...], foreign: tuple[str, ...]) -> None:
@@ -177,25 +198,25 @@ def check_names(what: str, names: set[str], needed: tuple[str, ...], foreign: tu
 
 
 def extras_have_no_torch(scratch: Scratch) -> None:
-    """quire[cachemgr] and quire[client] install, without each other's packages and without torch."""
+    """quire-kv[cachemgr] and quire-kv[client] install, without each other's packages and without torch."""
     for extra, foreign in FOREIGN_TO.items():
         installed = Environment.make(scratch.folder / extra, scratch.requirement(extra)).distributions()
         if strangers := installed & foreign:
-            raise CheckFailed(f"quire[{extra}] installs {sorted(strangers)}")
+            raise CheckFailed(f"quire-kv[{extra}] installs {sorted(strangers)}")
 
 
 def the_worker_extra_has_torch(scratch: Scratch) -> None:
-    """quire[worker] can be resolved, and has torch, transformers, and what cachemgr's extra has."""
-    report = Environment(scratch.folder / "builder").pip(
+    """quire-kv[worker] can be resolved, and has torch, transformers, and what cachemgr's extra has."""
+    report = Environment(scratch.folder / "alone").pip(
         "install", "--dry-run", "--ignore-installed", "--report=-", scratch.requirement("worker")
     )
     names = {entry["metadata"]["name"].lower().replace("_", "-") for entry in json.loads(report)["install"]}
     if lacking := {"torch", "transformers", "safetensors", "psutil", "prometheus-client", "uvloop"} - names:
-        raise CheckFailed(f"quire[worker] lacks {sorted(lacking)}")
+        raise CheckFailed(f"quire-kv[worker] lacks {sorted(lacking)}")
 
 
 def cachemgr_serves(scratch: Scratch) -> None:
-    """From quire[cachemgr] alone cachemgr starts, a client from quire[client] alone asks it, SIGTERM ends it."""
+    """From quire-kv[cachemgr] alone cachemgr starts, a client from quire-kv[client] alone asks it, SIGTERM ends it."""
     server, client = (Environment(scratch.folder / extra) for extra in ("cachemgr", "client"))
     with tempfile.TemporaryDirectory(prefix="q-") as folder:
         address = f"unix:{folder}/c.sock"
@@ -218,26 +239,27 @@ def the_command_line_says_what_it_is(scratch: Scratch) -> None:
     for extra in FOREIGN_TO:
         quire = Environment(scratch.folder / extra).program("quire")
         if version not in run(quire, "--version") or "Usage: quire" not in run(quire, "--help"):
-            raise CheckFailed(f"quire[{extra}] does not answer as it should")
+            raise CheckFailed(f"quire-kv[{extra}] does not answer as it should")
 
 
 def what_is_missing_is_named(scratch: Scratch) -> None:
     """A command whose extra is not installed says which, in one line, with status 1."""
     for extra, command, needed in (
-        ("cachemgr", ("worker", "--model", "some"), "quire[worker]"),
-        ("cachemgr", ("generate", "Once"), "quire[client]"),
-        ("client", ("cachemgr",), "quire[cachemgr]"),
-        ("client", ("worker", "--model", "some"), "quire[worker]"),
-        ("client", ("up", "--model", "some"), "quire[cachemgr,worker]"),
+        ("cachemgr", ("worker", "--model", "some"), "quire-kv[worker]"),
+        ("cachemgr", ("generate", "Once"), "quire-kv[client]"),
+        ("client", ("cachemgr",), "quire-kv[cachemgr]"),
+        ("client", ("worker", "--model", "some"), "quire-kv[worker]"),
+        ("client", ("up", "--model", "some"), "quire-kv[cachemgr,worker]"),
     ):
         done = attempt(Environment(scratch.folder / extra).program("quire"), *command)
         if done.returncode != 1 or needed not in done.stderr or "Traceback" in done.stderr:
-            raise CheckFailed(f"quire[{extra}]: quire {' '.join(command)}: {done.returncode}, {done.stderr[-500:]}")
+            raise CheckFailed(f"quire-kv[{extra}]: quire {' '.join(command)}: {done.returncode}, {done.stderr[-500:]}")
 
 
 CHECKS: tuple[Callable[[Scratch], None], ...] = (
     they_build,
     they_have_what_they_must,
+    it_installs_without_rust,
     extras_have_no_torch,
     the_worker_extra_has_torch,
     the_command_line_says_what_it_is,

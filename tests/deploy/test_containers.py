@@ -59,7 +59,7 @@ def test_an_image_runs_its_service_as_the_manifests_expect(service: str) -> None
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_has_its_extra_alone(service: str) -> None:
     first, last = stages(service)
-    extras = [extra for line in of_kind(first, "RUN") for extra in re.findall(r"quire\[(\w+)\]", line)]
+    extras = [extra for line in of_kind(first, "RUN") for extra in re.findall(r"quire-kv\[(\w+)\]", line)]
     assert extras == [service]
     assert ("torch" in " ".join(first + last)) == (service == "worker")
     # The compiler and the sources stay behind; of the build there is the environment.

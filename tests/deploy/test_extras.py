@@ -32,7 +32,7 @@ def required(extra: str) -> set[str]:
     """Distributions that an extra asks for, those of the extras it asks for included."""
     names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in EXTRAS[extra]:
-        if inner := re.match(r"quire\[([\w,]+)\]", requirement):
+        if inner := re.match(r"quire-kv\[([\w,]+)\]", requirement):
             names |= set().union(*map(required, inner[1].split(",")))
         else:
             names.add(name_of(requirement))

@@ -358,5 +358,5 @@ def test_a_missing_extra_is_said_at_the_start(tmp_path: Path, command: tuple[str
         check=False,
     )
     assert done.returncode == status
-    assert "quire[otel]" in done.stderr
+    assert "quire-kv[otel]" in done.stderr
     assert "Traceback" not in done.stderr
