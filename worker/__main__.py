@@ -18,6 +18,7 @@ from quire.serving.dialing import DialOptions
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
+from quire.serving.runtime_folder import default_cachemgr, default_listen
 from quire.serving.server import run
 from quire.worker.config import (
     ATTENTION_NAMES,
@@ -29,16 +30,23 @@ from quire.worker.config import (
     WorkerConfig,
     default_threads,
 )
+from quire.worker.errors import DOMAIN
+from quire.worker.model_source import ModelNotFound, check_hub, find_folder
+from quire.worker.roles import ROLES
 
 log = logging.getLogger("quire.worker")
 
-DEFAULT_LISTEN = "unix:/run/quire/worker.sock"
-DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
+
+def check(config: WorkerConfig, *, is_local: bool) -> None:
+    """Raises ValueError if the hub has no such model, or a file or an address can't be used as the flags say."""
+    config.server.secure(roles=ROLES, domain=DOMAIN)
+    if not is_local:
+        check_hub(config.model, revision=config.revision)
 
 
 class WorkerCommand(ServerCommand):
     files = (
-        ("/run/quire/worker.sock", "Where it listens unless told otherwise."),
+        (default_listen("worker").removeprefix("unix:"), "Where it listens unless told otherwise."),
         ("--token-file, --tls-*", "Read again when they change. While one can't be read, it stays as it was."),
     )
 
@@ -48,7 +56,7 @@ class WorkerCommand(ServerCommand):
 @option(
     "--cachemgr",
     type=DIAL_ADDRESS,
-    default=DEFAULT_CACHEMGR,
+    default=default_cachemgr(),
     metavar="ADDRESS",
     help="The cachemgr that rules the pool: host:port or unix:/path.",
 )
@@ -75,7 +83,7 @@ class WorkerCommand(ServerCommand):
 @option(
     "--memory-share",
     type=click.FloatRange(0, 1, min_open=True),
-    show_default="0.5 on a CPU, 0.9 on a GPU",
+    show_default="0.5 on a CPU, 0.9 on a GPU, but no more blocks than --max-num-seqs sequences can use",
     metavar="FRACTION",
     help="If neither blocks nor bytes are given: on a CPU, part of the free memory for the pool; on a GPU, part of all "
     "memory for the model, its largest step and the pool.",
@@ -149,11 +157,12 @@ class WorkerCommand(ServerCommand):
     show_default="where there is a GPU",
     help="Run a model's layers in fewer, fused operations where they are of a known kind.",
 )
-@server_options(default_listen=DEFAULT_LISTEN)
+@server_options(default_listen=default_listen("worker"))
 def main(
     server: ServerOptions,
     cachemgr: Address,
     cachemgr_dial: DialOptions,
+    model: str,
     kv_cache_memory: int | None,
     host_memory: int,
     **values: object,
@@ -175,10 +184,19 @@ def main(
         server=server,
         cachemgr=cachemgr,
         cachemgr_dial=cachemgr_dial,
+        model=model,
         kv_cache_memory_bytes=kv_cache_memory,
         host_memory_bytes=host_memory,
         **values,  # type: ignore[arg-type]
     )
+    if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
+        raise click.UsageError("--num-blocks and --kv-cache-memory exclude each other.")
+    try:
+        folder = find_folder(model)
+    except ModelNotFound as error:
+        raise click.BadParameter(str(error), param_hint="'--model'") from error
+    if server.only_check:
+        server.end_check(lambda: check(config, is_local=folder is not None))
     # Only now: torch and transformers take seconds to import, and --help needs neither.
     from quire.worker.process import serve
 

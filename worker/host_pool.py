@@ -187,10 +187,12 @@ def count_host_blocks(host_memory_bytes: int, *, bytes_per_block: int, free_memo
     Raises ValueError if it is more than is free, or less than a block.
     """
     if host_memory_bytes > free_memory_bytes:
-        raise ValueError(f"host_memory: {host_memory_bytes} bytes asked for, {free_memory_bytes} bytes free")
+        raise ValueError(f"--host-memory: {host_memory_bytes} bytes asked for, {free_memory_bytes} bytes free")
     num_blocks = host_memory_bytes // bytes_per_block
     if host_memory_bytes and not num_blocks:
-        raise ValueError(f"host_memory: {host_memory_bytes} bytes have no room for a block of {bytes_per_block} bytes")
+        raise ValueError(
+            f"--host-memory: {host_memory_bytes} bytes have no room for a block of {bytes_per_block} bytes"
+        )
     return num_blocks
 
 

@@ -256,19 +256,17 @@ def size_pool(
 ) -> PoolSize:
     """Decide how many blocks to allocate: num_blocks, or what fits the bytes given, or `default`.
 
-    default None is the share memory_share (0 < share <= 1) of free_memory_bytes. Raises ValueError, naming field, value
-    and limit, if both of the others are given, if what is asked for exceeds what is free, or if fewer than 2 blocks
-    (one besides the null block) fit.
+    default None is the share memory_share (0 < share <= 1) of free_memory_bytes. num_blocks goes before
+    kv_cache_memory_bytes. Raises ValueError, naming flag, value and limit, if what is asked for exceeds what is free,
+    or if fewer than 2 blocks (one besides the null block) fit.
     """
-    if num_blocks is not None and kv_cache_memory_bytes is not None:
-        raise ValueError(f"num_blocks={num_blocks} and kv_cache_memory_bytes={kv_cache_memory_bytes}: give one of them")
     if default is None:
         default = share_of_free(memory_share, free_memory_bytes)
     if num_blocks is not None:
         return _size_by_count(num_blocks, bytes_per_block, free_memory_bytes)
     if kv_cache_memory_bytes is not None:
-        budget = Budget(kv_cache_memory_bytes, "kv_cache_memory_bytes")
-        _check_fits("kv_cache_memory_bytes", kv_cache_memory_bytes, free_memory_bytes)
+        budget = Budget(kv_cache_memory_bytes, "--kv-cache-memory")
+        _check_fits("--kv-cache-memory", kv_cache_memory_bytes, free_memory_bytes)
     else:
         budget = default
     fitting = max(0, budget.num_bytes) // bytes_per_block
@@ -289,7 +287,7 @@ def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
     Raises ValueError unless 0 < memory_share <= 1.
     """
     _check_share(memory_share)
-    origin = f"memory_share {memory_share:g} of {_readable(free_memory_bytes)} free"
+    origin = f"--memory-share {memory_share:g} of {_readable(free_memory_bytes)} free"
     return Budget(int(free_memory_bytes * memory_share), origin)
 
 
@@ -302,23 +300,23 @@ def share_of_device(memory_share: float, *, total_bytes: int, used_bytes: int, s
     _check_share(memory_share)
     return Budget(
         int(total_bytes * memory_share) - used_bytes - step_bytes,
-        f"memory_share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use "
+        f"--memory-share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use "
         f"and {_readable(step_bytes)} for the largest step",
     )
 
 
 def _check_share(memory_share: float) -> None:
     if not 0 < memory_share <= 1:
-        raise ValueError(f"memory_share={memory_share} is not in 0 < share <= 1")
+        raise ValueError(f"--memory-share {memory_share} is not in 0 < share <= 1")
 
 
 def _size_by_count(num_blocks: int, bytes_per_block: int, free_memory_bytes: int) -> PoolSize:
-    _check_at_least("num_blocks", num_blocks, 2)
+    _check_at_least("--num-blocks", num_blocks, 2)
     needed_bytes = num_blocks * bytes_per_block
-    _check_fits(f"num_blocks={num_blocks} * {bytes_per_block} bytes per block", needed_bytes, free_memory_bytes)
+    _check_fits(f"--num-blocks {num_blocks} * {bytes_per_block} bytes per block", needed_bytes, free_memory_bytes)
     return PoolSize(
         num_blocks,
-        f"num_blocks: {num_blocks} * {bytes_per_block} bytes per block = {_readable(needed_bytes)} "
+        f"--num-blocks {num_blocks} * {bytes_per_block} bytes per block = {_readable(needed_bytes)} "
         f"of {_readable(free_memory_bytes)} free",
     )
 

@@ -31,6 +31,7 @@ from quire.worker.fused_steps import FusedSteps
 from quire.worker.fusion import FusionReport, fuse_model, unfused
 from quire.worker.kv_pool import KeptPerToken, KVPool
 from quire.worker.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.model_source import ModelNotFound, check_hub, find_folder
 from quire.worker.packed_linear import pack_linears
 from quire.worker.past_positions import PastPositions
 from quire.worker.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
@@ -48,15 +49,8 @@ from quire.worker.step_batch import StepBatch
 log = logging.getLogger(__name__)
 
 DTYPES = tuple(TOLERANCE)
-
-
-class ModelNotFound(ValueError):
-    """There is no model where the caller said. The message names the place and what is missing."""
-
-    def __init__(self, source: str, reason: str) -> None:
-        super().__init__(f"no model at {source!r}: {reason}")
-        self.source = source
-        self.reason = reason
+# A configuration's longest length; transformers gives GPT-2's and GPT-J's n_positions the first name too.
+LENGTH_NAMES = ("max_position_embeddings", "max_seq_len")
 
 
 class PagedModel:
@@ -199,14 +193,23 @@ def load_model(
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
     """
-    source = str(source)
-    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    folder = find_folder(str(source))
+    local_only = folder is None and check_hub(str(source), revision=revision)
+    source = str(folder or source)
+    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_only)
     _check_is_causal_lm(config)
     dtype = dtype or _checkpoint_dtype(config)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
     max_model_len = _model_len(config, max_model_len)
-    model = _load_weights(source, config, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    model = _load_weights(
+        source,
+        config,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_only,
+    )
     model = model.eval().requires_grad_(False).to(device)
     return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps)
 
@@ -308,14 +311,11 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
     return cached
 
 
-def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    is_path = source.startswith(("/", "./", "../", "~")) or Path(source).exists()
-    if is_path and not Path(source).is_dir():
-        raise ModelNotFound(source, "there is no such folder")
-    if is_path and not Path(source, "config.json").is_file():
-        raise ModelNotFound(source, "the folder has no config.json")
+def _load_config(source: str, *, revision: str | None, trust_remote_code: bool, local_files_only: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     except OSError as error:
         raise ModelNotFound(source, _first_line(error)) from error
     except (ValueError, KeyError) as error:
@@ -344,24 +344,25 @@ def _checkpoint_dtype(config: Any) -> torch.dtype:
 
 def _model_len(config: Any, wanted: int | None) -> int:
     """The wanted length if the model can take it, else the longest it can."""
-    limit = _longest_model_len(config.get_text_config(decoder=True))
+    limit = longest_model_len(config.get_text_config(decoder=True))
     if wanted is None and limit is None:
-        raise ValueError("max_model_len must be given: the model's configuration names no longest length")
+        raise ValueError("--max-model-len must be given: the model's configuration names no longest length")
     length = limit if wanted is None else wanted
     assert length is not None
     if length < SHORTEST_TOKENS:
-        raise ValueError(f"max_model_len={length} is below {SHORTEST_TOKENS}")
+        raise ValueError(f"--max-model-len {length} is below {SHORTEST_TOKENS}")
     if limit is not None and length > limit:
-        raise ValueError(f"max_model_len={length} is above {limit}, the longest the model takes")
+        raise ValueError(f"--max-model-len {length} is above {limit}, the longest the model takes")
     return length
 
 
-def _longest_model_len(text_config: Any) -> int | None:
+def longest_model_len(text_config: Any) -> int | None:
+    """Return the most tokens of a sequence that the model is made for; None if its configuration names no limit."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     if "dynamic" in str(rope.get("rope_type")):
         return None
-    length: int | None = getattr(text_config, "max_position_embeddings", None)
-    return length
+    lengths = (getattr(text_config, name, None) for name in LENGTH_NAMES)
+    return next((length for length in lengths if length is not None), None)
 
 
 def _counts_on_from_cache(text_config: Any) -> bool:
@@ -370,7 +371,13 @@ def _counts_on_from_cache(text_config: Any) -> bool:
 
 
 def _load_weights(
-    source: str, config: Any, *, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+    source: str,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    local_files_only: bool,
 ) -> Any:
     loader: Any = AutoModelForCausalLM
     try:
@@ -380,6 +387,7 @@ def _load_weights(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
             attn_implementation="eager",
             output_loading_info=True,
         )

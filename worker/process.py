@@ -164,6 +164,8 @@ def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype)
     if not block_bytes:
         return size_empty_pool(config, model.max_model_len)
     budget, free_bytes = pool_budget(config, model, kv_dtype)
+    if config.memory_share is None:
+        budget = limit_budget(budget, config, model.max_model_len, block_bytes)
     return size_pool(
         bytes_per_block=block_bytes,
         free_memory_bytes=free_bytes,
@@ -173,17 +175,30 @@ def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype)
     )
 
 
+def limit_budget(budget: Budget, config: WorkerConfig, max_model_len: int, block_bytes: int) -> Budget:
+    """Return the budget, or what all sequences can use, if that is less: more memory is taken only when asked for."""
+    usable_bytes = count_usable_blocks(config, max_model_len) * block_bytes
+    if budget.num_bytes <= usable_bytes:
+        return budget
+    return Budget(usable_bytes, f"--max-num-seqs {config.max_num_seqs} of {max_model_len} tokens")
+
+
+def count_usable_blocks(config: WorkerConfig, max_model_len: int) -> int:
+    """Blocks that max_num_seqs sequences of max_model_len tokens hold, without a shared block; and the null block."""
+    blocks_per_seq = -(-max_model_len // config.block_size)
+    return min(1 + config.max_num_seqs * blocks_per_seq, MAX_BLOCKS)
+
+
 def size_empty_pool(config: WorkerConfig, max_model_len: int) -> PoolSize:
     """Blocks of a model that keeps nothing per token: they only count, and there are enough for every sequence."""
-    blocks_per_seq = -(-max_model_len // config.block_size)
-    num_blocks = config.num_blocks or min(1 + config.max_num_seqs * blocks_per_seq, MAX_BLOCKS)
+    num_blocks = config.num_blocks or count_usable_blocks(config, max_model_len)
     return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
 
 
 def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> HostPool:
     """Raises ValueError if there is no room for as much as was asked for, or the model keeps more than blocks."""
     if config.host_memory_bytes and model.has_recurrent_state:
-        raise ValueError(f"host_memory: {model.architecture} keeps states per sequence, which are not offloaded")
+        raise ValueError(f"--host-memory: {model.architecture} keeps states per sequence, which are not offloaded")
     if not config.host_memory_bytes:
         return make_host_pool(pool, num_blocks=0)
     free_bytes = int(psutil.virtual_memory().available)

@@ -138,18 +138,18 @@ class TestSize:
         size = size_pool(bytes_per_block=1000, free_memory_bytes=1 << 30, memory_share=0.5)
         assert size.num_blocks == (1 << 29) // 1000
         assert size.explanation == (
-            "memory_share 0.5 of 1.00 GiB free: 512.00 MiB // 1000 bytes per block = 536870 blocks"
+            "--memory-share 0.5 of 1.00 GiB free: 512.00 MiB // 1000 bytes per block = 536870 blocks"
         )
 
     def test_bytes_given(self) -> None:
         size = size_pool(bytes_per_block=1 << 20, free_memory_bytes=8 << 30, kv_cache_memory_bytes=2 << 30)
         assert size.num_blocks == 2048
-        assert size.explanation == "kv_cache_memory_bytes: 2.00 GiB // 1048576 bytes per block = 2048 blocks"
+        assert size.explanation == "--kv-cache-memory: 2.00 GiB // 1048576 bytes per block = 2048 blocks"
 
     def test_blocks_given(self) -> None:
         size = size_pool(bytes_per_block=1 << 20, free_memory_bytes=8 << 30, num_blocks=1024)
         assert size.num_blocks == 1024
-        assert size.explanation == ("num_blocks: 1024 * 1048576 bytes per block = 1.00 GiB of 8.00 GiB free")
+        assert size.explanation == ("--num-blocks 1024 * 1048576 bytes per block = 1.00 GiB of 8.00 GiB free")
 
     def test_exactly_what_is_free_fits(self) -> None:
         assert size_pool(bytes_per_block=100, free_memory_bytes=200, num_blocks=2).num_blocks == 2
@@ -159,14 +159,13 @@ class TestSize:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"num_blocks": 4, "kv_cache_memory_bytes": 9}, "num_blocks=4 and kv_cache_memory_bytes=9: give one"),
-            ({"memory_share": 0.0}, r"memory_share=0\.0 is not in 0 < share <= 1"),
-            ({"memory_share": 1.1}, r"memory_share=1\.1"),
-            ({"num_blocks": 1}, "num_blocks=1 is below 2"),
-            ({"num_blocks": 11}, r"num_blocks=11 \* 100 bytes per block: 1100 bytes asked for, 1000 bytes free"),
-            ({"kv_cache_memory_bytes": 1001}, "kv_cache_memory_bytes: 1001 bytes asked for, 1000 bytes free"),
+            ({"memory_share": 0.0}, r"--memory-share 0\.0 is not in 0 < share <= 1"),
+            ({"memory_share": 1.1}, r"--memory-share 1\.1"),
+            ({"num_blocks": 1}, "--num-blocks=1 is below 2"),
+            ({"num_blocks": 11}, r"--num-blocks 11 \* 100 bytes per block: 1100 bytes asked for, 1000 bytes free"),
+            ({"kv_cache_memory_bytes": 1001}, "--kv-cache-memory: 1001 bytes asked for, 1000 bytes free"),
             ({"kv_cache_memory_bytes": 199}, "199 bytes hold 1 blocks of 100 bytes; at least 2"),
-            ({"memory_share": 0.1}, "memory_share 0.1 of 0.00 MiB free: 100 bytes hold 1 blocks"),
+            ({"memory_share": 0.1}, "--memory-share 0.1 of 0.00 MiB free: 100 bytes hold 1 blocks"),
         ],
     )
     def test_what_cannot_be_is_refused(self, arguments: dict[str, float], message: str) -> None:
@@ -237,7 +236,7 @@ class TestShareOfDevice:
         budget = share_of_device(0.9, total_bytes=140 * self.GIB, used_bytes=17 * self.GIB, step_bytes=3 * self.GIB)
         assert budget.num_bytes == 106 * self.GIB
         assert budget.origin == (
-            "memory_share 0.9 of 140.00 GiB, less 17.00 GiB in use and 3.00 GiB for the largest step"
+            "--memory-share 0.9 of 140.00 GiB, less 17.00 GiB in use and 3.00 GiB for the largest step"
         )
         size = size_pool(bytes_per_block=1 << 21, free_memory_bytes=120 * self.GIB, default=budget)
         assert size.num_blocks == 106 * 512
@@ -256,5 +255,5 @@ class TestShareOfDevice:
             size_pool(bytes_per_block=10, free_memory_bytes=300, num_blocks=31, default=budget)
 
     def test_refuses_a_share_out_of_range(self) -> None:
-        with pytest.raises(ValueError, match="memory_share=2 is not in"):
+        with pytest.raises(ValueError, match="--memory-share 2 is not in"):
             share_of_device(2, total_bytes=1, used_bytes=0, step_bytes=0)

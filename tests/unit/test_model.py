@@ -331,9 +331,9 @@ class TestRefusedAtLoad:
     @pytest.mark.parametrize(
         ("name", "arguments", "message"),
         [
-            ("llama", {"max_model_len": 129}, "max_model_len=129 is above 128, the longest the model takes"),
-            ("llama", {"max_model_len": 7}, "max_model_len=7 is below 8"),
-            ("llama_dynamic_rope", {}, "max_model_len must be given"),
+            ("llama", {"max_model_len": 129}, "--max-model-len 129 is above 128, the longest the model takes"),
+            ("llama", {"max_model_len": 7}, "--max-model-len 7 is below 8"),
+            ("llama_dynamic_rope", {}, "--max-model-len must be given"),
             ("llama", {"dtype": torch.float64}, r"dtype=torch\.float64 is not one of torch\.float32"),
         ],
     )
@@ -343,9 +343,17 @@ class TestRefusedAtLoad:
             load_model(folder, **arguments)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama4_temperature"])
+@pytest.mark.parametrize("name", ["gpt2", "llama4_temperature", "mpt"])
 def test_the_longest_length_comes_from_the_model(name: str, tmp_path: Path) -> None:
     assert load_model(zoo.save(name, tmp_path)).max_model_len == zoo.MAX_LEN
+
+
+@pytest.mark.parametrize("name", sorted(zoo.FAMILIES | zoo.CACHED | zoo.STATEFUL | zoo.FURTHER))
+def test_every_family_that_has_a_longest_length_names_it(name: str) -> None:
+    """ALiBi and recurrent states have no limit; a dynamic rope is made for a length that the user chooses."""
+    without = {"bloom", "mamba", "mamba2", "llama_dynamic_rope"}
+    length = model_module.longest_model_len(zoo.build(name).config.get_text_config(decoder=True))
+    assert length == (None if name in without else zoo.MAX_LEN)
 
 
 def test_every_end_token_counts(tmp_path: Path) -> None:
