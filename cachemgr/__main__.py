@@ -32,18 +32,18 @@ from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
 from quire.serving.runtime import tune_garbage_collector
+from quire.serving.runtime_folder import default_listen
 from quire.serving.server import CannotStartError, Server, StopSignals, run
 
 log = logging.getLogger("quire.cachemgr")
 
 SERVICE_NAME = "quire.cache.v1.CacheService"
-DEFAULT_LISTEN = "unix:/run/quire/cachemgr.sock"
 SHARES_INTERVAL_S = 1.0
 
 
 class CachemgrCommand(ServerCommand):
     files = (
-        ("/run/quire/cachemgr.sock", "Where it listens unless told otherwise."),
+        (default_listen("cachemgr").removeprefix("unix:"), "Where it listens unless told otherwise."),
         ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 120 bytes a block and 64 MiB."),
         (
             "--token-file, --tenants, --tls-*",
@@ -97,6 +97,13 @@ async def serve(
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=options.drain_timeout_s)
 
 
+def check_files(options: ServerOptions, tenants: Path | None) -> None:
+    """Raises ValueError if a file that a flag names can't be used, or an address can't be served as the flags say."""
+    options.secure(roles=ROLES, domain=DOMAIN)
+    if tenants is not None:
+        watch_shares(tenants)
+
+
 async def follow_shares(shares: Callable[[], Shares], catalog: Catalog) -> None:
     """Tells the pools what tenants may take when that changes; runs until cancelled."""
     told = shares()
@@ -116,7 +123,7 @@ def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> I
 
 
 @click.command(name="cachemgr", cls=CachemgrCommand, context_settings=command_settings("QUIRE_CACHEMGR"))
-@server_options(default_listen=DEFAULT_LISTEN)
+@server_options(default_listen=default_listen("cachemgr"))
 @option(
     "--eviction-policy",
     type=click.Choice(POLICIES),
@@ -158,6 +165,8 @@ def main(
       quire cachemgr --listen unix:/run/quire/cachemgr.sock --listen 127.0.0.1:7070
     """
     configure_logging(server.log_level, server.log_format)
+    if server.only_check:
+        server.end_check(lambda: check_files(server, tenants))
     verify = os.environ.get("QUIRE_VERIFY") == "1"
     settings = partial(
         serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, state_dir=state_dir, verify=verify

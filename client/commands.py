@@ -16,8 +16,7 @@ import click
 
 from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
 from quire.client.errors import InvalidRequest, QuireError, Unavailable
-
-DEFAULT_CACHEMGR = "unix:/run/quire/cachemgr.sock"
+from quire.serving.runtime_folder import default_cachemgr, serving_folder
 
 option = functools.partial(click.option, show_default=True, show_envvar=True)
 # A package of each extra that tells whether it is installed.
@@ -36,15 +35,48 @@ _CREDENTIALS = {
     "tls_server_name": ("NAME", "Whose certificate the servers must have, if not that of the host dialed."),
     "token_file": ("FILE", "Holds the token to show to both services."),
 }
-# Of a server: what `quire up` gives to both.
-_SECURITY = {
-    "tls_cert": "The certificate's chain of both services, PEM: TLS on every TCP port.",
-    "tls_key": "The certificate's private key, PEM, without a password.",
-    "tls_client_ca": "Authorities of client certificates, PEM: every TCP connection must bring one.",
-    "token_file": "Who may call, a line each: NAME ROLES SHA256|cert. The worker needs a --cachemgr-token-file then.",
+# Flags of the services that `quire up` passes on: metavar, None for a switch, and help. All others go to the worker.
+_TO_BOTH = {
+    "--tls-cert": ("FILE", "The certificate's chain of both services, PEM: TLS on every TCP port."),
+    "--tls-key": ("FILE", "The certificate's private key, PEM, without a password."),
+    "--tls-client-ca": ("FILE", "Authorities of client certificates, PEM: every TCP connection must bring one."),
+    "--token-file": (
+        "FILE",
+        "Who may call, a line each: NAME ROLES SHA256|cert. The worker needs a --cachemgr-token-file then.",
+    ),
+    "--allow-plaintext": (None, "Serve without TLS where others can read it: on addresses that are not loopback."),
+    "--log-level": ("LEVEL", "The least severe log lines of both services."),
+    "--log-format": ("FORMAT", "The services' log lines: text, or json."),
+    "--otlp-endpoint": (
+        "URL",
+        "Where both services send OpenTelemetry traces, OTLP over gRPC: http://host:port.",
+    ),
+    "--drain-timeout": ("SECONDS", "At the end, how long work that has begun may take: 10 at most."),
 }
-# Flags of the worker that `quire up` sets itself.
-_SET_BY_UP = {"--listen": "use --worker-listen", "--cachemgr": "it is the one that is started here"}
+_TO_CACHEMGR = {
+    "--state-dir": ("DIR", "Where cachemgr writes down every change, for its next start."),
+    "--tenants": ("FILE", "What each tenant may have of the pools' blocks, TOML."),
+    "--eviction-policy": ("NAME", "Which cached blocks cachemgr gives up first: lineage, or lru."),
+    "--max-leases": ("NUMBER", "Leases that there may be at a time."),
+}
+# Addresses: each service has its own, as --cachemgr-listen and --worker-listen.
+_TO_EACH = {
+    "--listen": ("ADDRESS", "Where {} serves beside its socket: host:port or unix:/path. May be given several times."),
+    "--metrics-listen": ("HOST:PORT", "Where {} serves Prometheus metrics."),
+    "--health-listen": ("HOST:PORT", "Where {} answers grpc.health.v1, in plain text, and nothing else."),
+    "--token-listen": (
+        "HOST:PORT",
+        "Where {} serves with TLS but without client certificates. May be given several times.",
+    ),
+}
+_REPEATED = ("--listen", "--token-listen")
+_SERVICES = ("cachemgr", "worker")
+# Flags of a service that `quire up` does not take.
+_NOT_OF_UP = {
+    **{flag: f"give --cachemgr{flag[1:]} and --worker{flag[1:]}" for flag in _TO_EACH},
+    "--cachemgr": "the worker's cachemgr is the one that is started here",
+    "--check": "it is done at each start",
+}
 
 
 class CommandLine(click.Group):
@@ -96,7 +128,9 @@ def _require(*extras: str) -> None:
     """Raises click.ClickException if what they install is not there."""
     lacking = sorted(extra for extra in extras if not _is_installed(_MARKS[extra]))
     if lacking:
-        raise click.ClickException(f"this needs more than is installed here: pip install 'quire[{','.join(lacking)}]'")
+        raise click.ClickException(
+            f"this needs more than is installed here: pip install 'quire-kv[{','.join(lacking)}]'"
+        )
 
 
 def _is_installed(module: str) -> bool:
@@ -106,40 +140,70 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _known_ports(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """`quire up` prints the addresses, so it has to know them."""
-    for address in addresses:
+def _known_ports(_: click.Context, __: click.Parameter, given: str | tuple[str, ...] | None) -> Any:
+    """Refuse port 0: nobody would be told which port it became."""
+    for address in (given,) if isinstance(given, str) else given or ():
         if not address.startswith("unix:") and address.endswith(":0"):
             raise click.BadParameter(f"{address} leaves the port open; name one")
-    return addresses
+    return given
 
 
-def _security_options(command: Any) -> Any:
-    """Adds the flags of a server's security; the command receives them as one argument, `security`: the flags."""
+def _service_options(command: Any) -> Any:
+    """Adds the services' flags that `quire up` knows.
+
+    The command receives those that were given as `cachemgr_flags` and `worker_flags`, ready for the services.
+    """
 
     @functools.wraps(command)
-    def with_security(*args: Any, **values: Any) -> Any:
-        given = {name: values.pop(name) for name in _SECURITY}
-        flags = [part for name, path in given.items() if path for part in (f"--{name.replace('_', '-')}", path)]
-        flags += ["--allow-plaintext"] if values.pop("allow_plaintext") else []
-        return command(*args, security=tuple(flags), **values)
+    def with_services(*args: Any, worker_flags: tuple[str, ...], **values: Any) -> Any:
+        for flag, instead in _NOT_OF_UP.items():
+            if any(each == flag or each.startswith(f"{flag}=") for each in worker_flags):
+                raise click.UsageError(f"{flag} can't be passed on: {instead}.")
+        given: dict[str, list[str]] = {service: [] for service in _SERVICES}
+        for flag in (*_TO_BOTH, *_TO_CACHEMGR):
+            passed = _as_arguments(flag, values.pop(_name_of(flag)))
+            for service in _SERVICES if flag in _TO_BOTH else ("cachemgr",):
+                given[service] += passed
+        for service in _SERVICES:
+            for flag in _TO_EACH:
+                given[service] += _as_arguments(flag, values.pop(_name_of(f"--{service}{flag[1:]}")))
+        flags = {f"{service}_flags": tuple(found) for service, found in given.items()}
+        flags["worker_flags"] += worker_flags
+        return command(*args, **flags, **values)
 
-    decorated: Any = with_security
-    decorated = option(
-        "--allow-plaintext",
-        is_flag=True,
-        help="Serve without TLS where others can read it: on addresses that are not loopback.",
-    )(decorated)
-    for name, text in reversed(_SECURITY.items()):
-        decorated = option(f"--{name.replace('_', '-')}", metavar="FILE", help=text)(decorated)
+    decorated: Any = with_services
+    for flag, (metavar, text) in reversed((_TO_BOTH | _TO_CACHEMGR).items()):
+        decorated = option(flag, metavar=metavar, is_flag=metavar is None, help=text)(decorated)
+    for service in reversed(_SERVICES):
+        for flag, (metavar, text) in reversed(_TO_EACH.items()):
+            decorated = option(
+                f"--{service}{flag[1:]}",
+                multiple=flag in _REPEATED,
+                callback=_known_ports,
+                metavar=metavar,
+                help=text.format(service if service == "cachemgr" else f"the {service}"),
+            )(decorated)
     return decorated
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _as_arguments(flag: str, value: str | tuple[str, ...] | bool | None) -> list[str]:
+    """Return a flag as it is written on a command line; nothing if it was not given."""
+    if isinstance(value, bool):
+        return [flag] if value else []
+    values = (value,) if isinstance(value, str) else value or ()
+    return [part for each in values for part in (flag, each)]
 
 
 def _cachemgr_option(command: Any) -> Any:
     return option(
         "--cachemgr",
         envvar="QUIRE_CACHEMGR",
-        default=DEFAULT_CACHEMGR,
+        default=default_cachemgr,
+        show_default=default_cachemgr(),
         metavar="ADDRESS",
         help="Where cachemgr is: unix:/path or host:port.",
     )(command)
@@ -172,7 +236,7 @@ def _credentials_options(command: Any) -> Any:
         "max_content_width": 110,
     },
 )
-@click.version_option(package_name="quire", prog_name="quire")
+@click.version_option(package_name="quire-kv", prog_name="quire")
 def quire() -> None:
     """Quire: a paged KV cache as a service.
 
@@ -184,7 +248,6 @@ def quire() -> None:
       quire demo
     Serve a model, and use it from another terminal:
       quire up --model PATH_OR_HUB_ID
-      export QUIRE_CACHEMGR=...          # the line that `quire up` prints
       quire generate "Once upon a time"
       quire stats --watch
 
@@ -198,23 +261,10 @@ def quire() -> None:
     "--runtime-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Where the sockets and logs go; logs are kept. Default: a new folder, removed at the end.",
+    show_default=str(serving_folder()),
+    help="Where the sockets and logs go; logs are kept. By default where `quire generate`, `stats` and `top` look.",
 )
-@option(
-    "--cachemgr-listen",
-    multiple=True,
-    callback=_known_ports,
-    metavar="ADDRESS",
-    help="Where cachemgr serves beside its socket: host:port or unix:/path. May be given several times.",
-)
-@option(
-    "--worker-listen",
-    multiple=True,
-    callback=_known_ports,
-    metavar="ADDRESS",
-    help="Where the worker serves beside its socket: host:port or unix:/path. May be given several times.",
-)
-@_security_options
+@_service_options
 @option(
     "--logs",
     type=click.Choice(("files", "terminal")),
@@ -225,16 +275,15 @@ def quire() -> None:
 def up(
     model: str,
     runtime_dir: Path | None,
-    cachemgr_listen: tuple[str, ...],
-    worker_listen: tuple[str, ...],
-    security: tuple[str, ...],
     logs: str,
+    cachemgr_flags: tuple[str, ...],
     worker_flags: tuple[str, ...],
 ) -> None:
     """Start both services on this machine, and keep them until Ctrl-C.
 
     They serve on unix sockets in a runtime folder. Prints where they are once both are ready. Flags that are not listed
-    here go to the worker: see `quire worker --help`. If one of the two dies, the other is ended and the status is 1.
+    here go to the worker: see `quire worker --help`. Both services check their flags before anything starts. If one of
+    the two dies, the other is ended and the status is 1.
 
     \b
     Examples:
@@ -243,18 +292,13 @@ def up(
       quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071 \\
         --tls-cert server.pem --tls-key server.key
     """
-    for flag, instead in _SET_BY_UP.items():
-        if any(given == flag or given.startswith(f"{flag}=") for given in worker_flags):
-            raise click.UsageError(f"{flag} can't be passed to the worker: {instead}.")
     _require("client", "cachemgr", "worker")
     from quire.client.up import run_up
 
     run_up(
         model=model,
         runtime_dir=runtime_dir,
-        cachemgr_listen=cachemgr_listen,
-        worker_listen=worker_listen,
-        security_flags=security,
+        cachemgr_flags=cachemgr_flags,
         worker_flags=worker_flags,
         logs_here=logs == "terminal",
     )

@@ -48,7 +48,7 @@ from quire.client.render import (
 from quire.client.sampling import SamplingParams
 from quire.client.sequence import FinishReason
 from quire.client.snapshot import Snapshot, ratio, take_snapshot
-from quire.client.up import check_alive, ending_on_hangup, started
+from quire.client.up import check_alive, ending_on, started
 
 TEMPERATURE = 0.7
 TOP_K = 40
@@ -111,7 +111,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> tuple["Dem
     console = console or DemoConsole(highlight=False)
     services = LocalServices(model=model, num_blocks=options.num_blocks)
     try:
-        with ending_on_hangup():
+        with ending_on(signal.SIGHUP):
             shown = _run(console, services, options, prompts, model)
     except KeyboardInterrupt:
         services.stop()  # the signal may have come just before that began

@@ -71,6 +71,7 @@ from quire.client.tokenizer import Tokenizer
 from quire.client.tracing import NO_SPAN, NoSpan, RequestSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing
 from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
 from quire.compute.v1 import worker_service_pb2
+from quire.serving.runtime_folder import default_cachemgr
 
 Prompt = str | abc.Sequence[int]
 
@@ -225,7 +226,7 @@ class _Request:
 class Engine:
     """Generates text over a cachemgr and a worker.
 
-        async with Engine.connect("unix:/run/quire/cachemgr.sock") as engine:
+        async with Engine.connect() as engine:
             async for chunk in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
                 print(chunk.text, end="")
 
@@ -274,7 +275,7 @@ class Engine:
     @classmethod
     def connect(
         cls,
-        cachemgr: str,
+        cachemgr: str | None = None,
         *,
         worker: str | None = None,
         config: EngineConfig | None = None,
@@ -284,12 +285,13 @@ class Engine:
     ) -> "Engine":
         """An engine over gRPC; enter it with `async with`. Addresses are "unix:/path" or "host:port".
 
-        worker overrides the address that the pool's worker gave cachemgr; credentials are shown to both.
+        cachemgr None is the default address, where `quire up` serves. worker overrides the address that the pool's
+        worker gave cachemgr; credentials are shown to both.
         """
         cache_kind = CacheClient if tracing is None else TracedCacheClient
         worker_kind = WorkerClient if tracing is None else TracedWorkerClient
         return cls(
-            cache_kind(cachemgr, credentials=credentials),
+            cache_kind(cachemgr or default_cachemgr(), credentials=credentials),
             lambda address: worker_kind(worker or address, credentials=credentials),
             config=config,
             tokenizer=tokenizer,

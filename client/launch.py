@@ -21,6 +21,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from quire.client.channel import MAX_SOCKET_PATH_BYTES
+from quire.serving.runtime_folder import short_temporary_folder
 
 CACHEMGR_START_TIMEOUT_S = 30.0
 WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
@@ -42,7 +44,7 @@ STOP_TIMEOUT_S = 10.0
 _GUARDED = Path(__file__).with_name("guarded.py")
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 30
-_MAX_FOLDER_BYTES = 80  # leaves room for a socket's name within the 103 bytes every system allows
+_PROBE_TIMEOUT_S = 2.0
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -332,6 +334,14 @@ class LocalServices:
             raise LaunchError("not started")
         return folder
 
+    def check_commands(self) -> dict[str, list[str]]:
+        """Return by service a command that checks the service's flags, starts nothing, and says what is wrong."""
+        with_folder = self._given_dir or Path(short_temporary_folder())
+        return {
+            name: [sys.executable, "-P", "-m", target, *arguments, "--check"]
+            for name, (target, arguments) in self._targets(with_folder).items()
+        }
+
     def wait(self) -> ServiceProcess:
         """Waits until one of the services has ended by itself; returns it. Signals interrupt the wait as usual."""
         while True:
@@ -403,35 +413,32 @@ class LocalServices:
 
     def _make_services(self) -> None:
         folder = self._make_folder()
-        cachemgr_address = f"unix:{folder}/cachemgr.sock"
-        worker_address = f"unix:{folder}/worker.sock"
-        worker_arguments = ("--listen", worker_address, "--cachemgr", cachemgr_address, "--model", self._model)
         self._services = [
             ServiceProcess(
-                "cachemgr",
-                target=self._cachemgr_target,
-                arguments=("--listen", cachemgr_address, *self._extra_cachemgr_args),
-                address=cachemgr_address,
-                log_path=self._log_path(folder / "cachemgr.log"),
-            ),
-            ServiceProcess(
-                "worker",
-                target=self._worker_target,
-                arguments=(*worker_arguments, *self._pool_arguments, *self._extra_worker_args),
-                address=worker_address,
-                log_path=self._log_path(folder / "worker.log"),
-            ),
+                name,
+                target=target,
+                arguments=arguments,
+                address=_address_of(name, folder),
+                log_path=self._log_path(folder / f"{name}.log"),
+            )
+            for name, (target, arguments) in self._targets(folder).items()
         ]
+
+    def _targets(self, folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return by service, cachemgr first, what to run and its arguments with sockets in `folder`."""
+        cachemgr, worker = _address_of("cachemgr", folder), _address_of("worker", folder)
+        own = ("--cachemgr", cachemgr, "--model", self._model, *self._pool_arguments)
+        return {
+            "cachemgr": (self._cachemgr_target, ("--listen", cachemgr, *self._extra_cachemgr_args)),
+            "worker": (self._worker_target, ("--listen", worker, *own, *self._extra_worker_args)),
+        }
 
     def _make_folder(self) -> Path:
         if self._given_dir is not None:
             check_folder(self._given_dir)
             self._given_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given_dir
-        parent = tempfile.gettempdir()
-        if len(os.fsencode(parent)) + len("/quire-12345678") > _MAX_FOLDER_BYTES:
-            parent = "/tmp"
-        self._own_dir = Path(tempfile.mkdtemp(prefix="quire-", dir=parent))
+        self._own_dir = Path(tempfile.mkdtemp(prefix="quire-", dir=short_temporary_folder()))
         return self._own_dir
 
     def _log_path(self, path: Path) -> Path | None:
@@ -439,7 +446,9 @@ class LocalServices:
 
     def _remove_files(self) -> None:
         for service in self._services:
-            Path(service.address.removeprefix("unix:")).unlink(missing_ok=True)
+            path = Path(service.address.removeprefix("unix:"))
+            if not is_answered(path):  # a service of somebody else that was there first
+                path.unlink(missing_ok=True)
         if self._own_dir is not None:
             shutil.rmtree(self._own_dir, ignore_errors=True)
 
@@ -496,6 +505,23 @@ def signals_held(on_signal: Callable[[], None] | None = None) -> Iterator[None]:
                 signal.signal(number, handler)
         if noted:
             signal.raise_signal(noted[0])
+
+
+def _address_of(name: str, folder: Path) -> str:
+    return f"unix:{folder}/{name}.sock"
+
+
+def is_answered(path: Path) -> bool:
+    """Say if a process answers on the unix socket at `path`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except TimeoutError:
+            return True  # the queue of connections is full: the process is slow and lives
+        except OSError:
+            return False
+    return True
 
 
 def _exit_on_signal(number: int, _: FrameType | None) -> None:

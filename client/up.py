@@ -1,9 +1,10 @@
 """`quire up`: both services on this machine, until a signal or until one of them dies."""
 
 import contextlib
+import itertools
 import shlex
 import signal
-import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,38 +15,45 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
-from quire.client.launch import LaunchError, LocalServices, ServiceProcess
+from quire.client.launch import LaunchError, LocalServices, ServiceProcess, is_answered, signals_held
+from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
+
+CHECK_TIMEOUT_S = 120.0
 
 
 def run_up(
     *,
     model: str,
     runtime_dir: Path | None,
-    cachemgr_listen: Sequence[str],
-    worker_listen: Sequence[str],
-    security_flags: Sequence[str],
+    cachemgr_flags: Sequence[str],
     worker_flags: Sequence[str],
     logs_here: bool,
 ) -> None:
-    """Starts, prints the addresses, waits. Returns after Ctrl-C or SIGTERM. Raises click.ClickException."""
-    if runtime_dir is not None:
-        _check_unused(runtime_dir)
+    """Check the flags, start, print the addresses, wait. Returns after Ctrl-C or SIGTERM. Raises click.ClickException.
+
+    runtime_dir None is the default folder, where clients look for cachemgr.
+    """
+    folder = _default_folder() if runtime_dir is None else runtime_dir.absolute()
+    _check_unused(folder)
     services = LocalServices(
         model=model,
-        extra_cachemgr_args=(*_listen_flags(cachemgr_listen), *security_flags),
-        extra_worker_args=(*_listen_flags(worker_listen), *security_flags, *worker_flags),
-        runtime_dir=runtime_dir,
+        extra_cachemgr_args=cachemgr_flags,
+        extra_worker_args=worker_flags,
+        runtime_dir=folder,
         output="inherit" if logs_here else "files",
     )
-    with ending_on_hangup(), started(services, Console(stderr=True, highlight=False), model=model):
-        click.echo(_describe(services, cachemgr_listen, worker_listen, has_logs=not logs_here))
-        sys.stdout.flush()
-        try:
-            died = services.wait()
-        except (KeyboardInterrupt, SystemExit):
-            click.echo("Stopping both services.", err=True)
-            return
-        raise click.ClickException(_describe_death(died))
+    with ending_on(signal.SIGHUP, signal.SIGTERM):
+        _check_flags(services)
+        with started(services, Console(stderr=True, highlight=False), model=model):
+            listening = (_values_of("--listen", flags) for flags in (cachemgr_flags, worker_flags))
+            click.echo(_describe(services, *listening, has_logs=not logs_here))
+            sys.stdout.flush()
+            try:
+                died = services.wait()
+            except (KeyboardInterrupt, SystemExit):
+                click.echo("Stopping both services.", err=True)
+                return
+            raise click.ClickException(_describe_death(died))
 
 
 @contextlib.contextmanager
@@ -90,42 +98,75 @@ def _stage(services: LocalServices, model: str) -> str:
 
 
 @contextlib.contextmanager
-def ending_on_hangup() -> Iterator[None]:
-    """Within the block a terminal that goes away ends the program in order, unless it was told to stay (nohup)."""
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGHUP, _exit)
+def ending_on(*numbers: int) -> Iterator[None]:
+    """Within the block these signals end the program in order, except one that is ignored or handled already (nohup).
+
+    SIGHUP comes when the terminal goes away.
+    """
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _listen_flags(addresses: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for address in addresses for part in ("--listen", address))
+def _values_of(flag: str, flags: Sequence[str]) -> list[str]:
+    return [value for given, value in itertools.pairwise(flags) if given == flag]
 
 
-def _check_unused(runtime_dir: Path) -> None:
-    """Raises click.ClickException if services of somebody else answer in this folder."""
+def _default_folder() -> Path:
+    try:
+        return make_serving_folder()
+    except RuntimeFolderError as error:
+        raise click.ClickException(f"{error}. Give --runtime-dir.") from error
+
+
+def _check_unused(folder: Path) -> None:
+    """Raises click.ClickException if services answer in this folder already."""
     for name in ("cachemgr", "worker"):
-        path = runtime_dir.absolute() / f"{name}.sock"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(2.0)
+        path = folder / f"{name}.sock"
+        if is_answered(path):
+            raise click.ClickException(f"a {name} is serving at unix:{path} already: choose another --runtime-dir.")
+
+
+def _check_flags(services: LocalServices) -> None:
+    """Let both services check their flags, at the same time. Raises click.ClickException with what they say."""
+    checks: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        with signals_held():
+            for name, command in services.check_commands().items():
+                checks[name] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
+        for name, process in checks.items():
             try:
-                probe.connect(str(path))
-            except OSError:
-                continue
-        raise click.ClickException(f"a {name} is serving at unix:{path} already: choose another --runtime-dir.")
+                _, said = process.communicate(timeout=CHECK_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
+            if process.returncode:
+                raise click.UsageError(f"{name}: {_complaint(said.decode(errors='replace'))}")
+    finally:
+        for process in checks.values():
+            process.kill()
+            process.wait()
+
+
+def _complaint(said: str) -> str:
+    """Return what click wrote of an error, without the lines about usage."""
+    return said.rpartition("Error: ")[2].strip() or "it can't check its flags"
 
 
 def _describe(
     services: LocalServices, cachemgr_listen: Sequence[str], worker_listen: Sequence[str], *, has_logs: bool
 ) -> str:
+    is_default = services.cachemgr_address == default_cachemgr()
     lines = [
         "Both services are ready. Ctrl-C ends them.",
         "",
@@ -135,7 +176,7 @@ def _describe(
         "",
         "In another terminal:",
         "",
-        f"  export QUIRE_CACHEMGR={shlex.quote(services.cachemgr_address)}",
+        *([] if is_default else [f"  export QUIRE_CACHEMGR={shlex.quote(services.cachemgr_address)}"]),
         '  quire generate "Once upon a time"',
         "  quire stats",
     ]

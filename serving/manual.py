@@ -10,7 +10,7 @@ SECTIONS = (
     ("Who may call", ("--tls-", "--token-", "--allow-plaintext", "--tenants", "--max-leases")),
     ("The cachemgr", ("--cachemgr",)),
     ("Logs", ("--log-",)),
-    ("Help", ("-h", "--help")),
+    ("Help", ("-h", "--help", "--check")),
 )
 OWN = "Options"
 

@@ -4,20 +4,23 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from quire.serving.access import Roles
 from quire.serving.addresses import (
     Address,
     AddressError,
     TcpAddress,
+    UnixAddress,
     parse_dial_address,
     parse_listen_address,
 )
 from quire.serving.dialing import DialOptions
 from quire.serving.logs import FORMATS, LEVELS
+from quire.serving.runtime_folder import RuntimeFolderError, make_serving_folder
 from quire.serving.security import Security, SecurityOptions
 from quire.serving.tls import TlsFiles
 from quire.serving.tracing import TracingUnavailableError, configure_tracing
@@ -38,6 +41,7 @@ class ServerOptions:
     log_format: str
     drain_timeout_s: float
     security: SecurityOptions = field(default_factory=SecurityOptions)
+    only_check: bool = False
 
     def secure(self, *, roles: Mapping[str, Roles], domain: str) -> Security:
         """The security of a server with these flags; roles and domain are Access's.
@@ -50,6 +54,14 @@ class ServerOptions:
         if self.metrics_listen is not None:
             security.check_plaintext("--metrics-listen", self.metrics_listen)
         return security
+
+    def end_check(self, check: Callable[[], object]) -> NoReturn:
+        """End the process as --check promises: with status 0, or with what `check` raises as a ValueError."""
+        try:
+            check()
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+        raise click.exceptions.Exit(0)
 
 
 class AddressType(click.ParamType[Address]):
@@ -80,12 +92,18 @@ def command_settings(prefix: str) -> dict[str, Any]:
 
 
 def server_options(*, default_listen: str) -> Callable[[F], F]:
-    """Adds the shared flags to a command, which receives them as one argument `server: ServerOptions`."""
+    """Adds the shared flags to a command, which receives them as one argument `server: ServerOptions`.
+
+    If default_listen is a unix socket and no other address is given, the runtime folder is made.
+    """
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
         def with_server(*args: Any, **values: Any) -> Any:
             _trace(values.pop("otlp_endpoint"))
+            only_check = values.pop("check")
+            if not only_check:
+                _make_default_folder(values["listen"])
             server = ServerOptions(
                 listen=values.pop("listen"),
                 metrics_listen=_port_only(values.pop("metrics_listen"), "--metrics-listen", "metrics are served"),
@@ -93,6 +111,7 @@ def server_options(*, default_listen: str) -> Callable[[F], F]:
                 log_format=values.pop("log_format"),
                 drain_timeout_s=values.pop("drain_timeout"),
                 security=_security(values),
+                only_check=only_check,
             )
             return command(*args, server=server, **values)
 
@@ -202,6 +221,12 @@ def _serving_flags(default_listen: str) -> list[Callable[[Any], Any]]:
             help="On SIGTERM or SIGINT, how long work that has begun may take to finish. A second signal ends it at "
             "once.",
         ),
+        option(
+            "--check",
+            is_flag=True,
+            allow_from_autoenv=False,
+            help="Check the flags and the files that they name, and end: status 0 if nothing is wrong.",
+        ),
     ]
 
 
@@ -246,6 +271,17 @@ def _security(values: dict[str, Any]) -> SecurityOptions:
         raise click.BadParameter("unix sockets ask for no certificate: use --listen", param_hint="'--token-listen'")
     tls = None if cert is None else TlsFiles(cert, key, client_ca)
     return SecurityOptions(tls, token_file, token_listen, health_listen, allow_plaintext=values.pop("allow_plaintext"))
+
+
+def _make_default_folder(listen: tuple[Address, ...]) -> None:
+    """Make the runtime folder, if `listen` is the default and a socket in it."""
+    is_default = click.get_current_context().get_parameter_source("listen") is ParameterSource.DEFAULT
+    if not is_default or not any(isinstance(address, UnixAddress) for address in listen):
+        return
+    try:
+        make_serving_folder()
+    except RuntimeFolderError as error:
+        raise click.ClickException(f"{error}. Give --listen.") from error
 
 
 def _trace(endpoint: str | None) -> None:

@@ -22,7 +22,6 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
 from quire.client import Credentials, Engine, SamplingParams
-from quire.client.commands import DEFAULT_CACHEMGR
 from quire.client.demo import DemoOptions, Prompts, read_prompts, report, run_demo
 from quire.client.launch import LocalServices
 from quire.client.token import entry, make_token
@@ -46,7 +45,7 @@ def main() -> None:
     """Runs what is drawn, then draws it."""
     run, samples = run_demo(OPTIONS)
     save("demo", "quire demo", "[bold]$ make demo[/]", samples, report(run, samples), width=100, height=26)
-    shown = dataclasses.replace(look_at_two_tenants(), address=DEFAULT_CACHEMGR)
+    shown = dataclasses.replace(look_at_two_tenants(), address="unix:/run/quire/cachemgr.sock")
     save("top", "quire top", TopScreen(shown, height=36), width=104, height=36)
     draw_profile(profile_steps())
 

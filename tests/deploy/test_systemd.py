@@ -175,9 +175,8 @@ def test_a_worker_does_not_need_the_cachemgr_of_its_machine() -> None:
     assert settings["Wants"] == [CACHEMGR.name]
 
 
-def test_the_demo_address_is_the_one_clients_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.client.commands import DEFAULT_CACHEMGR
+def test_the_address_of_the_unit_is_one_where_clients_look() -> None:
+    from quire.serving.runtime_folder import SYSTEM_FOLDER
 
     listen = environment_of(read_unit(CACHEMGR))["QUIRE_CACHEMGR_LISTEN"]
-    worker = parse_service("worker", [], {"QUIRE_WORKER_MODEL": "some"}, monkeypatch)
-    assert listen == DEFAULT_CACHEMGR == str(worker["cachemgr"])
+    assert listen == environment_of(read_unit(WORKER))["QUIRE_WORKER_CACHEMGR"] == f"unix:{SYSTEM_FOLDER}/cachemgr.sock"

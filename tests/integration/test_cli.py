@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,11 @@ Process = subprocess.Popen[str]
 
 
 def clean_environment(folder: Path, **more: str) -> dict[str, str]:
-    """Ours without anything that would stand for a flag; runtime folders are made in `folder`."""
+    """Ours without anything that would stand for a flag; the runtime folder is folder/quire."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name == "QUIRE_VERIFY"
     }
-    return {**kept, "TMPDIR": str(folder), "COLUMNS": "100", **more}
+    return {**kept, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "100", **more}
 
 
 def run(folder: Path, *arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,15 +90,19 @@ def ended(process: Process, number: int | None = None) -> tuple[int, str]:
 
 
 def ready(process: Process) -> dict[str, str]:
-    """Waits until `quire up` says that both serve. Returns "cachemgr", "worker" (their lines) and "address"."""
+    """Waits until `quire up` says that both serve. Returns "cachemgr", "worker" (their lines) and "address".
+
+    "export" is there if clients have to be told the address.
+    """
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:
         words = line.split()
         if words[:1] == ["export"]:
-            found["address"] = words[1].removeprefix("QUIRE_CACHEMGR=")
+            found["export"] = words[1].removeprefix("QUIRE_CACHEMGR=")
         elif words[:1] in (["cachemgr"], ["worker"], ["logs"]):
             found.setdefault(words[0], line)
+            found.setdefault("address", words[1])
         if words == ["quire", "stats"]:
             return found
     raise AssertionError(f"ended before it was ready: {process.stderr.read() if process.stderr else ''}")
@@ -108,13 +113,13 @@ def pid_in(line: str) -> int:
 
 
 def nothing_left(folder: Path) -> bool:
-    """No runtime folder, and no service that was told to listen in one."""
+    """No private folder, no socket in the runtime folder, and no service that was told to listen in one."""
     processes = [
         process
         for process in psutil.process_iter(["cmdline"])
         if any(f"unix:{folder}" in argument for argument in process.info["cmdline"] or ())
     ]
-    return not processes and not list(folder.glob("quire-*"))
+    return not processes and not list(folder.glob("quire-*")) and not list(folder.glob("quire/*.sock"))
 
 
 @pytest.fixture
@@ -382,7 +387,7 @@ def test_two_at_a_time_one_over_tcp_and_its_worker_dies(folder: Path, up: str) -
     listen = ("--cachemgr-listen", cachemgr, "--worker-listen", worker)
     with begun(folder, "up", "--model", MODEL, "--num-blocks", "16", *listen) as process:
         found = ready(process)
-        assert found["address"] != up
+        assert found["address"] == f"unix:{folder}/quire/cachemgr.sock" != up
         (here,) = generated(folder, cachemgr, "A list of", *GREEDY, "--worker", worker)["samples"]
         (there,) = generated(folder, up, "A list of", *GREEDY)["samples"]
         assert here == there
@@ -407,7 +412,7 @@ def test_a_given_runtime_folder_keeps_logs_and_is_not_shared(folder: Path) -> No
     runtime_dir = folder / "run"
     arguments = ("up", "--model", MODEL, "--num-blocks", "16", "--runtime-dir", str(runtime_dir))
     with begun(folder, *arguments) as process:
-        address = ready(process)["address"]
+        address = ready(process)["export"]
         assert address == f"unix:{runtime_dir}/cachemgr.sock"
         said = refused(run(folder, *arguments), 1)
         assert "another --runtime-dir" in said
@@ -429,17 +434,64 @@ def test_a_signal_while_starting(folder: Path, number: int, status: int) -> None
     assert nothing_left(folder)
 
 
-def test_a_flag_that_the_worker_does_not_have(folder: Path) -> None:
-    done = run(folder, "up", "--model", MODEL, "--num-blokcs", "16")
-    assert done.returncode == 1
-    assert "worker ended with status 2" in done.stderr
-    assert "--num-blokcs" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--num-blokcs", "16"), "worker: No such option '--num-blokcs'. Did you mean '--num-blocks'?"),
+        (("--num-blocks", "1"), "worker: Invalid value for '--num-blocks': 1 is not in the range"),
+        (("--max-leases", "0"), "cachemgr: Invalid value for '--max-leases': 0 is not in the range"),
+        (("--tenants", "/nowhere"), "cachemgr: /nowhere: No such file"),
+        (("--worker-metrics-listen", "0.0.0.0:1"), "worker: --metrics-listen 0.0.0.0:1: not loopback"),
+        (("--runtime-dir", "/tmp/" + 100 * "x"), "cachemgr: Invalid value for '--listen':"),
+        (("--model", "deploy/demo/modle"), "worker: Invalid value for '--model': no model at 'deploy/demo/modle'"),
+    ],
+)
+def test_a_wrong_flag_is_said_before_anything_starts(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    stderr = refused(run(folder, "up", "--model", MODEL, *arguments), 2)
+    assert said in stderr
+    assert "Starting" not in stderr
     assert nothing_left(folder)
 
 
-@pytest.mark.parametrize("flag", [("--listen", "127.0.0.1:1"), ("--cachemgr=127.0.0.1:1",)])
-def test_flags_that_up_sets_itself(folder: Path, flag: tuple[str, ...]) -> None:
-    assert "can't be passed" in refused(run(folder, "up", "--model", MODEL, *flag), 2)
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        (("--listen", "127.0.0.1:1"), "--cachemgr-listen and --worker-listen"),
+        (("--metrics-listen=127.0.0.1:1",), "--cachemgr-metrics-listen and --worker-metrics-listen"),
+        (("--cachemgr=127.0.0.1:1",), "the one that is started here"),
+        (("--check",), "at each start"),
+    ],
+)
+def test_flags_that_up_does_not_pass_on(folder: Path, flag: tuple[str, ...], instead: str) -> None:
+    assert instead in refused(run(folder, "up", "--model", MODEL, *flag), 2)
+
+
+def test_flags_of_both_and_of_either_have_their_effect(folder: Path) -> None:
+    """The unit tests walk all flags; here some are seen at work."""
+    tenants = folder / "tenants.toml"
+    tenants.write_text("[default]\nmax_leases = 3\n")
+    pages = {service: f"127.0.0.1:{free_port()}" for service in ("cachemgr", "worker")}
+    arguments = (
+        *("--log-format", "json", "--state-dir", str(folder / "state"), "--tenants", str(tenants)),
+        *(part for service, page in pages.items() for part in (f"--{service}-metrics-listen", page)),
+    )
+    with begun(folder, "up", "--model", MODEL, "--num-blocks", "16", *arguments) as process:
+        ready(process)
+        for page, metric in ((pages["cachemgr"], b"quire_kv_blocks"), (pages["worker"], b"quire_worker_")):
+            with urllib.request.urlopen(f"http://{page}/metrics", timeout=TIMEOUT_S) as answer:
+                assert metric in answer.read()
+        assert list((folder / "state").iterdir())
+        for service in pages:
+            lines = (folder / "quire" / f"{service}.log").read_text().splitlines()
+            assert lines
+            assert all(json.loads(line)["level"] for line in lines)
+        assert ended(process, signal.SIGINT)[0] == 0
+
+
+def test_a_second_up_in_the_default_folder_is_refused(folder: Path, shared_folder: Path, up: str) -> None:
+    said = refused(run(folder, "up", "--model", MODEL, XDG_RUNTIME_DIR=str(shared_folder)), 1)
+    assert f"a cachemgr is serving at {up} already: choose another --runtime-dir." in said
+    assert statistics_of(folder, up)["block_counts"]
 
 
 def test_up_needs_a_model(folder: Path) -> None:

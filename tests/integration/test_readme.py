@@ -1,26 +1,101 @@
-"""The Python snippet of the README does what it says."""
+"""The README's lines do what it says, as they stand and one after the other, without a word in the environment."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from quire.client.launch import LocalServices
+import pytest
+
+from quire.client.cli import __file__ as CLI
 
 ROOT = Path(__file__).parents[2]
-SOCKET = "unix:/run/quire/cachemgr.sock"
+README = (ROOT / "README.md").read_text()
+TIMEOUT_S = 300.0
 
 
-def test_python_snippet_streams_two_samples() -> None:
-    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    """Of a user who has just logged in: nothing of Quire is set, and the runtime folder is this test's own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    with tempfile.TemporaryDirectory(prefix="q-", dir="/tmp") as folder:
+        yield {**kept, "XDG_RUNTIME_DIR": folder}
+
+
+def lines_of(block: int) -> list[str]:
+    """Return the commands of a block under "On the command line", without their comments."""
+    section = README.split("## On the command line\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    return [line.split("  #")[0].strip() for line in blocks[block].splitlines()]
+
+
+def command(line: str) -> list[str]:
+    program, *arguments = shlex.split(line)
+    assert program == "quire"
+    return [sys.executable, "-P", CLI, *arguments]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_terminal(environment: dict[str, str]) -> Iterator[None]:
+    """The first block's only line, until the tests end."""
+    (line,) = lines_of(0)
+    assert line == "quire up --model deploy/demo/model"
+    with subprocess.Popen(command(line), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(TIMEOUT_S, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            assert any("ready" in said for said in process.stdout)
+            yield
+        finally:
+            process.terminate()
+            watchdog.cancel()
+
+
+@pytest.mark.parametrize("line", [line for line in lines_of(1) if "--help" not in line and line != "quire top"])
+def test_a_line_for_the_second_terminal(line: str, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        command(line), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_top_shows_the_same(environment: dict[str, str]) -> None:
+    assert "quire top" in lines_of(1)
+    once = [*command("quire top"), "--once"]
+    done = subprocess.run(
+        once, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pool default" in done.stdout
+
+
+def test_python_snippet_streams_two_samples(environment: dict[str, str]) -> None:
+    snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert snippet is not None
-    assert SOCKET in snippet[1]
-    with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=64) as services:
-        code = snippet[1].replace(SOCKET, services.cachemgr_address)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", snippet[1]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ")]
     assert len(lines) >= 4
     assert {line[0] for line in lines} == {"0", "1"}
+
+
+def test_the_status_is_said_where_a_reader_decides() -> None:
+    beginning = README.split("\n## ")[0]
+    assert "0.1.0, not released" in beginning
+    assert "No GPU has run this yet" in beginning

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cachemgr": ("quire.serving", *PROTOS),
     "worker": ("quire.serving", "quire.kernels", *PROTOS),
     "kernels": (),
-    "client": PROTOS,
+    "client": ("quire.serving.runtime_folder", *PROTOS),  # the one rule for the default address
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {

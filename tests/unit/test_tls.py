@@ -6,7 +6,6 @@ import datetime
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from certificates import Authority, Pair, sha256
@@ -15,10 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from quire.client import credentials as client_credentials
-from quire.client.commands import quire
 from quire.client.credentials import Credentials
 from quire.client.errors import CredentialsUnusable
-from quire.client.launch import LaunchError
 from quire.client.token import PREFIX, run_token
 from quire.serving.addresses import AddressError, TcpAddress, UnixAddress, parse_listen_address
 from quire.serving.dialing import Dialer, DialOptions, read_token
@@ -307,23 +304,6 @@ def test_a_new_token_goes_to_its_file_and_its_hash_to_stdout(
     again = printed.err.split()[-1]
     assert printed.out == f"bob client {sha256(again)}\n"
     assert again != token
-
-
-def test_up_gives_the_flags_of_security_to_both_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
-
-    class Services:
-        def __init__(self, **options: Any) -> None:
-            made.update(options)
-            raise LaunchError("seen enough")
-
-    monkeypatch.setattr("quire.client.up.LocalServices", Services)
-    monkeypatch.setattr("quire.client.commands.raise_on_interrupt", lambda: None)
-    flags = ["--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "ca", "--token-file", "t", "--allow-plaintext"]
-    with pytest.raises(LaunchError):
-        quire.main(["up", "--model", "m", *flags, "--cachemgr-token-file", "w"], standalone_mode=False)
-    assert list(made["extra_cachemgr_args"]) == flags
-    assert list(made["extra_worker_args"]) == [*flags, "--cachemgr-token-file", "w"]
 
 
 def _day(offset: int) -> datetime.datetime:
