@@ -83,7 +83,8 @@ def prefix(**fields: Any) -> Beyond:
 def registration(named: str, **fields: Any) -> Beyond:
     values = {"pool": "p", "epoch": 1, "geometry": WIRE_GEOMETRY} | fields
     request = attach_pb2.RegisterPool(**values)
-    return lambda: messages.decode_registration(request), f"register_pool.{named}"
+    field = named if named.startswith("geometry.") else f"register_pool.{named}"
+    return lambda: messages.decode_registration(request), field
 
 
 def report(named: str = "", **fields: Any) -> Beyond:
