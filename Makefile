@@ -32,7 +32,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model faults soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo test model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/faults/run.py $(ARGS)
+
+flood: venv  ## large calls, unfinished messages, many calls at once, and the memory they take; ARGS="--quick"
+	@$(BIN)/python tests/faults/flood.py $(ARGS)
 
 soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
 	@$(BIN)/python tests/faults/soak.py $(ARGS)

@@ -22,7 +22,7 @@ from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.ledger import DEFAULT_POLICY
 from quire.cachemgr.metrics import metric_families
-from quire.cachemgr.roles import ROLES
+from quire.cachemgr.roles import MESSAGE_LIMITS, ROLES
 from quire.cachemgr.servicer import CacheServicer
 from quire.cachemgr.shares import Shares, watch_shares
 from quire.cachemgr.state import StateDirectory, StateUnusable
@@ -31,7 +31,7 @@ from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
-from quire.serving.runtime import tune_garbage_collector
+from quire.serving.runtime import keep_little_free_memory, tune_garbage_collector
 from quire.serving.runtime_folder import default_listen
 from quire.serving.server import CannotStartError, Server, StopSignals, run
 
@@ -81,7 +81,13 @@ async def serve(
         catalog, max_leases=max_leases, max_leases_of=lambda tenant: shares().of(tenant).max_leases
     )
     async with contextlib.AsyncExitStack() as stack:
-        server = Server(service_names=[SERVICE_NAME], domain=DOMAIN, fatal=(BrokenInvariant,), security=security)
+        server = Server(
+            service_names=[SERVICE_NAME],
+            domain=DOMAIN,
+            fatal=(BrokenInvariant,),
+            security=security,
+            message_limits=MESSAGE_LIMITS,
+        )
         await stack.enter_async_context(server)
         if options.metrics_listen is not None:
             read = partial(read_metrics, catalog, servicer, server)
@@ -91,6 +97,7 @@ async def serve(
         server.run_alongside(servicer.expire_leases())
         server.run_alongside(follow_shares(shares, catalog))
         tune_garbage_collector()
+        keep_little_free_memory()
         await server.announce_serving()
         addresses = ",".join(map(str, server.addresses))
         log.info("serving term=%d addresses=%s eviction_policy=%s", catalog.term, addresses, policy)

@@ -80,6 +80,7 @@ class Attachments:
             self._take_over(pool, stream)
             async for request in requests:
                 self._hear(pool, request)
+                del request  # while the stream waits for the next one
         except asyncio.CancelledError:
             if pool is None or not stream.is_replaced:
                 raise

@@ -25,7 +25,7 @@ from quire.cachemgr.statuses import DOMAIN, to_error_status
 from quire.cachemgr.watch import View, watch_blocks
 from quire.serving import access
 from quire.serving.access import Role, caller
-from quire.serving.errors import abort, answering
+from quire.serving.errors import CallEnded, answering
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Part = TypeVar("Part")
@@ -201,7 +201,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
                     async for answer in answers:
                         yield answer
         except CallRefused as refused:
-            await abort(context, to_error_status(refused.refusal))
+            raise CallEnded(to_error_status(refused.refusal)) from None
 
     @refusing
     async def ResetPrefixCache(  # noqa: N802

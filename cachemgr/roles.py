@@ -1,8 +1,12 @@
-"""Which roles may call which method of cachemgr. Asked only where callers have to say who they are."""
+"""The methods of cachemgr: the roles that may call each, and the size of its messages.
+
+Roles are asked only where callers have to say who they are.
+"""
 
 from __future__ import annotations
 
 from quire.serving.access import Role, Roles
+from quire.serving.receiving import MAX_MESSAGE_BYTES, PROMPT_MESSAGE_BYTES
 
 SERVICE = "/quire.cache.v1.CacheService/"
 
@@ -22,6 +26,16 @@ ROLES: dict[str, Roles] = {
         (("ListTenants", "ListPins"), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
         (("GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
+    )
+    for method in methods
+}
+
+# Bytes of a request. Methods that are not here take ids, names and numbers: SMALL_MESSAGE_BYTES.
+MESSAGE_LIMITS: dict[str, int] = {
+    f"{SERVICE}{method}": limit
+    for methods, limit in (
+        (("PlanStep", "PlanSteps", "AttachPool"), MAX_MESSAGE_BYTES),
+        (("LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"), PROMPT_MESSAGE_BYTES),
     )
     for method in methods
 }

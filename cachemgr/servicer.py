@@ -39,7 +39,7 @@ from quire.cachemgr.leases import TICK_S, UNNOTICED_S, HeldTime
 from quire.cachemgr.plans import StepRequest
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.access import caller
-from quire.serving.errors import abort
+from quire.serving.errors import CallEnded
 
 log = logging.getLogger(__name__)
 
@@ -332,6 +332,7 @@ class CacheServicer(Keeping):
                 self._refused_plans[refused.refusal.reason] += 1
                 log.debug("plan refused reason=%s caller=%s", refused.refusal.reason.value, caller().name)
                 answer = messages.encode_plan_error(refused.refusal)
+            del request  # while the stream waits for the next one
             yield answer
 
     def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
@@ -397,7 +398,7 @@ class CacheServicer(Keeping):
             known = {name: value for name, value in refused.refusal.metadata.items() if name != "value"}
             details = ",".join(f"{name}:{value}" for name, value in known.items())
             log.warning("attachment refused reason=%s details=%s", refused.refusal.reason.value, details)
-            await abort(context, to_error_status(refused.refusal))
+            raise CallEnded(to_error_status(refused.refusal)) from None
 
     def _refuse_if_draining(self) -> None:
         if self._is_draining:

@@ -56,6 +56,14 @@ class ErrorStatus:
             raise ValueError("an error can't have the code OK")
 
 
+class CallEnded(Exception):
+    """Raised by a handler to end its call with an error."""
+
+    def __init__(self, error: ErrorStatus) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 def to_grpc_status(error: ErrorStatus) -> grpc.Status:
     """For `context.abort_with_status`."""
     message = _shortened(error.message)
@@ -79,7 +87,11 @@ def to_message(error: ErrorStatus) -> error_pb2.Error:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ErrorStatus) -> NoReturn:
-    """Ends the call with the error. Never returns: gRPC unwinds the handler by an exception of its own."""
+    """Ends the call with the error. Never returns: gRPC unwinds the handler by an exception of its own.
+
+    For the interceptor. A handler raises CallEnded: gRPC keeps its exception in the call that the exception's traceback
+    keeps, and with both what the handlers' frames hold, until the garbage collector looks.
+    """
     status, call = to_grpc_status(error), current_call()
     metadata = status.trailing_metadata
     if call is not None:
@@ -99,7 +111,7 @@ def answering(
             try:
                 return await handler(self, request, context)
             except refused as error:
-                await abort(context, status_of(error))
+                raise CallEnded(status_of(error)) from None
 
         return handle
 

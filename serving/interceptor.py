@@ -1,9 +1,14 @@
-"""What stands between gRPC and every handler: how many calls, who may call, unexpected exceptions, unreadable messages,
-the end of a stream, the log line of a call.
+"""What stands between gRPC and every handler: how many calls, who may call, large, late and unreadable messages,
+unexpected exceptions, the end of a stream, the log line of a call.
 
 gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an
 unreadable message the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
-type and place, and the second INVALID_ARGUMENT. Before either, a caller who may not call is refused.
+type and place, and the second INVALID_ARGUMENT. Before either, a caller who may not call is refused: gRPC reads the
+request of a method with one before it calls the handler, so every method is one with a stream of requests to gRPC, and
+is read here.
+
+A refusal is raised as a value, CallEnded. The call is aborted where nothing of the request is left: gRPC's own
+exception makes a cycle with what its traceback refers to.
 
 Every call has a request id: the caller's own (metadata x-request-id) or one drawn here. It is in the call's log lines
 and in the trailing metadata of the answer.
@@ -18,17 +23,17 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from quire.serving import tracing
 from quire.serving.access import Access, Evidence, caller, evidence_of, is_open, set_caller
-from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus, abort
+from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, CallEnded, ErrorStatus, abort
 from quire.serving.logs import REQUEST_ID_KEY, Call, begin_call, describe_exception
+from quire.serving.receiving import Decode, MalformedRequestError, Receiver
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +44,6 @@ MAX_CALLS = 8_192
 """Calls, streams included, that a server has open at a time."""
 
 _ONE_WORD = re.compile(r"[!-~]*")
-
-
-class MalformedRequestError(Exception):
-    """The bytes are no message of the method's request type."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Takes the place of a unary request that could not be read: raised there, gRPC would answer by itself."""
 
 
 class _Stream:
@@ -125,6 +121,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
     fatal      exceptions after which the process must not go on; `on_fatal` is called with them
     domain     of the errors made here
     access     who may call what; None: everybody everything
+    message_limits  full method name -> bytes of a message; Receiver's
     max_calls  open at a time, those of health and reflection apart; more are refused (OVERLOADED)
     """
 
@@ -135,6 +132,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         fatal: tuple[type[BaseException], ...],
         on_fatal: Callable[[BaseException], None],
         access: Access | None = None,
+        message_limits: Mapping[str, int] | None = None,
         max_calls: int = MAX_CALLS,
     ) -> None:
         self._domain = domain
@@ -142,11 +140,12 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         self._num_open = 0
         self._refused: Counter[tuple[str, str]] = Counter()
         self._access = access
+        self._receiver = Receiver(message_limits or {}, domain=domain)
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
         self._streams: set[_Stream] = set()
-        self._ending = False
+        self._ending_streams = False
 
     def statistics(self) -> CallStatistics:
         return CallStatistics(self._num_open, dict(self._refused))
@@ -167,7 +166,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     def end_streams(self) -> None:
         """Ends the streams that are open, and those still to come, with UNAVAILABLE and the reason SHUTTING_DOWN."""
-        self._ending = True
+        self._ending_streams = True
         for opened in tuple(self._streams):
             opened.end(shutting_down(self._domain))
 
@@ -208,129 +207,131 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             *(method, reason, code.name, name, context.peer(), milliseconds),
         )
 
-    async def _admit(self, method: str, context: Context) -> Evidence | None:
-        """Ends the call if it is one too many or not for this caller.
+    def _admit(self, method: str, context: Context) -> Evidence | None:
+        """Raises CallEnded if the call is one too many or not for this caller.
 
         Returns by what it was let in, None if nobody asked.
         """
         if self._num_open > self._max_calls and not is_open(method):
-            await abort(context, overloaded(self._domain, self._max_calls))
+            raise CallEnded(overloaded(self._domain, self._max_calls))
         if self._access is None or is_open(method):
             return None
         evidence = evidence_of(context)
         decision = self._access.decide(method, evidence)
         if isinstance(decision, ErrorStatus):
-            await abort(context, decision)
+            raise CallEnded(decision)
         set_caller(decision)
         return evidence
 
-    def _untouched(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        if self._access is not None and not is_open(method):
-            raise TypeError(f"{method} is no coroutine function: who calls it can't be asked")
-        return behavior
-
     def _guard(self, handler: Handler, method: str) -> Handler:
-        read = _reading(handler.request_deserializer, is_stream=handler.request_streaming)
         sides = (handler.request_streaming, handler.response_streaming)
-        name = "_".join("stream" if is_stream else "unary" for is_stream in sides)
-        make = getattr(grpc, f"{name}_rpc_method_handler")
-        wrap = self._guard_stream if any(sides) else self._guard_unary
-        behavior = wrap(getattr(handler, name), method)
-        return make(behavior, request_deserializer=read, response_serializer=handler.response_serializer)
+        behavior = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in sides))
+        if not inspect.iscoroutinefunction(behavior) and not inspect.isasyncgenfunction(behavior):
+            if self._access is not None and not is_open(method):
+                raise TypeError(f"{method} is no coroutine function: who calls it can't be asked")
+            return handler
+        handle = self._stream_handler if any(sides) else self._unary_handler
+        make = grpc.stream_stream_rpc_method_handler if any(sides) else grpc.stream_unary_rpc_method_handler
+        answered = self._ending(handle(behavior, method, handler), method)
+        return make(answered, response_serializer=handler.response_serializer)
 
-    def _guard_unary(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        if not inspect.iscoroutinefunction(behavior):
-            return self._untouched(behavior, method)
+    def _ending(self, handle: Callable[[Context], Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+        """The handler that gRPC calls. It begins the call, and aborts it when `handle` raises CallEnded."""
 
-        async def unary(request: Any, context: Context) -> Any:
+        async def answer(_: Any, context: Context) -> Any:
             call = self._begin(context)
             try:
-                await self._admit(method, context)
-                if isinstance(request, _Malformed):
-                    raise MalformedRequestError
-                return await behavior(request, context)
-            except Exception as error:
-                await self._answer(error, method, context)
+                try:
+                    return await handle(context)
+                except Exception as error:
+                    ended = self._status_of(error, method)
+                # The exception is gone by now, and what its traceback held.
+                await abort(context, ended)
+            except grpc.aio.AbortError as aborted:
+                # The call keeps this exception: its traceback must not keep the call.
+                raise aborted.with_traceback(None) from None
             finally:
                 self._end(call, method, context)
+                del _, context
 
-        return unary
+        return answer
 
-    def _guard_stream(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        if inspect.isasyncgenfunction(behavior):
-            return self._guard_generator(behavior, method)
-        if not inspect.iscoroutinefunction(behavior):
-            return self._untouched(behavior, method)
+    def _unary_handler(
+        self, behavior: Callable[..., Any], method: str, handler: Handler
+    ) -> Callable[[Context], Awaitable[Any]]:
+        decode: Decode | None = handler.request_deserializer
 
-        async def stream(request: Any, context: Context) -> Any:
-            async with self._opened(method, context) as opened:
+        async def handle(context: Context) -> Any:
+            self._admit(method, context)
+            return await behavior(await self._receiver.read_one(context, method, decode), context)
+
+        return handle
+
+    def _stream_handler(
+        self, behavior: Callable[..., Any], method: str, handler: Handler
+    ) -> Callable[[Context], Awaitable[None]]:
+        decode: Decode | None = handler.request_deserializer
+
+        async def handle(context: Context) -> None:
+            with self._opened(method, context) as opened:
                 try:
-                    if isinstance(request, _Malformed):
-                        raise MalformedRequestError
-                    return await behavior(request, _WatchedContext(context, opened))
+                    if handler.request_streaming:
+                        request = self._receiver.read_all(context, method, decode)
+                    else:
+                        request = await self._receiver.read_one(context, method, decode)
+                    await _write_answers(behavior, request, _WatchedContext(context, opened))
                 except asyncio.CancelledError:
-                    await self._say_why(opened, context)
-                except Exception as error:
-                    await self._answer(error, method, context)
+                    raise CallEnded(await self._last_words(opened, context)) from None
 
-        return stream
+        return handle
 
-    def _guard_generator(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._opened(method, context) as opened:
-                try:
-                    if isinstance(request, _Malformed):
-                        raise MalformedRequestError
-                    async with contextlib.aclosing(behavior(request, context)) as answers:
-                        async for answer in answers:
-                            opened.begin_write()
-                            yield answer
-                            opened.end_write()
-                except asyncio.CancelledError:
-                    await self._say_why(opened, context)
-                except Exception as error:
-                    await self._answer(error, method, context)
-
-        return stream
-
-    @contextlib.asynccontextmanager
-    async def _opened(self, method: str, context: Context) -> AsyncIterator["_Stream"]:
+    @contextlib.contextmanager
+    def _opened(self, method: str, context: Context) -> Iterator["_Stream"]:
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
-        call = self._begin(context)
+        opened = _Stream(task, method, self._admit(method, context))
+        self._streams.add(opened)
+        if self._ending_streams:
+            opened.end(shutting_down(self._domain))
         try:
-            opened = _Stream(task, method, await self._admit(method, context))
-            self._streams.add(opened)
-            if self._ending:
-                opened.end(shutting_down(self._domain))
-            try:
-                yield opened
-            finally:
-                self._streams.discard(opened)
+            yield opened
         finally:
-            self._end(call, method, context)
+            self._streams.discard(opened)
 
-    async def _say_why(self, opened: "_Stream", context: Context) -> NoReturn:
-        """Answers a stream that was cancelled: with a reason if it was by us, not at all if it was by its client."""
+    async def _last_words(self, opened: "_Stream", context: Context) -> ErrorStatus:
+        """Why we cancelled a stream. Raises CancelledError if it was its client."""
         if opened.last_words is None or context.cancelled():
             raise asyncio.CancelledError
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # takes a cancellation that is still to be delivered
         opened.task.uncancel()
-        await abort(context, opened.last_words)
+        return opened.last_words
 
-    async def _answer(self, error: Exception, method: str, context: Context) -> None:
+    def _status_of(self, error: Exception, method: str) -> ErrorStatus:
+        """The answer to a call that this exception ended; an AbortError is raised again."""
+        if isinstance(error, CallEnded):
+            return error.error
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        if isinstance(error, (MalformedRequestError, DecodeError)):
-            await abort(context, malformed_request(self._domain))
+        if isinstance(error, MalformedRequestError):
+            return malformed_request(self._domain)
         if isinstance(error, grpc.aio.InternalError):
             log.debug("caller gone while it was being answered method=%s", method)
             raise asyncio.CancelledError from error
         log.error("handler failed method=%s error=%s", method, describe_exception(error))
         if isinstance(error, self._fatal):
             self._on_fatal(error)
-        await abort(context, unexpected(self._domain))
+        return unexpected(self._domain)
+
+
+async def _write_answers(behavior: Callable[..., Any], request: Any, context: Any) -> None:
+    """Runs the handler of a stream: one that writes to its context, or one that yields its answers."""
+    if inspect.iscoroutinefunction(behavior):
+        await behavior(request, context)
+        return
+    async with contextlib.aclosing(behavior(request, context)) as answers:
+        async for answer in answers:
+            await context.write(answer)
 
 
 def shutting_down(domain: str) -> ErrorStatus:
@@ -370,18 +371,3 @@ def unexpected(domain: str) -> ErrorStatus:
 def _as_one_word(name: str) -> str:
     """A certificate may give any name; in a line of text a value ends at a space."""
     return name if _ONE_WORD.fullmatch(name) else repr(name).replace(" ", "_")
-
-
-def _reading(deserialize: Callable[[bytes], Any] | None, *, is_stream: bool) -> Callable[[bytes], Any] | None:
-    if deserialize is None:
-        return None
-
-    def read(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except Exception as error:
-            if is_stream:
-                raise MalformedRequestError from error
-            return _Malformed()
-
-    return read

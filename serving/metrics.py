@@ -1,5 +1,8 @@
 """Prometheus exposition: a page of metric families, read from statistics at the moment it is asked for.
 
+/metrics is the page. /healthz answers 200 as long as the event loop runs, and 503 if it does not get to the question:
+that is liveness, as health.LIVENESS is, and does not say that the service has all it needs. Any other path is 404.
+
 The page is served by threads, but whatever owns the numbers belongs to the event loop. So the families are read on the
 loop, between two of its steps: no page ever shows half a change.
 """
@@ -24,6 +27,8 @@ from quire.serving.security import Security
 from quire.serving.tls import ServerTls
 
 log = logging.getLogger(__name__)
+
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 _READ_TIMEOUT_S = 5.0
 _CONNECTION_TIMEOUT_S = 30.0
@@ -75,7 +80,7 @@ class MetricsPage:
         tls = None if security is None else security.tls
         loop = asyncio.get_running_loop()
         registry.register(LoopCollector(lambda: (*read(), certificate_family(tls)), loop=loop))
-        self._server = _listen(address, registry, tls)
+        self._server = _listen(address, _pages(registry, loop), tls)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.address = TcpAddress(address.host, self._server.server_port)
@@ -94,7 +99,44 @@ class MetricsPage:
         self.close()
 
 
-def _listen(address: TcpAddress, registry: CollectorRegistry, tls: ServerTls | None) -> "_PageServer":
+def _pages(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> Application:
+    """The application: a page for each path."""
+    metrics: Application = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path != "/healthz":
+            return _text("404 Not Found", "no such page; /metrics and /healthz are", start_response)
+        if not _is_running(loop):
+            return _text(
+                "503 Service Unavailable", f"the event loop did not answer in {_READ_TIMEOUT_S:g} s", start_response
+            )
+        return _text("200 OK", "ok", start_response)
+
+    return answer
+
+
+def _text(status: str, text: str, start_response: Any) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+    return [f"{text}\n".encode()]
+
+
+def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Runs nothing on the loop. Waits for that for _READ_TIMEOUT_S at most."""
+
+    async def nothing() -> None:
+        pass
+
+    try:
+        asyncio.run_coroutine_threadsafe(nothing(), loop).result(_READ_TIMEOUT_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _listen(address: TcpAddress, pages: Application, tls: ServerTls | None) -> "_PageServer":
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         server = _PageServer(address, family, tls)
@@ -102,7 +144,7 @@ def _listen(address: TcpAddress, registry: CollectorRegistry, tls: ServerTls | N
         reason = explain_bind_failure(address) or error.strerror or str(error)
         kind = AddressInUseError if reason == "Address already in use" else AddressError
         raise kind(f"--metrics-listen {address}: {reason}") from error
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(pages)
     return server
 
 

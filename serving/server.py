@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -39,20 +39,27 @@ from quire.serving.addresses import (
     claimed_socket,
     explain_bind_failure,
 )
-from quire.serving.interceptor import CallStatistics, HandlerGuard
+from quire.serving.interceptor import MAX_CALLS, CallStatistics, HandlerGuard
 from quire.serving.logs import describe_exception
+from quire.serving.receiving import MAX_MESSAGE_BYTES
 from quire.serving.security import Security, SecurityOptions
 from quire.serving.systemd import ServiceManager
 from quire.serving.watched import FileError
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_PENDING_CALLS = 4 * MAX_CALLS
+MAX_CONNECTIONS = MAX_CALLS
+"""Of each address. One more is closed at once."""
 # Unknown names are ignored without a word: tests watch the effects.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port and takes half of the calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", 2 * MAX_MESSAGE_BYTES),  # what clients read
+    # Calls that gRPC has and the interceptor has not: beyond these they are cancelled without a reason.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -116,6 +123,7 @@ class Server:
     domain          of the errors that serving itself makes
     fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
     security        certificates, and who may call what; by default plain text on loopback and unix sockets, for all
+    message_limits  full method name -> bytes that a request of it may have; others are small
 
     `grpc` is the server to add servicers to, before `start`. Health is also answered at the security's health_listen,
     from the beginning of the `async with` block to its end; entering raises AddressError if it can't listen there.
@@ -128,9 +136,16 @@ class Server:
         domain: str,
         fatal: tuple[type[BaseException], ...] = (),
         security: Security | None = None,
+        message_limits: Mapping[str, int] | None = None,
     ) -> None:
         self._security = security or Security(SecurityOptions(), roles={}, domain=domain)
-        self._guard = HandlerGuard(domain=domain, fatal=fatal, on_fatal=self.fail, access=self._security.access)
+        self._guard = HandlerGuard(
+            domain=domain,
+            fatal=fatal,
+            on_fatal=self.fail,
+            access=self._security.access,
+            message_limits=message_limits,
+        )
         self._health = health.aio.HealthServicer()
         self._manager = ServiceManager(os.environ)
         self._names = ("", *service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -42,7 +42,7 @@ from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, load_model
 from quire.worker.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.profiling import StepProfiler
-from quire.worker.roles import ROLES
+from quire.worker.roles import MESSAGE_LIMITS, ROLES
 from quire.worker.runner import ModelThread
 from quire.worker.sampler import MAX_LOGPROBS
 from quire.worker.servicer import ModelDescription, WorkerServicer
@@ -63,7 +63,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
     security = config.server.secure(roles=ROLES, domain=DOMAIN)
     dialer = Dialer(config.cachemgr, config.cachemgr_dial)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(Server(service_names=[SERVICE_NAME], domain=DOMAIN, security=security))
+        server = await stack.enter_async_context(
+            Server(service_names=[SERVICE_NAME], domain=DOMAIN, security=security, message_limits=MESSAGE_LIMITS)
+        )
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:

@@ -1,8 +1,12 @@
-"""Which roles may call which method of a worker. Asked only where callers have to say who they are."""
+"""The methods of a worker: the roles that may call each, and the size of its messages.
+
+Roles are asked only where callers have to say who they are.
+"""
 
 from __future__ import annotations
 
 from quire.serving.access import Role, Roles
+from quire.serving.receiving import MAX_MESSAGE_BYTES
 
 SERVICE = "/quire.compute.v1.WorkerService/"
 
@@ -16,3 +20,6 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}GetStatistics": OPERATOR,
     f"{SERVICE}ChecksumBlocks": OPERATOR,
 }
+
+# Bytes of a request. Methods that are not here take ids, names and numbers: SMALL_MESSAGE_BYTES.
+MESSAGE_LIMITS: dict[str, int] = {f"{SERVICE}RunStep": MAX_MESSAGE_BYTES, f"{SERVICE}RunSteps": MAX_MESSAGE_BYTES}

@@ -127,8 +127,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                     ended = self._steps.accept(request.step)
                 except Refused as refused:
                     ended = asyncio.get_running_loop().create_future()
-                    ended.set_exception(refused)
+                    # Its traceback holds the request, and would for as long as the answer waits.
+                    ended.set_exception(refused.with_traceback(None))
                     ended.exception()  # seen, whether or not the stream lives long enough to say it
+                del request
                 self._owe(accepted, 1)
                 await accepted.put(ended)
         except Exception:

@@ -19,7 +19,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def headers(path: str) -> bytes:
+def headers(path: str, *metadata: tuple[str, str]) -> bytes:
     """Of a gRPC call, each one spelled out."""
     fields = {
         ":method": "POST",
@@ -28,6 +28,7 @@ def headers(path: str) -> bytes:
         ":authority": "localhost",
         "content-type": "application/grpc",
         "te": "trailers",
+        **dict(metadata),
     }
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
 

@@ -23,10 +23,11 @@ from google.protobuf.wrappers_pb2 import StringValue
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from quire.serving.access import Role, caller
-from quire.serving.errors import ErrorStatus, abort
+from quire.serving.errors import CallEnded, ErrorStatus
 from quire.serving.logs import configure_logging
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import ServerOptions, command_settings, option, server_options
+from quire.serving.receiving import MAX_MESSAGE_BYTES
 from quire.serving.server import Server, StopSignals, run
 
 SERVICE = "quire.test.StandIn"
@@ -58,7 +59,7 @@ async def echo(request: StringValue, context: Context) -> StringValue:
         raise BrokenInvariant("block 7 has two owners")
     if request.value == "refuse":
         error = ErrorStatus(grpc.StatusCode.NOT_FOUND, "POOL_NOT_FOUND", "no pool 'a'", "test.quire.dev", {"pool": "a"})
-        await abort(context, error)
+        raise CallEnded(error)
     return request
 
 
@@ -104,7 +105,13 @@ async def serve(signals: StopSignals, options: ServerOptions, model: str) -> Non
         sys.exit(3)
     async with contextlib.AsyncExitStack() as stack:
         security = options.secure(roles=ROLES, domain="test.quire.dev")
-        server = Server(service_names=[SERVICE], domain="test.quire.dev", fatal=(BrokenInvariant,), security=security)
+        server = Server(
+            service_names=[SERVICE],
+            domain="test.quire.dev",
+            fatal=(BrokenInvariant,),
+            security=security,
+            message_limits={f"/{SERVICE}/Echo": MAX_MESSAGE_BYTES},
+        )
         await stack.enter_async_context(server)
         server.grpc.add_generic_rpc_handlers((handlers(),))
         if options.metrics_listen is not None:

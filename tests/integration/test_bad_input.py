@@ -427,7 +427,7 @@ def test_a_pool_whose_books_would_not_fit_into_memory_is_refused(
 def test_a_refusal_that_quotes_what_is_long_still_arrives(char: str, pair: Pair) -> None:
     """A status longer than HTTP/2's limit for headers would come without its reason, and as another code."""
     with pytest.raises(RefusedError) as caught:
-        ask(pair.cache.GetPool, cache_service_pb2.GetPoolRequest(pool=char * 70_000))
+        ask(pair.cache.GetPool, cache_service_pb2.GetPoolRequest(pool=char * 16_000))
     Wrong({}, "POOL_NOT_FOUND", NOT_FOUND).check(caught.value)
     grant = grant_pb2.StepGrant(pool=char * 70_000, epoch=1).SerializeToString()
     with pytest.raises(RefusedError) as caught:

@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,6 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
 from quire.client.launch import ServiceExitedError, ServiceProcess
+from quire.serving.receiving import MAX_MESSAGE_BYTES, SMALL_MESSAGE_BYTES
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "quire.test.StandIn"
@@ -311,9 +313,33 @@ def test_random_bytes_get_a_clear_status_and_hurt_nobody(start: Start) -> None:
 
 def test_a_message_too_large_is_refused(start: Start) -> None:
     with dial(start().address) as channel:
-        assert call_raw(channel, "Echo", bytes(64 * 1024 * 1024 + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert call_raw(channel, "Echo", bytes(MAX_MESSAGE_BYTES + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         text = "x" * (8 * 1024 * 1024)  # over gRPC's own limit, 4 MiB
         assert call(channel, "Echo", text) == text
+
+
+def test_a_message_too_large_for_its_method_is_refused_with_the_limit(start: Start) -> None:
+    with dial(start().address) as channel:
+        stub = channel.unary_unary(f"/{SERVICE}/WhoAmI", StringValue.SerializeToString, StringValue.FromString)
+        fits = StringValue(value="x" * (SMALL_MESSAGE_BYTES - 4))
+        assert fits.ByteSize() == SMALL_MESSAGE_BYTES
+        stub(fits, timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub(StringValue(value="x" * (SMALL_MESSAGE_BYTES - 3)), timeout=TIMEOUT_S)
+        metadata = {"field": "request", "value": "65537 bytes", "limit": "at most 65536 bytes"}
+        assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", metadata)
+        answers = channel.stream_stream(f"/{SERVICE}/EchoStream")(iter([bytes(65537)]), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+        assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", metadata)
+
+
+def test_a_call_without_a_message_is_an_invalid_argument(start: Start) -> None:
+    with dial(start().address) as channel:
+        call = channel.stream_unary(f"/{SERVICE}/Echo", StringValue.SerializeToString, StringValue.FromString)
+        with pytest.raises(grpc.RpcError) as caught:
+            call(iter(()), timeout=TIMEOUT_S)
+        assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", {"field": "request"})
 
 
 def test_bytes_that_are_no_http2_hurt_nobody(start: Start) -> None:
@@ -424,6 +450,18 @@ def test_a_signal_during_the_start_ends_it(prepare: Start, fifo: Path) -> None:
 
 
 # Metrics and environment
+
+
+def test_the_metrics_port_answers_health_and_nothing_unknown(start: Start) -> None:
+    server = start("--metrics-listen", "127.0.0.1:0")
+    (line,) = [line for line in log_of(server).splitlines() if " metrics address=" in line]
+    address = line.rpartition("=")[2]
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/healthz", timeout=TIMEOUT_S) as page:
+        assert (page.status, page.read()) == (200, b"ok\n")
+    for path in ("/", "/health", "/metrics/", "/healthz/x"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            opener.open(f"http://{address}{path}", timeout=TIMEOUT_S)
 
 
 def test_the_metrics_page_has_our_families_and_the_process(start: Start, prepare: Start) -> None:

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from quire.serving.errors import abort
+from quire.serving.errors import CallEnded
 from quire.serving.interceptor import HandlerGuard, overloaded
 
 SERVICE = "quire.test.Held"
@@ -40,7 +40,7 @@ class Held:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.released.set()
-            await abort(context, overloaded("test.quire.dev", 1))
+            raise CallEnded(overloaded("test.quire.dev", 1)) from None
         return request
 
     async def hold_stream(self, request: StringValue, context: Any) -> AsyncIterator[StringValue]:

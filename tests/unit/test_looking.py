@@ -22,6 +22,7 @@ from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.plans import Admission, StepRequest
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
+from quire.serving.errors import CallEnded
 
 EPOCH = 5
 GEOMETRY = Geometry(
@@ -158,25 +159,16 @@ def num_tokens_of(catalog: Catalog, identity: Identity, lease_id: str) -> int | 
 
     async def ask() -> int | None:
         set_caller(identity)
-        context: Any = Call()
+        no_context: Any = None
         try:
-            answer = await CacheServicer(catalog, clock=lambda: 1.0).GetSequence(request, context)
-        except grpc.aio.AbortError:
-            assert context.code is grpc.StatusCode.NOT_FOUND
+            answer = await CacheServicer(catalog, clock=lambda: 1.0).GetSequence(request, no_context)
+        except CallEnded as ended:
+            if ended.error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
             return None
         return answer.sequence.token_count
 
     return asyncio.run(ask())
-
-
-class Call:
-    """What gRPC gives a handler, as far as it is for refusals."""
-
-    code: grpc.StatusCode | None = None
-
-    async def abort(self, code: grpc.StatusCode, *_: Any) -> None:
-        self.code = code
-        raise grpc.aio.AbortError
 
 
 # -- sequences and blocks -----------------------------------------------------------------------------------------
