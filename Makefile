@@ -26,13 +26,17 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP
   QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY) \
   QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
 
+CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
+# A file's tests run in one process, one after the other: they share services.
+PARALLEL = --numprocesses 2 --dist loadfile
+
 # The folder of the generators of Go code, nothing without Go; and the release that sorts last (v0.9 before v0.10).
 GO_PLUGINS = $(if $(shell command -v go 2>/dev/null),$(CURDIR)/$(GO_TOOLS))
 LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,10 +46,21 @@ venv: $(VENV)/.installed $(CORE_MODULE)  ## make .venv and install Quire into it
 demo: venv  ## start both services with the model that ships here, generate, show what the cache did
 	@$(BIN)/quire demo $(ARGS)
 
-test: venv  ## run the tests; ARGS="-k leases" and the like go to pytest
-	@cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
-	@TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --numprocesses 2 --quiet
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
+check: venv  ## a minute's check: style of what changed, the crate's tests, unit tests without torch, a short state machine
+	@changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
+	  [ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
+	@$(CRATE_TESTS)
+	@QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
+	  $$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py) $(ARGS)
+
+test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
+	@$(if $(ARGS),true,$(CRATE_TESTS))
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m 'not verify')
+
+verify: venv typecheck-links  ## everything else: model, packages, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
+	@$(MAKE) --no-print-directory model check-packages ARGS=
+	@TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels $(PARALLEL) --quiet
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/faults/run.py $(ARGS)

@@ -1,6 +1,9 @@
-"""The environment every test runs in, also when pytest is called without make."""
+"""The environment every test runs in, also when pytest is called without make; and the tiers of the tests."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 DEFAULTS = {
     "QUIRE_VERIFY": "1",  # check_invariants after each mutation
@@ -11,6 +14,29 @@ DEFAULTS = {
     "GRPC_VERBOSITY": "NONE",
 }
 
+# What `make verify` runs and `make test` does not: it needs more than Python and Rust, or takes minutes, and changes of
+# most files can't break it. Folders and files of tests/.
+VERIFY = (
+    "conformance/test_docs_go.py",
+    "conformance/test_go.py",
+    "deploy",
+    "faults",
+    "fuzz",
+    "gpu_desk",
+    "integration/test_bench.py",
+    "kernels",
+    "unit/test_mutants.py",
+)
+
 # Before anything imports torch or grpc.
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of VERIFY."""
+    here = Path(__file__).parent
+    for item in items:
+        place = item.path.relative_to(here).as_posix()
+        if any(place == listed or place.startswith(f"{listed}/") for listed in VERIFY):
+            item.add_marker("verify")
