@@ -51,7 +51,7 @@ def qkv_prologue(
     Sizes: N tokens, Hq query heads, H kv heads, D head dim, B blocks, S block size, P positions, R rotated dims.
         qkv             [N, (Hq + 2 * H) * D]   fp32, fp16 or bf16, last dim contiguous: all query heads, all key heads,
                                                 all value heads
-        k_pool, v_pool  [B, S, H, D]            dtype of qkv, or float8_e4m3fn; last dim contiguous, any other strides
+        k_pool, v_pool  [B, S, H, D]            one of KV_DTYPES, which may be another than that of qkv; last dim contiguous, any other strides
         slot_mapping    [N]                     int64, contiguous, slot = block_id * S + offset; -1 writes no key and
                                                 no value
         positions       [N]                     int64, contiguous, 0 .. P - 1
@@ -144,7 +144,7 @@ def _check(
     require_pool(k_pool, v_pool)
     require_shape("v_pool", v_pool, k_pool.shape)
     require_shape("qkv", qkv, (None, None))
-    require_dtype("qkv", qkv, FLOAT_DTYPES if k_pool.dtype == torch.float8_e4m3fn else k_pool.dtype)
+    require_dtype("qkv", qkv, FLOAT_DTYPES)
     require_last_contiguous("qkv", qkv)
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_pool.shape[2:]

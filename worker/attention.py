@@ -37,6 +37,7 @@ from quire.worker.kv_pool import KVPool, indexable
 from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
 from quire.worker.profiling import phase
 from quire.worker.step_batch import StepBatch
+from quire.worker.transfer import indices
 
 ATTENTION_NAME = "quire_paged"
 
@@ -354,7 +355,7 @@ def _decode_group(
     ends = [batch.seq_lens_host[seq] for seq in members]
     begins = [batch.seq_lens_host[seq] - spans[seq] for seq in members]
     device = batch.slot_mapping.device
-    index = torch.tensor([members, begins, ends], dtype=torch.int64).to(device, non_blocking=True)
+    index = indices([members, begins, ends], device)
     seqs, begin, end = index[0], index[1, :, None], index[2, :, None]
     positions = begin + torch.arange(span, device=device)
     padded = any(spans[seq] < span for seq in members)

@@ -44,6 +44,7 @@ from quire.worker.kv_pool import KVPool
 from quire.worker.probe import UnsupportedModel
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
+from quire.worker.transfer import indices
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 STATE_KINDS = ("conv", "recurrent")
@@ -275,7 +276,7 @@ def _access(part: Part, tokens: Tensor, batch: StepBatch, pool: KVPool, workspac
     ends = [start + part.count for start in part.starts]
     num_keys = max(ends)
     device, is_padded = tokens.device, min(ends) < num_keys
-    index = torch.tensor([part.seqs, ends], dtype=torch.int64).to(device, non_blocking=True)
+    index = indices([part.seqs, ends], device)
     read, hidden = None, None
     if part.starts != (0,):
         positions = torch.arange(-num_keys, 0, device=device) + index[1, :, None]
@@ -381,7 +382,7 @@ def run_cached(
     for part in cut_step(batch, layout, block_size=pool.block_size):
         if part.is_last and not before:
             before = {key: state.clone() for key, state in after.items()}
-        seqs = torch.tensor(part.seqs, dtype=torch.int64, device=batch.input_ids.device)
+        seqs = indices(part.seqs, batch.input_ids.device)
         own = {key: state.index_select(0, seqs) for key, state in after.items()}
         result = _run_part(model, part, batch, pool, layout=layout, states=own, workspace=workspace)
         for key, state in own.items():
@@ -407,7 +408,7 @@ def _run_part(
     """Logits [n, vocab_size] float32 of each sequence's last token in the part."""
     device = batch.input_ids.device
     offsets = torch.arange(part.count, device=device)
-    tokens = (torch.tensor(part.firsts, dtype=torch.int64, device=device)[:, None] + offsets).flatten()
+    tokens = (indices(part.firsts, device)[:, None] + offsets).flatten()
     access = _access(part, tokens, batch, pool, workspace)
     shape = (len(part.seqs), part.count)
     arguments: dict[str, Any] = {layout.argument: PagedCache(layout, access, states)}

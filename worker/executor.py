@@ -27,7 +27,7 @@ from quire.worker.profiling import StepProfiler, phase
 from quire.worker.sampler import Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
-from quire.worker.transfer import Moment, Readback, to_device
+from quire.worker.transfer import Moment, Readback, indices
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ class Executor:
         forwarded = Moment(device)
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         if 0 < len(chosen) < len(rows):
-            logits = logits.index_select(0, to_device(torch.tensor(chosen, dtype=torch.int64), device))
+            logits = logits.index_select(0, indices(chosen, device))
         rows = [rows[index] for index in chosen]
         sampled = self._sample(logits, rows, positions=[batch.seq_lens_host[index] for index in chosen])
         params = [self._sampler.params(row) for row in rows]

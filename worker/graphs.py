@@ -9,6 +9,8 @@ attention is zero.
 from __future__ import annotations
 
 import logging
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,29 +82,49 @@ class StaticDecode:
         """Capture every bucket, the largest first, so that the others find its memory. Needs a GPU.
 
         Raises CannotCapture if the model's forward waits for the device, or whatever else a graph cannot hold; then
-        no bucket is captured. Cost: two forwards per bucket; memory of the largest.
+        no bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
         """
         memory = torch.cuda.graph_pool_handle()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         try:
+            self._refuse_waits(aside)
             for bucket in reversed(self.buckets):
-                self._graphs[bucket] = self._capture(bucket, memory)
+                self._graphs[bucket] = self._capture(bucket, memory, aside)
         except Exception as error:
             self._graphs.clear()
             torch.cuda.set_stream(torch.cuda.default_stream())  # which a capture that failed may not have gone back to
             torch.cuda.synchronize()
-            raise CannotCapture(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+            raise CannotCapture(_first_cause(error)) from error
 
-    def _capture(self, bucket: int, memory: Any) -> torch.cuda.CUDAGraph:
-        """Of padding alone: rows that read and write nothing."""
+    def _refuse_waits(self, aside: torch.cuda.Stream) -> None:
+        """Raise CannotCapture, naming the line, if a forward waits for the device: a capture would break off there."""
+        bucket = self.buckets[-1]
+        self._warm_up(bucket, aside)  # what is done once only may wait
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._run(bucket)
+        except RuntimeError as error:
+            raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _warm_up(self, bucket: int, aside: torch.cuda.Stream) -> None:
+        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate what they keep.
+
+        On one stream for all buckets: libraries keep a workspace for each stream they see.
+        """
         self._tokens.copy_(self._padding.expand_as(self._tokens))
         self._seq_lens.zero_()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            self._run(bucket)  # compiles, and lets libraries allocate what they keep
+            self._run(bucket)
         torch.cuda.current_stream().wait_stream(aside)
+
+    def _capture(self, bucket: int, memory: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        self._warm_up(bucket, aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        with torch.cuda.graph(graph, pool=memory, stream=aside):
             self._run(bucket)
         return graph
 
@@ -148,11 +170,25 @@ def capture_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Sta
             model, pool, max_num_seqs=max_num_seqs, max_blocks_per_seq=-(-model.max_model_len // pool.block_size)
         )
         decode.capture()
-    except CannotCapture as error:
-        log.warning("decode steps run without CUDA graphs: %s", error)
+    except (CannotCapture, torch.OutOfMemoryError) as error:
+        log.warning("decode steps run without CUDA graphs: %s", _first_cause(error))
         return None
     log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
     return decode
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of what went wrong first: a capture that breaks off raises again while it is closed."""
+    while isinstance(error.__context__, Exception):
+        error = error.__context__
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CannotCapture) else f"{type(error).__name__}: {text}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of Python that raised it, "file.py:12 in forward"."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def _check_replays(model: PagedModel) -> None:

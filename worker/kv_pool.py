@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from quire.worker.transfer import to_device
+from quire.worker.transfer import indices
 
 if TYPE_CHECKING:
     from quire.kernels.block_copy import BlockRuns
@@ -154,7 +154,7 @@ class KVPool:
         sources = [source for source, _ in pairs]
         targets = [target for _, target in pairs]
         self._check_copy(sources, targets)
-        index = to_device(torch.tensor([sources, targets], dtype=torch.int64), self.device)
+        index = indices([sources, targets], self.device)
         if self._runs is not None:
             from quire.kernels.block_copy import copy_blocks
 

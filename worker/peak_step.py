@@ -19,33 +19,50 @@ COSTLY_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 def run_largest_step(
     model: PagedModel, *, max_step_tokens: int, max_num_seqs: int, block_size: int, kv_dtype: torch.dtype
 ) -> None:
-    """Run a step of max_step_tokens tokens and of as many sequences as fit them, and sample for every one.
+    """Run each step that may take most memory, and sample for every sequence of it.
 
-    Its tokens are as few prompts as max_model_len allows, and one token of each other sequence. All of them write to
-    one block of a pool that has no other: what they compute is of no interest.
+    Prompts at their beginning, as few as max_model_len allows, beside one token of each other sequence: most logits
+    and activations. The same prompts as last chunks, at the end of max_model_len: most keys to attend to. One token
+    of max_num_seqs sequences of that length: most keys of a decode step.
     """
     counts = largest_counts(max_step_tokens, max_num_seqs=max_num_seqs, max_model_len=model.max_model_len)
+    chunks = [min(count, max(1, model.max_model_len // 2)) for count in counts]
+    decodes = [1] * min(max_num_seqs, max_step_tokens)
+    for each, at_end in ((counts, False), (chunks, True), (decodes, True)):
+        if at_end and model.has_recurrent_state:
+            continue  # it can go on only from where it was left
+        starts = [model.max_model_len - count if at_end else 0 for count in each]
+        _run_step(model, starts, each, block_size=block_size, kv_dtype=kv_dtype)
+
+
+def _run_step(
+    model: PagedModel, starts: list[int], counts: list[int], *, block_size: int, kv_dtype: torch.dtype
+) -> None:
+    """Run counts[i] tokens from position starts[i] of each sequence.
+
+    All of them read and write one block of a pool that has no other: what they compute is of no interest.
+    """
     device, num_seqs = model.device, len(counts)
     pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=device)
     table = SequenceTable(
         max_num_seqs=num_seqs, max_blocks_per_seq=-(-model.max_model_len // block_size), device=device
     )
     sampler = Sampler(max_num_seqs=num_seqs, vocab_size=model.vocab_size, device=device)
-    for count in counts:
+    for start, count in zip(starts, counts, strict=True):
         row = table.add()
-        table.stage_blocks(row, 0, [1] * -(-count // block_size))
+        table.stage_blocks(row, 0, [1] * -(-(start + count) // block_size))
         sampler.set_params(row, COSTLY_SAMPLING)
     rows = list(range(num_seqs))
     batch = build_step_batch(
         table,
         block_size=block_size,
         rows=rows,
-        starts=[0] * num_seqs,
+        starts=starts,
         counts=counts,
         token_ids=[[0] * count for count in counts],
     )
     logits = model.forward(batch, pool)
-    sampler.sample(logits, rows, positions=counts)
+    sampler.sample(logits, rows, positions=[start + count for start, count in zip(starts, counts, strict=True)])
     for row in rows:
         model.states.clear(row)
 

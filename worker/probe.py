@@ -150,7 +150,7 @@ def probe(model: Any) -> dict[int, LayerSpec]:
     for call in calls:
         key = id(call.mask_function)
         if key not in classified:
-            classified[key] = classify_mask(call.mask_function) if call.mask_function else None
+            classified[key] = classify_mask(call.mask_function, device=model.device) if call.mask_function else None
         spec = _layer_spec(call, classified[key], model_class)
         specs[spec.layer_idx] = spec
     return dict(sorted(specs.items()))
@@ -234,13 +234,15 @@ def _agreed_mask(mask: Mask, call: _AttentionCall, model_class: str) -> Mask:
     )
 
 
-def classify_mask(function: MaskFunction, *, positions: int = MASK_POSITIONS) -> Mask | None:
+def classify_mask(
+    function: MaskFunction, *, positions: int = MASK_POSITIONS, device: torch.device | str = "cpu"
+) -> Mask | None:
     """Return what a mask function shows on positions 0 .. positions - 1, or None if it is of no known kind.
 
-    Two queries suggest the kind and its size; the suggestion must then hold for every key of about twenty queries,
+    A function may hold tensors of the model's device, so it is asked there. Two queries suggest the kind and its size; the suggestion must then hold for every key of about twenty queries,
     those next to a boundary among them. Cost: about twenty evaluations over `positions` keys.
     """
-    keys = torch.arange(positions)
+    keys = torch.arange(positions, device=device)
     last = positions - 1
     first_visible = _first_visible(function, last, keys)
     if first_visible is None:
@@ -254,8 +256,8 @@ def classify_mask(function: MaskFunction, *, positions: int = MASK_POSITIONS) ->
 
 def _row(function: MaskFunction, position: int, keys: Tensor) -> Tensor:
     """Which keys a query at `position` sees, [len(keys)] bool."""
-    zero = torch.zeros((), dtype=torch.int64)
-    return function(zero, zero, torch.tensor(position), keys).expand(keys.shape)
+    zero = keys.new_zeros(())
+    return function(zero, zero, zero + position, keys).expand(keys.shape)
 
 
 def _first_visible(function: MaskFunction, position: int, keys: Tensor) -> int | None:

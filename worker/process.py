@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -54,6 +55,9 @@ log = logging.getLogger("quire.worker")
 SERVICE_NAME = "quire.compute.v1.WorkerService"
 MAX_BLOCKS = 2**24  # that a pool can be registered with
 
+# From which GPUs convert float8 themselves: Ada and Hopper.
+FLOAT8_CAPABILITY = (8, 9)
+
 # By default, of what is free on a CPU, and of all that a GPU has.
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
@@ -69,6 +73,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:
+            await thread.submit_ahead(lambda: use_device(pick_device(config.device)))
             loaded = await thread.submit(lambda: load(config))
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
@@ -125,11 +130,9 @@ class Loaded:
 def load(config: WorkerConfig) -> Loaded:
     """The model, checked, and its memory. Raises what load_model, size_pool and count_host_blocks raise."""
     quiet_transformers()
-    device = torch.device(pick_device(config.device))
+    device = pick_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     model = load_model(
         config.model,
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -144,6 +147,7 @@ def load(config: WorkerConfig) -> Loaded:
         log.info("%s", model.fusion)
     model.allocate_states(config.max_num_seqs)
     kv_dtype = pick_kv_dtype(config.kv_dtype, model.dtype)
+    check_kv_dtype(kv_dtype, device)
     if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
         has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
         raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
@@ -220,11 +224,42 @@ def quiet_transformers() -> None:
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def pick_device(name: str) -> str:
-    """ "auto" is a GPU if there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def pick_device(name: str) -> torch.device:
+    """Return the device of a --device flag; a GPU always has its index. "auto" is the first GPU, or the CPU.
+
+    Raises ValueError, naming the flag, for a GPU that is not there and for a device of another kind.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in MEMORY_SHARE:
+        raise ValueError(f"--device {name}: it must be auto, cpu, cuda or cuda:INDEX")
+    if device.type == "cpu":
+        return device
+    if torch.version.hip is not None:
+        raise ValueError(f"--device {name}: this torch is built for AMD GPUs, and the kernels run on NVIDIA's only")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= num_gpus:
+        raise ValueError(f"--device {name}: torch finds {num_gpus} GPUs on this machine")
+    return torch.device("cuda", index)
+
+
+def use_device(device: torch.device) -> Callable[[], None]:
+    """Make a GPU the current one of this thread. Returns a function that does the same on another thread.
+
+    A thread without a current GPU would open a context on the first one, which may belong to another process.
+    """
+
+    def use() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    use()
+    return use
 
 
 def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:
@@ -256,6 +291,16 @@ def pick_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
     dtype: torch.dtype = torch.float8_e4m3fn if name == "float8" else getattr(torch, name)
     return dtype
+
+
+def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError if the GPU can't convert the pool's dtype."""
+    if device.type != "cuda" or kv_dtype != torch.float8_e4m3fn:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(f"--kv-dtype float8: it needs a GPU of compute capability {needed}; this one has {found}")
 
 
 def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> tuple[Budget, int]:

@@ -119,7 +119,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SamplerStatistics:
-    """num_penalty_bytes is what the record of seen tokens takes, 0 until a row needs it."""
+    """num_penalty_bytes is the size of the record of seen tokens."""
 
     num_rows: int
     num_penalty_bytes: int
@@ -213,7 +213,10 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._params: dict[int, SamplingParams] = {}
-        self._seen: Tensor | None = None
+        # A tensor made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
+            """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start: later memory may be short."""
         self._planned: tuple[tuple[int, ...], _Plan] | None = None
 
     def set_params(
@@ -228,13 +231,12 @@ class Sampler:
 
         The token ids are what its sequence holds already; they matter only to penalties. Raises ValueError for
         parameters out of range, a row beyond max_num_seqs or a token id beyond the vocabulary.
-        Cost: with penalties one transfer of vocab_size bytes; the first row with penalties allocates
-        max_num_seqs * vocab_size bytes.
+        Cost: with penalties one transfer of vocab_size bytes.
         """
         params.validate()
         self._check_row(row)
         if params.has_penalties:
-            self._seen_tokens()[row] = to_device(self._flags(prompt_token_ids, output_token_ids), self.device)
+            self._seen[row] = to_device(self._flags(prompt_token_ids, output_token_ids), self.device)
         self._params[row] = params
         self._planned = None
 
@@ -254,8 +256,7 @@ class Sampler:
             params = replace(params, seed=seed)
             params.validate()
         if params.has_penalties:
-            seen = self._seen_tokens()
-            seen[child_row] = seen[row]
+            self._seen[child_row] = self._seen[row]
         self._params[child_row] = params
         self._planned = None
 
@@ -291,25 +292,16 @@ class Sampler:
         return Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
 
     def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
-        seen = self._seen_tokens().index_select(0, penalties.rows)
+        seen = self._seen.index_select(0, penalties.rows)
         scores = penalties.subset.take(logits)
         repeated = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
         scores = torch.where(seen > 0, repeated, scores) - (seen >= _IN_OUTPUT) * penalties.presence
         return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
 
     def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
-        seen = self._seen_tokens().view(-1)
+        seen = self._seen.view(-1)
         index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
         seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
-
-    def _seen_tokens(self) -> Tensor:
-        """[max_num_seqs, vocab_size] uint8: _IN_PROMPT and _IN_OUTPUT, added."""
-        if self._seen is None:
-            shape = (self.max_num_seqs, self.vocab_size)
-            # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
-                self._seen = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        return self._seen
 
     def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
         flags = np.zeros(self.vocab_size, dtype=np.uint8)
@@ -330,13 +322,11 @@ class Sampler:
         return self._planned[1]
 
     def statistics(self) -> SamplerStatistics:
-        return SamplerStatistics(len(self._params), 0 if self._seen is None else self._seen.nbytes)
+        return SamplerStatistics(len(self._params), self._seen.nbytes)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a row is out of range or a row with penalties has no record of seen tokens."""
+        """Raises AssertionError if a row is out of range."""
         assert all(0 <= row < self.max_num_seqs for row in self._params)
-        penalized = any(params.has_penalties for params in self._params.values())
-        assert self._seen is not None or not penalized, "penalties without a record of seen tokens"
 
 
 def uniform(seeds: _Uint64s, positions: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -124,7 +124,7 @@ def _scratch(
     for tensor in pool.tensors():
         tensor[1:].fill_(float("nan"))
     table = SequenceTable(max_num_seqs=CHECKED_SEQS, max_blocks_per_seq=max(needed), device=device)
-    block_ids = (torch.randperm(sum(needed), generator=generator) + 1).tolist()
+    block_ids = [number + 1 for number in torch.randperm(sum(needed), generator=generator).tolist()]
     for count in needed:
         table.stage_blocks(table.add(), 0, [block_ids.pop() for _ in range(count)])
     return table, pool

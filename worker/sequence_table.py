@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kv_pool import NULL_BLOCK
-from quire.worker.transfer import to_device
+from quire.worker.transfer import indices, to_device
 
 
 class SequenceTableFull(RuntimeError):
@@ -137,7 +137,7 @@ class SequenceTable:
             if row not in self._num_blocks:
                 raise KeyError(row)
             self._last_token_position[row] = position
-        index = to_device(torch.tensor(list(rows), dtype=torch.int64), self.device)
+        index = indices(list(rows), self.device)
         self.last_token.index_copy_(0, index, tokens)
 
     def block_ids(self, row: int) -> list[int]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.worker.transfer import indices
+
 
 class StateKey(NamedTuple):
     """One state of one layer: kind is "conv" or "recurrent", state_idx counts those of a kind."""
@@ -60,6 +62,7 @@ class StateSlots:
 
     def __init__(self, specs: Mapping[StateKey, StateSpec], *, max_num_seqs: int, device: torch.device | str) -> None:
         self.max_num_seqs = max_num_seqs
+        self._device = torch.device(device)
         self._slots = {
             key: torch.zeros(2, max_num_seqs, *spec.shape, dtype=spec.dtype, device=device)
             for key, spec in specs.items()
@@ -76,11 +79,12 @@ class StateSlots:
             return {}
         index = [self._slot(row, start) for row, start in zip(rows, starts, strict=True)]
         fresh = [i for i, start in enumerate(starts) if start == 0]
-        states = {}
-        for key, slots in self._slots.items():
-            taken = slots.flatten(0, 1).index_select(0, torch.tensor(index, device=slots.device))
-            states[key] = taken.index_fill_(0, torch.tensor(fresh, dtype=torch.int64, device=slots.device), 0)
-        return states
+        both = indices([*index, *fresh], self._device)
+        taken, begun = both[: len(index)], both[len(index) :]
+        return {
+            key: slots.flatten(0, 1).index_select(0, taken).index_fill_(0, begun, 0)
+            for key, slots in self._slots.items()
+        }
 
     def _slot(self, row: int, start: int) -> int:
         end = self._ends.get(row, 0)
@@ -99,8 +103,8 @@ class StateSlots:
         """Keep the rows' states, [len(rows), *shape], before and behind the token at position ends[i] - 1."""
         if not self._slots:
             return
+        index = indices(list(rows), self._device)
         for key, slots in self._slots.items():
-            index = torch.tensor(list(rows), dtype=torch.int64, device=slots.device)
             slots[0].index_copy_(0, index, before[key])
             slots[1].index_copy_(0, index, after[key])
         self._ends.update(zip(rows, ends, strict=True))

@@ -7,6 +7,8 @@ has happened. On a CPU everything has happened by the time a call returns.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def indices(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Return integers of the host, nested or not, as an int64 tensor on the device. No sync."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 class Readback:

@@ -26,7 +26,7 @@ from quire.worker.attention import AttentionStep, Workspace
 from quire.worker.kv_pool import KVPool
 from quire.worker.probe import Chunked, LayerSpec, Mask, Sliding
 from quire.worker.step_batch import StepBatch
-from quire.worker.transfer import to_device
+from quire.worker.transfer import indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _
     firsts = [0, *accumulate(batch.counts_host)]
     tokens = [token for seq in seqs for token in range(firsts[seq], firsts[seq + 1])]
     cu_seqlens = [0, *accumulate(batch.counts_host[seq] for seq in seqs)]
-    packed = to_device(torch.tensor([*seqs, *tokens, *cu_seqlens], dtype=torch.int64), batch.seq_lens.device)
+    packed = indices([*seqs, *tokens, *cu_seqlens], batch.seq_lens.device)
     device_seqs, device_tokens, device_cu_seqlens = torch.split(packed, [len(seqs), len(tokens), len(cu_seqlens)])
     return _Part(
         tokens=device_tokens,

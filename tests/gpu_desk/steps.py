@@ -1,0 +1,93 @@
+"""A worker started on the fake device, and steps for it: grants written by hand, as cachemgr would write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.cache.v1 import grant_pb2
+from quire.worker.config import WorkerConfig
+from quire.worker.executor import Executor
+from quire.worker.grants import RowSampling, Step
+from quire.worker.process import Loaded, load, pick_device, use_device
+from quire.worker.sampler import SamplingParams
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 8
+MAX_MODEL_LEN = 64
+BLOCKS_PER_SEQ = MAX_MODEL_LEN // BLOCK_SIZE
+PROMPTS = (20, 1, 7, 33)
+NUM_MIXED, NUM_DECODES = 4, 8
+
+
+def start(model: Path, **settings: Any) -> Loaded:
+    """Load as `quire worker` does, with the flags' defaults but for sizes."""
+    nothing: dict[str, Any] = dict.fromkeys(WorkerConfig.__dataclass_fields__)
+    config = WorkerConfig(
+        **nothing
+        | {
+            "model": str(model),
+            "pool": "default",
+            "dtype": "auto",
+            "kv_dtype": "auto",
+            "device": "auto",
+            "attention": "auto",
+            "cuda_graphs": True,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": 64,
+            "host_memory_bytes": 0,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_step_tokens": 64,
+            "threads": 1,
+            "trust_remote_code": False,
+        }
+        | settings
+    )
+    use_device(pick_device(config.device))
+    return load(config)
+
+
+def make_executor(loaded: Loaded) -> Executor:
+    """As quire.worker.process makes it."""
+    return Executor(
+        loaded.model, loaded.pool, max_num_seqs=MAX_NUM_SEQS, decode=loaded.decode, host_pool=loaded.host_pool
+    )
+
+
+def mixed_and_decode_steps(params: SamplingParams) -> tuple[list[Step], list[Step]]:
+    """NUM_MIXED steps in each of which one prompt begins and the others decode, then NUM_DECODES of one token each."""
+    lengths: list[int] = []
+    steps = []
+    for number in range(1, NUM_MIXED + NUM_DECODES + 1):
+        grant = grant_pb2.StepGrant(lease_id="lease", step_number=number, known_step_number=number - 1)
+        given, sampling = {}, {}
+        if number <= NUM_MIXED:
+            _admit(grant, number, PROMPTS[number - 1])
+            given[len(lengths)] = np.arange(PROMPTS[number - 1], dtype=np.int32)
+            sampling[number] = RowSampling(params, prompt_token_ids=tuple(range(PROMPTS[number - 1])))
+        for index, length in enumerate(lengths):
+            _run(grant, index + 1, length, 1)
+            lengths[index] = length + 1
+        if number <= NUM_MIXED:
+            _run(grant, number, 0, PROMPTS[number - 1])
+            lengths.append(PROMPTS[number - 1])
+        steps.append(Step(grant, given, sampling))
+    return steps[:NUM_MIXED], steps[NUM_MIXED:]
+
+
+def _admit(grant: grant_pb2.StepGrant, seq_id: int, num_tokens: int) -> None:
+    first = 1 + (seq_id - 1) * BLOCKS_PER_SEQ
+    grant.write_sequence_ids.append(seq_id)
+    grant.write_first_indexes.append(0)
+    grant.write_block_counts.append(BLOCKS_PER_SEQ)
+    grant.write_block_ids.extend(range(first, first + BLOCKS_PER_SEQ))
+
+
+def _run(grant: grant_pb2.StepGrant, seq_id: int, start: int, count: int) -> None:
+    grant.run_sequence_ids.append(seq_id)
+    grant.run_starts.append(start)
+    grant.run_token_counts.append(count)
+    grant.run_samples.append(True)

@@ -1,0 +1,167 @@
+"""The worker from its start to its steps on a fake GPU: see fake_device.py for what this finds and what it can't find."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_desk.fake_device import FakeGPU, Seen
+from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
+from model_zoo import save
+
+from quire.worker.executor import Executor, Outcome
+from quire.worker.grants import Step
+from quire.worker.process import pick_device
+from quire.worker.sampler import SamplingParams
+
+GREEDY = SamplingParams()
+EVERYTHING = SamplingParams(
+    temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, num_logprobs=3
+)
+
+# Attention in the kernels, decode steps as graphs. Experts in other dtypes than bfloat16 read sizes on the host, which
+# fake tensors don't have.
+CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "llama4", "phi3_longrope", "stablelm"]
+# Attention in torch, or the model's own.
+NOT_CAPTURED = ["odd_heads", "deepseek_v2", "falcon", "mamba2", "lfm2"]
+DTYPES = [
+    ("float32", "auto"),
+    ("float16", "auto"),
+    ("bfloat16", "float8"),
+    ("bfloat16", "float16"),
+    ("float32", "bfloat16"),
+    ("float16", "bfloat16"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def run(gpu: FakeGPU, executor: Executor, steps: list[Step]) -> Seen:
+    """Launch the steps; all have to compute. Returns what the last one did."""
+    for step in steps:
+        with gpu.watch() as seen:
+            launched = executor.launch(step)
+        assert launched.result.outcome is Outcome.COMPUTED
+    return seen
+
+
+def assert_nothing_waits(seen: Seen) -> None:
+    assert seen.syncs == []
+    assert seen.pageable == []
+
+
+@pytest.mark.parametrize("family", CAPTURED)
+def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(family: str, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save(family, folder), dtype="bfloat16")
+        assert loaded.decode is not None
+        assert len(gpu.captures) > 0
+        for captured in gpu.captures:
+            assert (captured.syncs, captured.to_device, captured.to_host) == ([], 0, 0)
+        for params, copies, decode_copies in ((GREEDY, 4, 2), (EVERYTHING, 13, 3)):
+            executor = make_executor(loaded)
+            mixed, decodes = mixed_and_decode_steps(params)
+            seen = run(gpu, executor, mixed)
+            assert_nothing_waits(seen)
+            assert seen.to_device <= copies
+            seen = run(gpu, executor, decodes)
+            assert_nothing_waits(seen)
+            assert seen.to_device <= decode_copies
+            assert not seen.kernels, "attention is in the graph"
+
+
+@pytest.mark.parametrize("family", NOT_CAPTURED)
+def test_a_model_that_does_not_run_in_the_kernels_starts_and_runs(family: str, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save(family, folder), dtype="bfloat16")
+        assert loaded.decode is None
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(EVERYTHING):
+            seen = run(gpu, executor, steps)
+            assert seen.syncs == []
+            assert [place for place in seen.pageable if place.startswith(("worker/", "kernels/"))] == []
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+def test_a_pool_may_have_another_dtype_than_the_model(dtype: str, kv_dtype: str, fuse: bool, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save("qwen3", folder), dtype=dtype, kv_dtype=kv_dtype, fuse=fuse)
+        assert loaded.decode is not None
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(GREEDY):
+            assert_nothing_waits(run(gpu, executor, steps))
+
+
+@pytest.mark.parametrize(("flag", "index"), [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_every_way_to_name_a_gpu_is_that_gpu(flag: str, index: int, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save("llama", folder), device=flag)
+        assert gpu.current == index
+        assert {tensor.device for tensor in loaded.pool.block_tensors} == {torch.device("cuda", index)}
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(GREEDY):
+            run(gpu, executor, steps)
+
+
+@pytest.mark.parametrize("flag", ["cuda:2", "meta", "no such device"])
+def test_a_device_that_is_not_there_is_refused_with_its_flag(flag: str) -> None:
+    with FakeGPU(), pytest.raises(ValueError, match=f"--device {flag}"):
+        pick_device(flag)
+
+
+def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu() -> None:
+    with pytest.raises(ValueError, match="--device cuda: torch finds 0 GPUs"):
+        pick_device("cuda")
+    assert pick_device("auto") == torch.device("cpu")
+
+
+def test_float8_is_refused_on_a_gpu_that_does_not_have_it(folder: Path) -> None:
+    with FakeGPU(capability=(8, 0)), pytest.raises(ValueError, match=r"--kv-dtype float8: .* 8\.9 .* 8\.0"):
+        start(save("llama", folder), dtype="bfloat16", kv_dtype="float8")
+
+
+def test_a_forward_that_waits_is_named_and_no_capture_begins(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    forward = LlamaModel.forward
+
+    def wait_and_forward(self: LlamaModel, *args: object, **kwargs: object) -> object:
+        if torch.cuda.is_available():
+            self.embed_tokens.weight.sum().item()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", wait_and_forward)
+    with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
+        assert start(save("llama", folder), dtype="bfloat16").decode is None
+        assert gpu.captures == []
+    assert "waits for the device at test_start_and_steps.py:" in caplog.text
+
+
+def test_all_graphs_are_captured_on_one_stream(folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save("llama", folder))
+        assert loaded.decode is not None
+        assert len(loaded.decode.buckets) > 2
+        assert gpu.num_streams == 2  # one for the check of replays, one for the graphs that serve
+
+
+def test_the_record_of_penalties_is_there_before_the_first_request(folder: Path) -> None:
+    with FakeGPU() as gpu:
+        executor = make_executor(start(save("llama", folder)))
+        mixed, _ = mixed_and_decode_steps(EVERYTHING)
+        seen = run(gpu, executor, mixed)
+        assert seen.operations["zeros"] == 0
+
+
+def test_the_host_tier_is_pinned(folder: Path) -> None:
+    with FakeGPU():
+        loaded = start(save("llama", folder), host_memory_bytes=1 << 20)
+        assert loaded.host_pool.num_blocks > 0
