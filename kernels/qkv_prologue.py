@@ -51,7 +51,8 @@ def qkv_prologue(
     Sizes: N tokens, Hq query heads, H kv heads, D head dim, B blocks, S block size, P positions, R rotated dims.
         qkv             [N, (Hq + 2 * H) * D]   fp32, fp16 or bf16, last dim contiguous: all query heads, all key heads,
                                                 all value heads
-        k_pool, v_pool  [B, S, H, D]            one of KV_DTYPES, which may be another than that of qkv; last dim contiguous, any other strides
+        k_pool, v_pool  [B, S, H, D]            one of KV_DTYPES, also another than that of qkv; last dim contiguous,
+                                                any other strides
         slot_mapping    [N]                     int64, contiguous, slot = block_id * S + offset; -1 writes no key and
                                                 no value
         positions       [N]                     int64, contiguous, 0 .. P - 1

@@ -179,7 +179,7 @@ def capture_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Sta
 
 def _first_cause(error: BaseException) -> str:
     """The first line of what went wrong first: a capture that breaks off raises again while it is closed."""
-    while isinstance(error.__context__, Exception):
+    while not isinstance(error, CannotCapture) and isinstance(error.__context__, Exception):
         error = error.__context__
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, CannotCapture) else f"{type(error).__name__}: {text}"

@@ -239,8 +239,9 @@ def classify_mask(
 ) -> Mask | None:
     """Return what a mask function shows on positions 0 .. positions - 1, or None if it is of no known kind.
 
-    A function may hold tensors of the model's device, so it is asked there. Two queries suggest the kind and its size; the suggestion must then hold for every key of about twenty queries,
-    those next to a boundary among them. Cost: about twenty evaluations over `positions` keys.
+    A function may hold tensors of the model's device, so it is asked there. Two queries suggest the kind and its size;
+    the suggestion must then hold for every key of about twenty queries, those next to a boundary among them. Cost:
+    about twenty evaluations over `positions` keys.
     """
     keys = torch.arange(positions, device=device)
     last = positions - 1

@@ -216,7 +216,7 @@ class Sampler:
         # A tensor made in inference mode could never be written outside of it.
         with torch.inference_mode(False):
             self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
-            """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start: later memory may be short."""
+            """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start, when there is memory."""
         self._planned: tuple[tuple[int, ...], _Plan] | None = None
 
     def set_params(

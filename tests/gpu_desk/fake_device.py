@@ -32,17 +32,43 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from quire.worker import fusion_trial, kv_pool, model, probe, self_check
+from quire.worker import fusion_trial, model, probe, self_check
 
 TOTAL_BYTES = 80 << 30
 NUM_GPUS = 2
 # Operations that make views: they launch nothing.
 _VIEWS = frozenset(
-    "view slice select transpose t expand split split_with_sizes unsqueeze squeeze detach alias as_strided permute "
-    "unbind _unsafe_view reshape lift_fresh empty empty_like new_empty empty_strided chunk device flatten view_as".split()
+    {
+        "view",
+        "slice",
+        "select",
+        "transpose",
+        "t",
+        "expand",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "as_strided",
+        "permute",
+        "unbind",
+        "_unsafe_view",
+        "reshape",
+        "lift_fresh",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "chunk",
+        "device",
+        "flatten",
+        "view_as",
+    }
 )
 # Operations that wait for the device, because the host needs a value or a size.
-_SYNCS = frozenset("_local_scalar_dense nonzero masked_select unique is_nonzero".split())
+_SYNCS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"])
 _COPIES = frozenset({"to", "_to_copy", "copy_"})
 # Comparisons whose result the host waits for: on fake tensors they hold.
 _COMPARISONS = frozenset({"equal", "allclose"})
@@ -151,6 +177,21 @@ class _Graph:
     def reset(self) -> None: ...
 
 
+class _Driver:
+    """torch.cuda.cudart(): memory of the host that was registered, by address."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
 @dataclass(frozen=True)
 class _Properties:
     name: str
@@ -176,6 +217,7 @@ class FakeGPU:
         """What was recorded within each torch.cuda.graph block."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
+        self.driver = _Driver()
         self._is_on = False
         self._sync_debug_mode: int | str = 0
 
@@ -254,7 +296,9 @@ class FakeGPU:
             if isinstance(value, torch.Tensor):
                 where = value.device
                 assert where.type == "cuda", f"{name}: a tensor is on {where}"
-                assert where.index == self.current, f"{name}: a tensor is on {where}, the current device is {self.current}"
+                assert where.index == self.current, (
+                    f"{name}: a tensor is on {where}, the current device is {self.current}"
+                )
         self.seen.kernels[name] += 1
 
     def _classify_mask(self, function: Any, *, device: Any) -> Any:
@@ -293,6 +337,7 @@ class FakeGPU:
             yield cuda, name, lambda *_: None
         for name in ("current_stream", "default_stream"):
             yield cuda, name, lambda device=None: _Stream.__new__(_Stream)
+        yield cuda, "cudart", lambda: self.driver
         yield cuda, "Stream", _Stream
         yield cuda, "stream", lambda stream: contextlib.nullcontext()
         yield cuda, "Event", _Event

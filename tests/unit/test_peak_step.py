@@ -35,4 +35,7 @@ def test_runs_all_of_it_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(model), "forward", note)
     run_largest_step(model, max_step_tokens=50, max_num_seqs=3, block_size=16, kv_dtype=torch.float8_e4m3fn)
-    assert [batch.counts_host for batch in batches] == [(32, 17, 1)]
+    first, last_chunks, decodes = batches
+    assert (first.counts_host, first.seq_lens_host) == ((32, 17, 1), (32, 17, 1))
+    assert (last_chunks.counts_host, last_chunks.seq_lens_host) == ((16, 16, 1), (32, 32, 32))
+    assert (decodes.counts_host, decodes.seq_lens_host) == ((1, 1, 1), (32, 32, 32))

@@ -247,9 +247,9 @@ class TestPenalties:
             sampler.clear(0)
             sampler.set_params(0, SamplingParams(presence_penalty=2.0))
 
-    def test_memory_is_taken_only_when_needed(self) -> None:
+    def test_memory_is_taken_at_the_start(self) -> None:
         sampler = make_sampler(SamplingParams(temperature=1.0, top_p=0.5), max_num_seqs=4)
-        assert sampler.statistics() == SamplerStatistics(num_rows=1, num_penalty_bytes=0)
+        assert sampler.statistics() == SamplerStatistics(num_rows=1, num_penalty_bytes=4 * VOCAB)
         sampler.set_params(3, SamplingParams(presence_penalty=1.0))
         assert sampler.statistics() == SamplerStatistics(num_rows=2, num_penalty_bytes=4 * VOCAB)
         sampler.check_invariants()
