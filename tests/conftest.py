@@ -1,6 +1,7 @@
 """The environment every test runs in, also when pytest is called without make; and the tiers of the tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ VERIFY = (
 # Before anything imports torch or grpc.
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Undo what a test, or code that it calls, changes of the environment: it would change the tests after it."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

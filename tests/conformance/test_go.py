@@ -1,4 +1,6 @@
-"""The Go client and its examples: `go vet`, formatting, and `go test -race` against the two real services."""
+"""The Go client and its examples: `go vet`, formatting, `go test -race` against the two real services, and the lines
+of client/go/README.md that use it from a checkout.
+"""
 
 from __future__ import annotations
 

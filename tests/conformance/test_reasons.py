@@ -248,7 +248,9 @@ def cache_sequence_busy(both: Both) -> None:
 
 def cache_too_many_sequences(both: Both) -> None:
     lease = both.lease()
-    lease.refused(lease.admit(*([number] for number in range(MAX_SEQUENCES + 1))))
+    lease.admit(*([number] for number in range(MAX_SEQUENCES)))
+    one_more = {"sequence_id": MAX_SEQUENCES + 1, "token_ids": [MAX_SEQUENCES]}
+    lease.refused(lease.plan(admissions=[one_more]))
 
 
 def cache_too_many_steps(both: Both) -> None:

@@ -43,6 +43,10 @@ VARIES = re.compile(
     r"""(?s:(?<=lease ).*(?=…))|'(?:[^'\\]|\\.)*(?:'|…)|"(?:[^"\\]|\\.)*(?:"|…)"""
     r"""|\b[0-9a-f]{8}\b|-?[0-9][0-9.e+-]*|\b(?:inf|nan)\b"""
 )
+# What grpc.aio's client says of a call that the server ends while the client writes: the server's status is lost.
+LOST_STATUS = "Internal error from Core"
+MAX_CONVERSATIONS = 20
+
 
 
 class Broken(AssertionError):
@@ -270,7 +274,7 @@ class Streams:
             if method.name in ANSWERED_ONE_BY_ONE:
                 return await self._next_on_stream(channel, method, data)
             if method.client_streaming:
-                return await self._conversation(channel, message, data)
+                return await self._with_its_status(channel, message, data)
             if method.server_streaming:
                 return await self._first_of(channel.unary_stream(method.path)(data, timeout=DEADLINE_S))
             return Answer((await channel.unary_unary(method.path)(data, timeout=DEADLINE_S),), grpc.StatusCode.OK)
@@ -300,6 +304,16 @@ class Streams:
                 raise Broken(
                     f"{method.path} ends with {await call.code()}, or goes on, when there is nothing to answer"
                 )
+
+    async def _with_its_status(self, channel: Any, message: Message, data: bytes) -> Answer:
+        """Hold the conversation again if its status was lost: the server ended the stream during a write."""
+        for _ in range(MAX_CONVERSATIONS - 1):
+            try:
+                return await self._conversation(channel, message, data)
+            except grpc.aio.AioRpcError as error:
+                if error.details() != LOST_STATUS:
+                    raise
+        return await self._conversation(channel, message, data)
 
     async def _conversation(self, channel: Any, message: Message, data: bytes) -> Answer:
         """A message alone, or behind the answer to one that is valid: a stream from its begin to its end."""

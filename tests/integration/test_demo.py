@@ -295,6 +295,6 @@ def test_a_model_that_does_not_exist(folder: Path) -> None:
     with piped(folder, "--model", str(folder / "empty")) as process:
         output, _ = process.communicate()
         assert process.returncode == 1
-    assert "worker ended with status 1" in output
+    assert "worker ended with status 2" in output
     assert "Traceback" not in output
     assert nothing_left(folder)

@@ -1,4 +1,4 @@
-"""The blocks on the pages that can be run here do what their pages say: README.md, docs/inspection.md,
+"""The blocks on the pages that can be run here do what their pages say: docs/inspection.md,
 docs/observability.md, docs/operations.md and docs/security.md, on both real services with the model that ships here."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def run_python(block: Block, names: dict[str, Any]) -> dict[str, Any]:
 
 COMMANDS = [
     each
-    for page in ("README.md", "docs/observability.md", "docs/operations.md")
+    for page in ("docs/observability.md", "docs/operations.md")
     for each in pages.blocks(page)
     if each.test == THIS and each.language in SHELL
 ]
