@@ -48,7 +48,6 @@ LOST_STATUS = "Internal error from Core"
 MAX_CONVERSATIONS = 20
 
 
-
 class Broken(AssertionError):
     """An answer that must not be."""
 
