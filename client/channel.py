@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import random
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from google.rpc import error_details_pb2, status_pb2
 from quire.cache.v1 import error_pb2
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import InvalidRequest, ProtocolViolation, QuireError, Unavailable, error_of_reason
+from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a unix socket: sun_path less its final zero byte."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
 # How long one attempt to connect may take, whatever gRPC's name says: as long as a call. A connection that is refused
 # is tried again by the back-off, which is not changed by it.

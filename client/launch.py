@@ -34,8 +34,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2
 
-from quire.client.channel import MAX_SOCKET_PATH_BYTES
-from quire.serving.runtime_folder import short_temporary_folder
+from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES, short_temporary_folder
 
 CACHEMGR_START_TIMEOUT_S = 30.0
 WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded

@@ -12,13 +12,12 @@ import os
 import re
 import socket
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# sun_path less its final zero byte.
-MAX_UNIX_PATH_BYTES = 107 if sys.platform == "linux" else 103
+from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
+
 MAX_PORT = 65535
 _PROBE_TIMEOUT_S = 2.0
 _BRACKETED = re.compile(r"\[(?P<host>[0-9A-Fa-f:.%]+)\]:(?P<port>.*)")
@@ -80,9 +79,9 @@ def _parse_unix(text: str) -> UnixAddress:
     if "\0" in path or path.endswith("/"):
         raise AddressError(f"{text!r}: not the path of a socket")
     num_bytes = len(os.fsencode(path))
-    if num_bytes > MAX_UNIX_PATH_BYTES:
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise AddressError(
-            f"{text!r}: the path has {num_bytes} bytes, a unix socket's may have at most {MAX_UNIX_PATH_BYTES}"
+            f"{text!r}: the path has {num_bytes} bytes, a unix socket's may have at most {MAX_SOCKET_PATH_BYTES}"
         )
     return UnixAddress(path)
 

@@ -14,11 +14,14 @@ and takes /run/quire instead.
 
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 SYSTEM_FOLDER = Path("/run/quire")
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""The longest path of a unix socket on this system: sun_path less its final zero byte."""
 MAX_FOLDER_BYTES = 80  # leaves room for a socket's name within the 103 bytes that every system allows
 
 

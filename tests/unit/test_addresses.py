@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from quire.serving.addresses import (
-    MAX_UNIX_PATH_BYTES,
     AddressError,
     AddressInUseError,
     TcpAddress,
@@ -20,6 +19,7 @@ from quire.serving.addresses import (
     parse_listen_address,
     remove_stale_socket,
 )
+from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_port_0_is_for_listening_only() -> None:
 
 
 def test_the_length_limit_counts_bytes_and_is_the_systems(folder: Path) -> None:
-    longest = f"{folder}/" + "a" * (MAX_UNIX_PATH_BYTES - len(str(folder)) - 1)
+    longest = f"{folder}/" + "a" * (MAX_SOCKET_PATH_BYTES - len(str(folder)) - 1)
     assert parse_listen_address(f"unix:{longest}") == UnixAddress(longest)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(longest)
-    with pytest.raises(AddressError, match=f"has {MAX_UNIX_PATH_BYTES + 1} bytes"):
+    with pytest.raises(AddressError, match=f"has {MAX_SOCKET_PATH_BYTES + 1} bytes"):
         parse_listen_address(f"unix:{longest[:-1]}é")
 
 
