@@ -17,7 +17,7 @@ TICK_S = 0.25
 UNNOTICED_S = 0.3
 """A loop that was held is noticed if looks at it are further apart. Leases are ended this long after their time."""
 LET_IN_S = 1.0
-"""When the loop was held, no lease ends within this time: renewals that wait are read first."""
+"""When the loop was held, no lease ends within this time: renewals that wait are read first. Once for each renewal."""
 
 
 class LeaseState(Enum):
@@ -37,13 +37,17 @@ class Lease:
     expires_at: float
     tenant: str = ""
     state: LeaseState = LeaseState.OPEN
+    was_let_in: bool = False
+    """It got LET_IN_S since its last renewal. A loop that is slow for long must not keep a dead client's lease."""
 
     def renew(self, now: float) -> None:
-        self.expires_at = now + self.ttl_s
+        self.expires_at, self.was_let_in = now + self.ttl_s, False
 
     def extend(self, held_s: float, now: float) -> None:
-        """Add the time in which no renewal could be read, and the time to read those that wait."""
-        self.expires_at = max(self.expires_at + held_s, now + LET_IN_S)
+        """Add the time in which no renewal could be read, and once the time to read those that wait."""
+        self.expires_at += held_s
+        if not self.was_let_in and self.expires_at < now + LET_IN_S:
+            self.expires_at, self.was_let_in = now + LET_IN_S, True
 
 
 class HeldTime:
@@ -56,9 +60,9 @@ class HeldTime:
         self._looked_at = now
 
     def look(self, now: float) -> float:
-        """Return the seconds since the last look if the loop was held meanwhile, else 0."""
+        """Return for how many seconds the loop was held since the last look, 0 if not for long."""
         passed_s, self._looked_at = now - self._looked_at, now
-        return passed_s if passed_s > UNNOTICED_S else 0.0
+        return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0
 
 
 def page_key(lease_id: str) -> str:

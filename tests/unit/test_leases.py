@@ -66,7 +66,7 @@ def test_a_renewed_lease_has_its_whole_time_again() -> None:
 def test_time_in_which_the_loop_was_held_is_found() -> None:
     held_time = HeldTime(100.0)
     looks = [100.25, 100.5, 100.5, 100.75, 108.75, 109.0, 109.3, 109.61]
-    assert [round(held_time.look(now), 6) for now in looks] == [0, 0, 0, 0, 8.0, 0, 0, 0.31]
+    assert [round(held_time.look(now), 6) for now in looks] == [0, 0, 0, 0, 7.75, 0, 0, 0.06]
 
 
 def test_a_look_that_comes_in_time_adds_up_to_no_held_time() -> None:
@@ -86,6 +86,28 @@ def test_a_held_loop_takes_no_time_of_a_lease_and_leaves_some_to_read_renewals(
     lease = lease_of(expires_at=expires_at)
     lease.extend(8.0, 108.0)
     assert lease.expires_at == extended
+
+
+@pytest.mark.parametrize("late_s", [0.06, 0.5, 5.0])
+def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late_s: float) -> None:
+    lease, now = lease_of(expires_at=10.0), 0.0
+    held_time = HeldTime(now)
+    while now < lease.expires_at:
+        now += TICK_S + late_s
+        if held_s := held_time.look(now):
+            lease.extend(held_s, now)
+        assert now < 10.0 * (TICK_S + late_s) / TICK_S + 10.0
+
+
+def test_a_lease_is_let_in_once_for_each_renewal() -> None:
+    lease = lease_of(expires_at=1.0)
+    lease.extend(0.0, 2.0)
+    assert lease.expires_at == 2.0 + LET_IN_S
+    lease.extend(0.5, 3.0)
+    assert lease.expires_at == 2.5 + LET_IN_S
+    lease.renew(3.0)
+    lease.extend(0.0, 14.0)
+    assert lease.expires_at == 14.0 + LET_IN_S
 
 
 # -- what was answered ----------------------------------------------------------------------------------------------
