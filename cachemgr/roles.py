@@ -34,8 +34,8 @@ ROLES: dict[str, Roles] = {
 MESSAGE_LIMITS: dict[str, int] = {
     f"{SERVICE}{method}": limit
     for methods, limit in (
-        (("PlanStep", "PlanSteps", "AttachPool"), MAX_MESSAGE_BYTES),
-        (("LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"), PROMPT_MESSAGE_BYTES),
+        (("AttachPool",), MAX_MESSAGE_BYTES),
+        (("PlanStep", "PlanSteps", "LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"), PROMPT_MESSAGE_BYTES),
     )
     for method in methods
 }

@@ -26,10 +26,11 @@ Decode = Callable[[bytes], Any]
 
 SMALL_MESSAGE_BYTES = 64 * 2**10
 """A message of a method that has no limit of its own: ids, names and numbers."""
-PROMPT_MESSAGE_BYTES = 8 * 2**20
-"""A message with one prompt: 2.7 million tokens, each below 2^21 and so 3 bytes at most."""
+PROMPT_MESSAGE_BYTES = 4 * 2**20
+"""A message with prompts: 1.3 million tokens, each below 2^21 and so 3 bytes at most. Its parsing holds the event loop:
+some 20 ms for each MiB of many small parts."""
 MAX_MESSAGE_BYTES = 32 * 2**20
-"""Any message: a plan or a step with 11 million tokens."""
+"""Any message: a step with 11 million tokens."""
 MAX_ARRIVING = 8
 """Requests of a caller that arrive at a time, of methods with one limit. More wait for a place."""
 LARGE_MESSAGE_BYTES = 2**20
