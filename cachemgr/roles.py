@@ -35,7 +35,10 @@ MESSAGE_LIMITS: dict[str, int] = {
     f"{SERVICE}{method}": limit
     for methods, limit in (
         (("AttachPool",), MAX_MESSAGE_BYTES),
-        (("PlanStep", "PlanSteps", "LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"), PROMPT_MESSAGE_BYTES),
+        (
+            ("PlanStep", "PlanSteps", "LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"),
+            PROMPT_MESSAGE_BYTES,
+        ),
     )
     for method in methods
 }
