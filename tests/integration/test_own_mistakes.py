@@ -118,6 +118,12 @@ async def run_innocents(engine: Engine, beside: Callable[[], Any]) -> list[list[
     return [await task for task in tasks]
 
 
+def assert_no_recovery(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine has not recovered; if it has, the log says from what."""
+    said = [record.getMessage() for record in caplog.records if record.name == "quire.client.engine"]
+    assert (engine.statistics().recoveries, [line for line in said if line.startswith("recovering")]) == (0, [])
+
+
 @pytest.fixture(scope="module")
 def alone(services: LocalServices) -> list[list[int]]:
     """The tokens of each innocent request, with nothing beside it."""
@@ -168,7 +174,7 @@ async def outcome_of(engine: Engine, changes: Changes) -> str:
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS, ids=lambda field: field.name)
 def test_a_value_that_the_worker_refuses_fails_its_own_request(
-    field: FieldDescriptor, services: LocalServices, alone: list[list[int]]
+    field: FieldDescriptor, services: LocalServices, alone: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert field.cpp_type in VALUES, f"{field.name} is of a new kind: say which values are at its bounds and beyond"
 
@@ -186,7 +192,7 @@ def test_a_value_that_the_worker_refuses_fails_its_own_request(
                     refused.append(outcome != "")
 
                 assert await run_innocents(engine, beside) == alone, value
-            assert engine.statistics().recoveries == 0
+            assert_no_recovery(engine, caplog)
         assert any(refused) == (field.name not in WITHOUT_LIMIT)
         assert not all(refused)
 
@@ -211,7 +217,11 @@ def unknown_sequence(entry: worker_service_pb2.SequenceInput) -> None:
     ids=lambda value: value.__name__,
 )
 def test_tokens_that_the_worker_refuses_fail_their_own_request(
-    change: ChangeInput, kind: type[Exception], services: LocalServices, alone: list[list[int]]
+    change: ChangeInput,
+    kind: type[Exception],
+    services: LocalServices,
+    alone: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
         async with connect(services, Changes(to_input=change)) as engine:
@@ -221,7 +231,7 @@ def test_tokens_that_the_worker_refuses_fail_their_own_request(
                     await engine.complete([BAD_PROMPT], BAD_PARAMS)
 
             assert await run_innocents(engine, beside) == alone
-            assert engine.statistics().recoveries == 0
+            assert_no_recovery(engine, caplog)
 
     asyncio.run(main())
 
@@ -249,7 +259,7 @@ def no_tokens(request: cache_service_pb2.PlanStepRequest, admission: cache_servi
     "change", [long_salt, negative_limit, negative_token, no_tokens], ids=lambda change: change.__name__
 )
 def test_what_cachemgr_refuses_fails_its_own_request(
-    change: ChangePlan, services: LocalServices, alone: list[list[int]]
+    change: ChangePlan, services: LocalServices, alone: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         async with connect(services, Changes(to_plan=change)) as engine:
@@ -259,7 +269,7 @@ def test_what_cachemgr_refuses_fails_its_own_request(
                     await engine.complete([BAD_PROMPT], BAD_PARAMS)
 
             assert await run_innocents(engine, beside) == alone
-            assert engine.statistics().recoveries == 0
+            assert_no_recovery(engine, caplog)
 
     asyncio.run(main())
 
