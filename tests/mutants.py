@@ -1981,14 +1981,20 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a held loop is not noticed",
         "leases.py",
-        "        return passed_s if passed_s > UNNOTICED_S else 0.0\n",
+        "        return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0\n",
         "        return 0.0\n",
     ),
     Mutant(
         "a renewal that waits behind a held loop has no time to be read",
         "leases.py",
-        "max(self.expires_at + held_s, now + LET_IN_S)",
-        "self.expires_at + held_s",
+        "if not self.was_let_in and self.expires_at < now + LET_IN_S:",
+        "if False:",
+    ),
+    Mutant(
+        "a lease that nobody renews is let in whenever the loop was held",
+        "leases.py",
+        "self.expires_at, self.was_let_in = now + LET_IN_S, True",
+        "self.expires_at, self.was_let_in = now + LET_IN_S, False",
     ),
     # what tenants may have
     Mutant(
