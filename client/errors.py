@@ -63,7 +63,7 @@ class QuireError(Exception):
 
     @property
     def is_about_input(self) -> bool:
-        """Whether a refusal names a field or a sequence of what the service was sent."""
+        """Return whether a refusal names a field or a sequence of what the service was sent."""
         return "field" in self.metadata or "sequence_id" in self.metadata
 
     @property

@@ -151,7 +151,7 @@ def answering(cachemgr: str) -> Iterator[None]:
 
 
 def is_silent(error: QuireError) -> bool:
-    """Whether the service itself said nothing: it is away, or another one is at its address."""
+    """Return whether the service itself said nothing: it is away, or another one is at its address."""
     return isinstance(error, Unavailable) or error.reason == "UNIMPLEMENTED"
 
 

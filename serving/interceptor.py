@@ -1,4 +1,4 @@
-"""What stands between gRPC and every handler: how many calls, who may call, large, late and unreadable messages,
+"""Wrap every handler of a server: how many calls, who may call, large, late and unreadable messages,
 unexpected exceptions, the end of a stream, the log line of a call.
 
 gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an

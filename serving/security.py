@@ -52,7 +52,7 @@ class Security:
 
     @property
     def asks_tokens(self) -> bool:
-        """Whether there is a token file."""
+        """Return whether there is a token file."""
         return self._options.token_file is not None
 
     def check_plaintext(self, flag: str, address: Address) -> None:

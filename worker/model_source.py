@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or an id of the hub. Nothing here imports torch or transformers."""
+"""Find a model: a folder, or an id of the hub. Nothing here imports torch or transformers."""
 
 from __future__ import annotations
 

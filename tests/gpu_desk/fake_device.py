@@ -214,7 +214,7 @@ class FakeGPU:
         self.contexts: set[int] = set()
         """Devices on which something was allocated or launched."""
         self.captures: list[Seen] = []
-        """What was recorded within each torch.cuda.graph block."""
+        """The records of each torch.cuda.graph block."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
         self.driver = _Driver()
@@ -362,7 +362,7 @@ class FakeGPU:
 
 
 def _masks_of(module: torch.nn.Module) -> list[Any]:
-    """What the probe finds out about the masks of a model on the CPU, in the order in which it asks."""
+    """Return the masks that the probe finds in a model on the CPU, in the order of its questions."""
     found: list[Any] = []
     real = probe.classify_mask
 

@@ -401,7 +401,7 @@ class Books:
         return sum(s.promised for lease in self.leases.values() for s in lease.sequences.values())
 
     def lacks(self, needed: int, *, parked: int = 0, spared: int = 0) -> bool:
-        """Whether there are too few blocks beside those that are promised."""
+        """Return whether there are too few blocks beside those that are promised."""
         taken = needed + parked
         return taken > 0 and taken + spared > max(0, self.num_room() - self.num_promised())
 

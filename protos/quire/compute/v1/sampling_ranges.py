@@ -18,7 +18,7 @@ class Range:
     is_float: bool = True
 
     def allows(self, value: float) -> bool:
-        """Whether a message can carry the value and the value that arrives is in the range. NaN is in no range.
+        """Return whether a message can carry the value and the value that arrives is in the range. NaN is in no range.
 
         A field of type float carries float32, in which 1e-46 is 0 and 1e39 is infinite.
         """
