@@ -108,7 +108,7 @@ class Gate:
             raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed")
 
     def check(self, signed: grant_pb2.SignedGrant, grant: grant_pb2.StepGrant) -> None:
-        """Return whether the step may run now. Raises Refused and changes nothing."""
+        """Refuse a step that may not run now. Raises Refused and changes nothing."""
         if grant.epoch != self._epoch or grant.pool != self.pool:
             message = f"the grant is for epoch {grant.epoch} of pool {grant.pool!r}; this is {self._epoch}"
             raise Refused(Reason.EPOCH_CHANGED, message, value=grant.epoch, epoch=self._epoch)

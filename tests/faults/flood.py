@@ -27,6 +27,7 @@ import grpc
 import psutil
 from certificates import sha256
 from faults.raw import UnfinishedCall
+from fuzz.names import varint
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -201,15 +202,7 @@ def large_request(service: str, num_bytes: int) -> bytes:
 
 
 def _field(number: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
+    return varint(number << 3 | 2) + varint(len(payload)) + payload
 
 
 # -- cases --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import click
 import grpc
 import psutil
+from fuzz.names import varint
 from integration.lone_cachemgr import Bookkeeper, LoneCachemgr, Tenant
 from integration.protocol_client import CHANNEL_OPTIONS, RefusedError
 from rich.console import Console
@@ -114,16 +115,8 @@ def packed(*path: int, count: int) -> bytes:
     """So many token ids, 1 each, in the field at the end of a path of field numbers."""
     data = bytes([1]) * count
     for number in reversed(path):
-        data = bytes([number << 3 | 2]) + _varint(len(data)) + data
+        data = bytes([number << 3 | 2]) + varint(len(data)) + data
     return data
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
 
 
 def admissions(count: int, length: int) -> list[dict[str, Any]]:
@@ -227,7 +220,7 @@ def every_block(attacked: Attacked) -> Answers:
 
 @case(WORKER_CASES, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 def grants_of_60_mb(attacked: Attacked) -> Answers:
-    grant = bytes([0xBA, 0x01]) + _varint(NUM_IDS) + bytes([1]) * NUM_IDS
+    grant = bytes([0xBA, 0x01]) + varint(NUM_IDS) + bytes([1]) * NUM_IDS
     request = worker_service_pb2.RunStepRequest(grant={"grant": b"\x10\x01" + grant, "signature": bytes(32)})
     return Counter(attacked.ask("RunStep", request) for _ in range(3))
 

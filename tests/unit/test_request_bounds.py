@@ -15,7 +15,6 @@ import pytest
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
 from quire.cachemgr.errors import CallRefused
-from quire.cachemgr.geometry import Geometry
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Refused
 from quire.worker.gate import MAX_UNSIGNED_BYTES, Gate
@@ -31,16 +30,7 @@ WIRE_GEOMETRY: dict[str, Any] = {
     "max_sequence_tokens": 24,
     "vocabulary_size": 100,
 }
-GEOMETRY = Geometry(
-    block_size=4,
-    num_blocks=9,
-    block_bytes=1,
-    max_sequences=6,
-    max_sequence_tokens=24,
-    vocab_size=100,
-    model="",
-    model_fingerprint="",
-)
+GEOMETRY = messages.decode_geometry(attach_pb2.PoolGeometry(**WIRE_GEOMETRY))
 NUM_TOO_MANY = 7
 """Sequences."""
 TOO_LONG = [1] * 25
