@@ -57,7 +57,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What went on lately. hit_ratio is None if no prompt came; speeds are per second, the oldest first.
+    """The activity of late. hit_ratio is None if no prompt came; speeds are per second, the oldest first.
 
     prompt     tokens of admitted prompts, those found in the cache included
     generated  tokens that steps added to sequences

@@ -17,7 +17,7 @@ MODULE = ROOT / "client/go"
 
 
 def run(*command: str, cwd: Path = MODULE) -> str:
-    """What a command in the module, or in another folder, says; all of it is shown if it fails."""
+    """Return the output of a command in the module or in another folder; all of it is shown if it fails."""
     environment = {**os.environ, "QUIRE_PYTHON": sys.executable, "QUIRE_ROOT": str(ROOT)}
     done = subprocess.run(
         command,

@@ -82,7 +82,7 @@ class CheckFailed(Exception):
 def run(
     *command: str | Path, cwd: Path | None = None, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None
 ) -> str:
-    """What a command says on standard output. Raises CheckFailed if it fails. env is put over ours."""
+    """Return the standard output of a command. Raises CheckFailed if it fails. env is put over ours."""
     done = attempt(*command, cwd=cwd, timeout_s=timeout_s, env=env)
     if done.returncode:
         raise CheckFailed(f"{' '.join(map(str, command))}: {(done.stdout + done.stderr)[-3000:]}")

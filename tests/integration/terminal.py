@@ -82,7 +82,7 @@ class Terminal:
         return self.frame()
 
     def await_text(self, pattern: str) -> str:
-        """What was written so far, without colours and controls, once the pattern is found in it."""
+        """Return the text so far, without colours and controls, once the pattern is found in it."""
         deadline = time.monotonic() + DEADLINE_S
         while not re.search(pattern, self.text()):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.text()!r}"
@@ -90,7 +90,7 @@ class Terminal:
         return self.text()
 
     def text(self) -> str:
-        """What was written so far, without colours and controls."""
+        """Return the text so far, without colours and controls."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.written).replace("\r", "")
 
     def await_colour(self, cells: str) -> None:

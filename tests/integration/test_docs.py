@@ -43,7 +43,7 @@ def services() -> Iterator[LocalServices]:
 
 
 def run_shell(text: str, folder: Path, environment: Mapping[str, str]) -> str:
-    """What the commands print. Fails if one of them fails."""
+    """Return the output of the commands. Fails if one of them fails."""
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         ["bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", text],

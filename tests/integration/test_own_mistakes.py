@@ -57,7 +57,7 @@ def leave_plan(request: cache_service_pb2.PlanStepRequest, admission: cache_serv
 
 @dataclass
 class Changes:
-    """What happens to the messages of the marked request: each of its entries, each of its admissions."""
+    """Changes of the marked request's messages: of each of its entries, of each of its admissions."""
 
     to_input: ChangeInput = leave_input
     to_plan: ChangePlan = leave_plan

@@ -264,7 +264,7 @@ def test_brackets_are_no_markup() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 12), (80, 6)])
 @pytest.mark.parametrize("count", [2, 3, 8, 24])
 def test_growing_samples_can_be_erased(width: int, height: int, count: int) -> None:
-    """What is drawn live is erased line by line, as far as it is on the screen: it needs a line for the cursor.
+    """A live drawing is erased line by line, as far as it is on the screen: it needs a line for the cursor.
 
     The terminal writes "^C" where the cursor is. In a line that is full this would begin another one.
     """

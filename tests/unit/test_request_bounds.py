@@ -46,7 +46,7 @@ GRANT = grant_pb2.StepGrant(
 )
 
 Beyond = tuple[Callable[[], object], str]
-"""What reads a request with one entry too many, and the field that the refusal names."""
+"""A reader of a request with one entry too many, and the field that the refusal names."""
 
 
 # -- cachemgr -----------------------------------------------------------------------------------------------------
