@@ -8,12 +8,12 @@ import torch
 
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
-from quire.worker.sampler import Sampler, SamplingParams
+from quire.worker.sampler import MAX_LOGPROBS, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
 
-# Of the sampler's ways the one that takes most: it sorts all logits.
-COSTLY_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
+# The parameters that take most: top_p sorts all logits, and the others keep copies of them meanwhile.
+COSTLY_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=MAX_LOGPROBS)
 
 
 def run_largest_step(

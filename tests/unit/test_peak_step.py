@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from quire.worker.model import prepare_model
-from quire.worker.peak_step import largest_counts, run_largest_step
+from quire.worker.peak_step import COSTLY_SAMPLING, largest_counts, run_largest_step
+from quire.worker.sampler import MAX_LOGPROBS, Sampled, Sampler
 from quire.worker.step_batch import StepBatch
 
 
@@ -34,8 +35,25 @@ def test_runs_all_of_it_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, batch, pool)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(model), "forward", note)
+    sampled: list[Sampled] = []
+    sample = Sampler.sample
+
+    def note_sampled(self: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
+        assert all(self.params(row) == COSTLY_SAMPLING for row in rows)
+        sampled.append(sample(self, logits, rows, positions))
+        return sampled[-1]
+
+    monkeypatch.setattr(Sampler, "sample", note_sampled)
     run_largest_step(model, max_step_tokens=50, max_num_seqs=3, block_size=16, kv_dtype=torch.float8_e4m3fn)
     first, last_chunks, decodes = batches
     assert (first.counts_host, first.seq_lens_host) == ((32, 17, 1), (32, 17, 1))
     assert (last_chunks.counts_host, last_chunks.seq_lens_host) == ((16, 16, 1), (32, 32, 32))
     assert (decodes.counts_host, decodes.seq_lens_host) == ((1, 1, 1), (32, 32, 32))
+    assert [each.top_logprobs.shape for each in sampled if each.top_logprobs is not None] == [(3, MAX_LOGPROBS)] * 3
+
+
+def test_the_costliest_sampling_does_all_that_takes_memory() -> None:
+    assert COSTLY_SAMPLING.has_penalties
+    assert COSTLY_SAMPLING.num_logprobs == MAX_LOGPROBS
+    assert (COSTLY_SAMPLING.is_greedy, COSTLY_SAMPLING.top_k) == (False, 0)
+    assert COSTLY_SAMPLING.top_p < 1
