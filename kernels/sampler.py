@@ -230,7 +230,8 @@ def chunk_max_kernel(
     logits = _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK)
     greatest, place = tl.max(logits, 0, return_indices=True)
     tl.store(greatest_ptr + row * num_chunks + chunk, greatest)
-    tl.store(likeliest_ptr + row * num_chunks + chunk, chunk * CHUNK + place)
+    # Logits that are no numbers have no greatest: any token then, but one of the vocabulary.
+    tl.store(likeliest_ptr + row * num_chunks + chunk, tl.minimum(chunk * CHUNK + place, vocab_size - 1))
 
 
 @triton.jit
@@ -409,7 +410,7 @@ def argmax(logits: Tensor, *, workspace: SamplerWorkspace, out: Tensor | None = 
     """The greatest logit of each row; of several, the first.
 
     Sizes: B rows, V vocabulary.
-        logits          [B, V]  fp32/fp16/bf16, V contiguous; no NaN
+        logits          [B, V]  fp32/fp16/bf16, V contiguous; a row with NaN gets any token of the vocabulary
         out, returns    [B]     int64, contiguous. None allocates
 
     Raises ValueError if a shape, dtype or device is another, or the workspace is for fewer rows or another V. No sync.

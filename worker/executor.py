@@ -24,7 +24,7 @@ from quire.worker.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
-from quire.worker.sampler import Sampled, Sampler, SamplingParams
+from quire.worker.sampler import Draws, Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
 from quire.worker.transfer import Moment, Readback, indices
@@ -146,7 +146,10 @@ class Executor:
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
     ) -> None:
-        """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it."""
+        """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
+
+        A StaticDecode is for as many sequences, and belongs to one executor: its table holds the executor's sequences.
+        """
         self._model = model
         if model.states.max_num_seqs < max_num_seqs:
             model.allocate_states(max_num_seqs)
@@ -155,10 +158,14 @@ class Executor:
         self.runs_ahead = model.device.type == "cuda"
         """Whether it pays to launch a step before earlier ones are collected."""
         self._host_pool = host_pool or make_host_pool(pool, num_blocks=0)
-        self._table = SequenceTable(
-            max_num_seqs=max_num_seqs,
-            max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
-            device=model.device,
+        self._table = (
+            decode.table
+            if decode is not None
+            else SequenceTable(
+                max_num_seqs=max_num_seqs,
+                max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
+                device=model.device,
+            )
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
         self._leases: dict[str, LeaseRows] = {}
@@ -204,13 +211,7 @@ class Executor:
         except Exception as error:
             self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
-        self._set_sampling(lease, step)
-        outcome = self._refused_outcome(lease, step)
-        if outcome is not None:
-            result = StepResult(grant.step_number, outcome, failed_step=lease.last_failed_step)
-            launched = LaunchedStep(result, None, device)
-        else:
-            launched = self._try_to_compute(lease, step, started)
+        launched = self._try_to_compute(lease, step, started)
         if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
         # Waits for the copies of steps that have some: they are few, and what is launched next may write their blocks.
@@ -219,10 +220,12 @@ class Executor:
 
     def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
         number, device = step.grant.step_number, self._model.device
-        if not step.grant.run_sequence_ids:
-            return LaunchedStep(StepResult(number, Outcome.COMPUTED), None, device)
         try:
-            sampling = self._compute(lease, step, started)
+            self._set_sampling(lease, step)
+            outcome = self._refused_outcome(lease, step)
+            if outcome is not None:
+                return LaunchedStep(StepResult(number, outcome, failed_step=lease.last_failed_step), None, device)
+            sampling = self._compute(lease, step, started) if step.grant.run_sequence_ids else None
             return LaunchedStep(StepResult(number, Outcome.COMPUTED), sampling, device)
         except torch.AcceleratorError:
             raise
@@ -312,7 +315,10 @@ class Executor:
         return written
 
     def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
-        """From this step on, also if it fails: the client may not send it again."""
+        """From this step on, also if it fails: the client may not send it again.
+
+        A row whose parameters can't be set is left without any: the steps that sample it fail.
+        """
         for seq_id, sampling in step.sampling.items():
             self._sampler.set_params(
                 lease.rows[seq_id],
@@ -325,24 +331,15 @@ class Executor:
         grant, device = step.grant, self._model.device
         rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
         with phase("prepare batch"):
-            batch = build_step_batch(
-                self._table,
-                block_size=self._pool.block_size,
-                rows=rows,
-                starts=list(grant.run_starts),
-                counts=list(grant.run_token_counts),
-                token_ids=[step.given_tokens.get(index) for index in range(len(rows))],
-            )
+            batch, draws = self._build_batch(step, rows)
         prepared = Moment(device)
         with phase("forward"):
             logits = self._forward(grant, batch)
         forwarded = Moment(device)
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
-        if 0 < len(chosen) < len(rows):
-            logits = logits.index_select(0, indices(chosen, device))
-        rows = [rows[index] for index in chosen]
-        sampled = self._sample(logits, rows, positions=[batch.seq_lens_host[index] for index in chosen])
-        params = [self._sampler.params(row) for row in rows]
+        with phase("sample"):
+            sampled = self._sample(batch, logits, chosen) if draws is None else self._replay_sampler(batch, draws)
+        params = [self._sampler.params(rows[index]) for index in chosen]
         return Sampling(
             seq_ids=[grant.run_sequence_ids[index] for index in chosen],
             num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
@@ -350,19 +347,44 @@ class Executor:
             moments=(started, prepared, forwarded, Moment(device)),
         )
 
+    def _build_batch(self, step: Step, rows: list[int]) -> tuple[StepBatch, Draws | None]:
+        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
+        grant = step.grant
+        starts, counts = list(grant.run_starts), list(grant.run_token_counts)
+        token_ids = [step.given_tokens.get(index) for index in range(len(rows))]
+        if self._decode is None or not self._decode.takes_counts(counts):
+            batch = build_step_batch(
+                self._table,
+                block_size=self._pool.block_size,
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                token_ids=token_ids,
+            )
+            return batch, None
+        draws = self._sampler.draws(rows) if self._decode.samples and all(grant.run_samples) else None
+        return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
+
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
         """Computes what the grant says; logits [B, V] of each run's last token, valid until the next forward."""
         if self._decode is not None and self._decode.takes(batch):
             return self._decode.forward(batch)
         return self._model.forward(batch, self._pool)
 
-    def _sample(self, logits: Tensor, rows: list[int], *, positions: list[int]) -> Sampled:
-        """Chooses a token for each row of logits [rows, V], and keeps it on the device for the next step."""
-        if not rows:
+    def _replay_sampler(self, batch: StepBatch, draws: Draws) -> Sampled:
+        assert self._decode is not None
+        return Sampled(self._decode.sample(batch, draws.way))
+
+    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int]) -> Sampled:
+        """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
+        if not chosen:
             return Sampled(torch.zeros(0, dtype=torch.int64))
-        with phase("sample"):
-            sampled = self._sampler.sample(logits, rows, positions)
-            self._table.store_sampled(rows, sampled.tokens, positions)
+        if len(chosen) < batch.num_seqs:
+            logits = logits.index_select(0, indices(chosen, logits.device))
+        rows = [batch.rows_host[index] for index in chosen]
+        positions = [batch.seq_lens_host[index] for index in chosen]
+        sampled = self._sampler.sample(logits, rows, positions)
+        self._table.store_sampled(rows, sampled.tokens, positions)
         return sampled
 
     def _remove(self, row: int) -> None:

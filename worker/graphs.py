@@ -1,28 +1,54 @@
-"""Steps in which every sequence runs one token, on fixed memory, so that a GPU can replay them as one CUDA graph.
+"""Steps in which every sequence runs one token, on fixed memory, so that a GPU can replay them as CUDA graphs.
 
-A step's numbers are copied to where the captured forward reads them, padded to the next bucket of batch sizes. Nothing
-of them is part of the graph: lengths, block tables, positions and slots are read on the device, and grids follow from
-the bucket. A padded row is a sequence of length 0 whose token has slot -1: it reads and writes no block, and its
-attention is zero.
+The host sends a step's numbers in one copy to where the captured stages read them, padded to the next bucket of batch
+sizes. Nothing of them is part of a graph: lengths, block tables, positions and slots are read on the device, and grids
+follow from the bucket. A padded row is a sequence of length 0 whose token has slot -1: it reads and writes no block,
+and its attention is zero.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
-from quire.worker.step_batch import StepBatch
+from quire.worker.sampler import DRAW_COLUMNS, Draws, Sampler, SamplingParams, TokenIds, Way
+from quire.worker.self_check import CHECKED_SEQS
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import StepBatch, check_runs
+from quire.worker.transfer import send
 
 log = logging.getLogger(__name__)
 
 MAX_BUCKET = 256
+
+# The rows of StaticDecode's inputs; behind them come the sampler's.
+_ROW, _TOKEN, _POSITION, _SLOT, _LENGTH = range(5)
+_DRAWS = slice(5, 5 + len(DRAW_COLUMNS))
+_LAST_SAMPLED = -1
+"""For a token: the one that was sampled last for its row."""
+
+# Of the tokens in the check of the replayed sampler, the share that may be others than the Sampler's: rounding moves
+# the borders between tokens, and a uniform number may lie between the old and the new.
+MAX_OTHER_TOKENS = 1 / 16
+NUM_CHECKED_POSITIONS = 4
+
+
+class Stage(StrEnum):
+    """The stages of a decode step before a token is chosen; the one that chooses is a Way."""
+
+    PREPARE = "prepare"
+    FORWARD = "forward"
 
 
 class CannotCapture(Exception):
@@ -36,127 +62,289 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class StaticDecode:
-    """Decode steps on fixed memory: buffers, and on a GPU a graph per bucket.
+    """Decode steps on fixed memory: buffers, and on a GPU a graph per stage and bucket.
 
     Sizes: n sequences of a step, L the largest bucket, M blocks of the longest sequence there may be.
-        token_ids, positions, slot_mapping  [3, L]  int64
-        block_tables                        [L, M]  int32
-        seq_lens                            [L]     int32
-        logits                              [L, vocab_size] float32, of all buckets: kept for each, they would add up
-    Without graphs the same forward runs on the same memory as it is: what a CPU can test.
+        inputs          [10, L]     int64, all that the host sends: table row, token or -1, position, slot, length, and
+                                    the DRAW_COLUMNS
+        token_ids       [L]         int64
+        block_tables    [L, M]      int32
+        seq_lens        [L]         int32
+        temperature     [L]         float32
+        logits          [L, vocab_size] float32, of all buckets: kept for each, they would add up
+        sampled         [L]         int64
+
+    Each stage of a step is replayed as one graph. Without graphs the same functions run on the same memory, as they
+    are: what a CPU can test.
+        prepare             inputs, the table -> token_ids, block_tables, seq_lens, temperature
+        forward             these, and positions and slots -> logits
+        greedy or drawn     logits, and the sampler's inputs -> sampled, and the table's last tokens
     """
 
     def __init__(self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         """Raises CannotCapture if the attention of a layer depends on numbers that the host knows."""
         if not model.step_kind.reads_lengths_on_device(model.attention_specs):
             raise CannotCapture("the attention of some layer cuts its work by lengths on the host")
+        from quire.kernels.sampler import SamplerWorkspace
+
         self._model = model
         self._pool = pool
         self.buckets = buckets(max_num_seqs)
-        largest = self.buckets[-1]
-        device = model.device
-        self._tokens = torch.zeros(3, largest, dtype=torch.int64, device=device)
-        self._padding = torch.tensor([[0], [0], [-1]], dtype=torch.int64, device=device)
-        self._block_tables = torch.zeros(largest, max_blocks_per_seq, dtype=torch.int32, device=device)
-        self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
-        self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._indices = torch.arange(largest, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(largest, model.vocab_size, dtype=torch.float32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.samples = True
+        """Whether sample() may be called: not if it was found to choose other tokens than the Sampler."""
+        largest, device = self.buckets[-1], model.device
+        self.table = SequenceTable(max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, device=device)
+        """The sequences of prepared steps: the graphs read and write its tensors."""
+        self._padding = np.zeros((_DRAWS.stop, largest), dtype=np.int64)
+        self._padding[_ROW] = self.table.padding_row
+        self._padding[_SLOT] = -1
+        with torch.inference_mode(False):  # a tensor made in inference mode could never be written outside of it
+            self._inputs = torch.tensor(self._padding, device=device)
+            self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._block_tables = torch.zeros(largest, max_blocks_per_seq, dtype=torch.int32, device=device)
+            self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
+            self._temperature = torch.zeros(largest, dtype=torch.float32, device=device)
+            self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
+            self._indices = torch.arange(largest, dtype=torch.int64, device=device)
+            self._logits = torch.zeros(largest, model.vocab_size, dtype=torch.float32, device=device)
+            self._sampled = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._workspace = SamplerWorkspace.allocate(
+                max_num_seqs=largest, vocab_size=model.vocab_size, device=device
+            )
+        self._prepared: StepBatch | None = None
+        self._graphs: dict[tuple[Stage | Way, int], torch.cuda.CUDAGraph] = {}
+        self._memory: Any = None
+
+    @property
+    def logits(self) -> Tensor:
+        """[L, vocab_size], of the last forward."""
+        return self._logits
 
     def takes(self, batch: StepBatch) -> bool:
         """Whether every sequence runs one token, and there are no more of them than the largest bucket."""
-        return batch.num_tokens == batch.num_seqs <= self.buckets[-1]
+        return self.takes_counts(batch.counts_host)
+
+    def takes_counts(self, counts: Sequence[int]) -> bool:
+        """As takes(), before there is a batch: counts are the tokens that each sequence runs."""
+        return len(counts) <= self.buckets[-1] and all(count == 1 for count in counts)
+
+    def prepare(
+        self, rows: Sequence[int], starts: Sequence[int], token_ids: Sequence[TokenIds | None], *, draws: Draws | None
+    ) -> StepBatch:
+        """As build_step_batch, for one token of each row of `table`; with draws it can be sampled.
+
+        The batch is valid until the next call of prepare() or forward(). Raises ValueError as build_step_batch does.
+        Cost: one transfer and one launch, whatever the number of sequences; two more if block tables have changed.
+        """
+        block_size = self._pool.block_size
+        check_runs(self.table, block_size, rows, starts, [1] * len(rows), token_ids)
+        self.table.flush()
+        num_seqs, bucket = len(rows), self._bucket(len(rows))
+        positions = np.asarray(starts, dtype=np.int64)
+        inputs = self._padding.copy()
+        inputs[_ROW, :num_seqs] = rows
+        inputs[_TOKEN, :num_seqs] = [_LAST_SAMPLED if ids is None else ids[0] for ids in token_ids]
+        inputs[_POSITION, :num_seqs] = positions
+        inputs[_SLOT, :num_seqs] = self.table.slots(rows, positions, block_size=block_size)
+        inputs[_LENGTH, :num_seqs] = positions + 1
+        if draws is not None:
+            inputs[_DRAWS, :num_seqs] = draws.columns
+        send(torch.from_numpy(inputs), self._inputs)
+        self._replay(Stage.PREPARE, bucket)
+        lengths = tuple(start + 1 for start in starts)
+        width = -(-max(lengths) // block_size)
+        self._prepared = self._batch(num_seqs, width=width, lengths=lengths, rows=tuple(rows))
+        return self._prepared
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """As PagedModel.forward, for a batch that it takes; logits [n, vocab_size] are valid until the next call."""
-        bucket = next(size for size in self.buckets if size >= batch.num_seqs)
-        self._fill(batch, bucket)
-        if bucket in self._graphs:
-            self._graphs[bucket].replay()
-        else:
-            self._run(bucket)
+        """As PagedModel.forward, for a batch that it takes; logits [n, vocab_size] are valid until the next call.
+
+        Cost: one launch if prepare() made the batch, else a copy of each of its tensors besides.
+        """
+        if batch is not self._prepared:
+            self._fill(batch)
+        self._replay(Stage.FORWARD, self._bucket(batch.num_seqs))
         return self._logits[: batch.num_seqs]
 
-    def capture(self) -> None:
-        """Capture every bucket, the largest first, so that the others find its memory. Needs a GPU.
+    def sample(self, batch: StepBatch, way: Way) -> Tensor:
+        """Tokens [n] int64 of the last forward's logits, valid until the next call; the table remembers them.
 
-        Raises CannotCapture if the model's forward waits for the device, or whatever else a graph cannot hold; then
-        no bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
+        The batch is the one that prepare() made last, with draws whose way this is. Cost: one launch.
         """
-        memory = torch.cuda.graph_pool_handle()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if batch is not self._prepared:
+            raise ValueError("only the batch that was prepared last can be sampled")
+        self._replay(way, self._bucket(batch.num_seqs))
+        self.table.note_sampled(batch.rows_host, batch.seq_lens_host)
+        return self._sampled[: batch.num_seqs]
+
+    def _bucket(self, num_seqs: int) -> int:
+        return next(size for size in self.buckets if size >= num_seqs)
+
+    def _replay(self, stage: Stage | Way, bucket: int) -> None:
+        graph = self._graphs.get((stage, bucket))
+        if graph is None:
+            self._run(stage, bucket)
+        else:
+            graph.replay()
+
+    def _run(self, stage: Stage | Way, bucket: int) -> None:
+        match stage:
+            case Stage.PREPARE:
+                self._run_prepare(bucket)
+            case Stage.FORWARD:
+                self._run_forward(bucket)
+            case Way.GREEDY:
+                self._run_greedy(bucket)
+            case Way.DRAWN:
+                self._run_drawn(bucket)
+
+    def _run_prepare(self, bucket: int) -> None:
+        inputs = self._inputs[:, :bucket]
+        last_sampled = self.table.last_token.index_select(0, inputs[_ROW])
+        self._token_ids[:bucket].copy_(torch.where(inputs[_TOKEN] == _LAST_SAMPLED, last_sampled, inputs[_TOKEN]))
+        self._block_tables[:bucket].copy_(self.table.block_tables.index_select(0, inputs[_ROW]))
+        self._seq_lens[:bucket].copy_(inputs[_LENGTH])
+        self._temperature[:bucket].copy_(self._draws("temperature", bucket))
+
+    def _run_forward(self, bucket: int) -> None:
+        self._logits[:bucket].copy_(self._model.forward(self._batch(bucket), self._pool))
+
+    def _run_greedy(self, bucket: int) -> None:
+        from quire.kernels.sampler import argmax
+
+        argmax(self._logits[:bucket], workspace=self._workspace, out=self._sampled[:bucket])
+        self._remember(bucket)
+
+    def _run_drawn(self, bucket: int) -> None:
+        from quire.kernels.sampler import sample
+
+        sample(
+            self._logits[:bucket],
+            temperature=self._temperature[:bucket],
+            seeds=self._draws("seed", bucket),
+            positions=self._inputs[_LENGTH, :bucket],
+            top_k=self._draws("top_k", bucket),
+            top_p=self._draws("top_p", bucket),
+            min_p=self._draws("min_p", bucket),
+            workspace=self._workspace,
+            out=self._sampled[:bucket],
+        )
+        self._remember(bucket)
+
+    def _remember(self, bucket: int) -> None:
+        self.table.last_token.index_copy_(0, self._inputs[_ROW, :bucket], self._sampled[:bucket])
+
+    def _draws(self, name: str, bucket: int) -> Tensor:
+        return self._inputs[_DRAWS][list(DRAW_COLUMNS).index(name), :bucket].view(DRAW_COLUMNS[name])
+
+    def _fill(self, batch: StepBatch) -> None:
+        """Take the numbers from a batch that was built elsewhere."""
+        num_seqs, width = batch.block_tables.shape
+        self._prepared = None
+        send(torch.from_numpy(self._padding), self._inputs)
+        self._replay(Stage.PREPARE, self._bucket(num_seqs))
+        self._token_ids[:num_seqs].copy_(batch.input_ids)
+        self._inputs[_POSITION, :num_seqs].copy_(batch.positions)
+        self._inputs[_SLOT, :num_seqs].copy_(batch.slot_mapping)
+        self._block_tables[:num_seqs, :width].copy_(batch.block_tables)
+        self._seq_lens[:num_seqs].copy_(batch.seq_lens)
+
+    def _batch(
+        self, num_seqs: int, *, width: int | None = None, lengths: tuple[int, ...] = (), rows: tuple[int, ...] = ()
+    ) -> StepBatch:
+        """The buffers as a batch. While a stage is captured, lengths on the host are left out: who asks for them can't
+        be captured.
+        """
+        return StepBatch(
+            input_ids=self._token_ids[:num_seqs],
+            positions=self._inputs[_POSITION, :num_seqs],
+            slot_mapping=self._inputs[_SLOT, :num_seqs],
+            block_tables=self._block_tables[:num_seqs, :width],
+            seq_lens=self._seq_lens[:num_seqs],
+            cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
+            last_indices=self._indices[:num_seqs],
+            seq_lens_host=lengths,
+            counts_host=(1,) * num_seqs,
+            rows_host=rows,
+        )
+
+    def sample_logits(self, logits: Tensor, positions: Sequence[int], draws: Draws) -> Tensor:
+        """As sample(), of given logits [n, vocab_size] for sequences that the table does not have."""
+        num_seqs = len(positions)
+        inputs = self._padding.copy()
+        inputs[_LENGTH, :num_seqs] = positions
+        inputs[_DRAWS, :num_seqs] = draws.columns
+        self._prepared = None
+        send(torch.from_numpy(inputs), self._inputs)
+        self._replay(Stage.PREPARE, self._bucket(num_seqs))
+        self._logits[:num_seqs].copy_(logits)
+        self._replay(draws.way, self._bucket(num_seqs))
+        return self._sampled[:num_seqs]
+
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture prepare and forward for every bucket, or for those of `sizes`. Needs a GPU.
+
+        Raises CannotCapture if the model's forward waits for the device, or whatever else a graph cannot hold; then no
+        bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
+        """
+        self._capture_stages(tuple(Stage), sizes or self.buckets)
+
+    def capture_sampling(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture the sampler likewise. Raises CannotCapture; then none of it is captured."""
+        self._capture_stages(tuple(Way), sizes or self.buckets)
+
+    def _capture_stages(self, stages: Sequence[Stage | Way], sizes: Sequence[int]) -> None:
+        """The largest bucket first, so that the others find its memory."""
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
         try:
-            self._refuse_waits(aside)
-            for bucket in reversed(self.buckets):
-                self._graphs[bucket] = self._capture(bucket, memory, aside)
+            self._refuse_waits(stages)
+            for bucket in sorted(sizes, reverse=True):
+                self._warm_up(bucket, stages)
+                for stage in stages:
+                    self._graphs[stage, bucket] = self._capture(stage, bucket)
         except Exception as error:
-            self._graphs.clear()
+            for key in [key for key in self._graphs if key[0] in stages]:
+                del self._graphs[key]
             torch.cuda.set_stream(torch.cuda.default_stream())  # which a capture that failed may not have gone back to
             torch.cuda.synchronize()
             raise CannotCapture(_first_cause(error)) from error
 
-    def _refuse_waits(self, aside: torch.cuda.Stream) -> None:
-        """Raise CannotCapture, naming the line, if a forward waits for the device: a capture would break off there."""
+    def _refuse_waits(self, stages: Sequence[Stage | Way]) -> None:
+        """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
         bucket = self.buckets[-1]
-        self._warm_up(bucket, aside)  # what is done once only may wait
+        self._warm_up(bucket, stages)  # what is done once only may wait
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self._run(bucket)
+            for stage in stages:
+                self._run(stage, bucket)
         except RuntimeError as error:
             raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
-    def _warm_up(self, bucket: int, aside: torch.cuda.Stream) -> None:
-        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate what they keep.
+    def _warm_up(self, bucket: int, stages: Sequence[Stage | Way]) -> None:
+        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate what they keep."""
+        send(torch.from_numpy(self._padding), self._inputs)
+        stream = capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for stage in stages:
+                self._run(stage, bucket)
+        torch.cuda.current_stream().wait_stream(stream)
 
-        On one stream for all buckets: libraries keep a workspace for each stream they see.
-        """
-        self._tokens.copy_(self._padding.expand_as(self._tokens))
-        self._seq_lens.zero_()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self._run(bucket)
-        torch.cuda.current_stream().wait_stream(aside)
-
-    def _capture(self, bucket: int, memory: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        self._warm_up(bucket, aside)
+    def _capture(self, stage: Stage | Way, bucket: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, stream=aside):
-            self._run(bucket)
+        with torch.cuda.graph(graph, pool=self._memory, stream=capture_stream()):
+            self._run(stage, bucket)
         return graph
 
-    def _run(self, bucket: int) -> None:
-        self._logits[:bucket].copy_(self._model.forward(self._batch(bucket), self._pool))
 
-    def _fill(self, batch: StepBatch, bucket: int) -> None:
-        num_seqs, width = batch.block_tables.shape
-        for row, numbers in zip(self._tokens, (batch.input_ids, batch.positions, batch.slot_mapping), strict=True):
-            row[:num_seqs].copy_(numbers)
-        self._block_tables[:num_seqs, :width].copy_(batch.block_tables)
-        self._seq_lens[:num_seqs].copy_(batch.seq_lens)
-        if num_seqs < bucket:
-            padded = self._tokens[:, num_seqs:bucket]
-            padded.copy_(self._padding.expand_as(padded))
-            self._seq_lens[num_seqs:bucket].zero_()
-
-    def _batch(self, bucket: int) -> StepBatch:
-        """The buffers as a batch. Lengths on the host are left out: who asks for them can't be captured."""
-        token_ids, positions, slot_mapping = self._tokens[:, :bucket]
-        return StepBatch(
-            input_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            block_tables=self._block_tables[:bucket],
-            seq_lens=self._seq_lens[:bucket],
-            cu_seqlens_q=self._cu_seqlens[: bucket + 1],
-            last_indices=self._indices[:bucket],
-            seq_lens_host=(),
-            counts_host=(1,) * bucket,
-            rows_host=(),
-        )
+@lru_cache(maxsize=1)
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of all captures of this process: libraries keep a workspace for each stream they see."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def capture_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode | None:
@@ -166,15 +354,54 @@ def capture_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Sta
     """
     try:
         _check_replays(model)
-        decode = StaticDecode(
-            model, pool, max_num_seqs=max_num_seqs, max_blocks_per_seq=-(-model.max_model_len // pool.block_size)
-        )
+        decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
         decode.capture()
-    except (CannotCapture, torch.OutOfMemoryError) as error:
+    except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
         log.warning("decode steps run without CUDA graphs: %s", _first_cause(error))
         return None
+    try:
+        decode.capture_sampling()
+        _check_sampling(decode)
+    except (CannotCapture, torch.OutOfMemoryError) as error:
+        decode.samples = False
+        log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", _first_cause(error))
     log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
     return decode
+
+
+def measure_graphs(model: PagedModel, *, max_num_seqs: int, block_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of a GPU's memory that capture_decode() takes besides the pool; 0 if it can't capture.
+
+    The two largest buckets are captured on a pool without blocks, and given back. Each of the others is taken to need
+    as much as the second: it finds the memory of the largest, and adds its graphs.
+    """
+    free = partial(_free_bytes, model.device)
+    try:
+        pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=model.device)
+        decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
+        after = []
+        for bucket in decode.buckets[:-3:-1]:
+            decode.capture([bucket])
+            decode.capture_sampling([bucket])
+            after.append(free())
+        num_buckets = len(decode.buckets)
+    except (CannotCapture, torch.OutOfMemoryError, MemoryError):
+        return 0  # capture_decode() will say why
+    del decode
+    first = free() - after[0]
+    return first + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, what the allocator keeps for later included. Waits for the device."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _static_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode:
+    width = -(-model.max_model_len // pool.block_size)
+    return StaticDecode(model, pool, max_num_seqs=max_num_seqs, max_blocks_per_seq=width)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -200,11 +427,42 @@ def _check_replays(model: PagedModel) -> None:
         if batch.num_tokens > batch.num_seqs:
             return model.forward(batch, pool)
         if captured is None:
-            width = -(-model.max_model_len // pool.block_size)
-            captured = StaticDecode(model, pool, max_num_seqs=4, max_blocks_per_seq=width)
+            captured = _static_decode(model, pool, max_num_seqs=CHECKED_SEQS)
             captured.capture()
         return captured.forward(batch)
 
     disagreement = model.find_disagreement(forward)
     if disagreement is not None:
         raise CannotCapture(f"replayed, {disagreement}")
+
+
+# The first tries all that the kernels do.
+_CHECKED_PARAMS = (
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+)
+
+
+def _check_sampling(decode: StaticDecode) -> None:
+    """Sample random logits in a replay and by the Sampler. Raises CannotCapture if the tokens differ."""
+    logits_like = decode.logits
+    num_seqs = min(len(_CHECKED_PARAMS), decode.buckets[-1])
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(max_num_seqs=num_seqs, vocab_size=logits_like.shape[1], device=logits_like.device)
+    rows = range(num_seqs)
+    num_different = num_checked = 0
+    for params in (_CHECKED_PARAMS, [SamplingParams()] * num_seqs):
+        for row in rows:
+            sampler.set_params(row, params[row])
+        for position in range(NUM_CHECKED_POSITIONS):
+            logits = 3 * torch.randn(num_seqs, logits_like.shape[1], generator=generator).to(logits_like.device)
+            positions = [position] * num_seqs
+            draws = sampler.draws(rows)
+            assert draws is not None
+            tokens = decode.sample_logits(logits, positions, draws)
+            num_different += int((tokens != sampler.sample(logits, rows, positions).tokens).sum())
+            num_checked += num_seqs
+    if num_different > num_checked * MAX_OTHER_TOKENS:
+        raise CannotCapture(f"replayed, the sampler chose {num_different} other tokens of {num_checked}")

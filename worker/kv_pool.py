@@ -291,17 +291,20 @@ def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
     return Budget(int(free_memory_bytes * memory_share), origin)
 
 
-def share_of_device(memory_share: float, *, total_bytes: int, used_bytes: int, step_bytes: int) -> Budget:
+def share_of_device(
+    memory_share: float, *, total_bytes: int, used_bytes: int, step_bytes: int, graph_bytes: int = 0
+) -> Budget:
     """What is left of a share of a GPU's memory: for the worker, which has the GPU to itself.
 
     used_bytes is what is taken once the model is loaded, by whomever; step_bytes what a step of the most tokens takes
-    besides, measured. May be negative. Raises ValueError unless 0 < memory_share <= 1.
+    besides, and graph_bytes what the CUDA graphs of decode steps take, both measured. The result may be negative.
+    Raises ValueError unless 0 < memory_share <= 1.
     """
     _check_share(memory_share)
     return Budget(
-        int(total_bytes * memory_share) - used_bytes - step_bytes,
-        f"--memory-share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use "
-        f"and {_readable(step_bytes)} for the largest step",
+        int(total_bytes * memory_share) - used_bytes - step_bytes - graph_bytes,
+        f"--memory-share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use, "
+        f"{_readable(graph_bytes)} for CUDA graphs and {_readable(step_bytes)} for the largest step",
     )
 
 

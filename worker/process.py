@@ -27,7 +27,7 @@ from quire.worker.errors import DOMAIN
 from quire.worker.executor import Executor
 from quire.worker.fused_steps import choose_steps
 from quire.worker.gate import Gate
-from quire.worker.graphs import StaticDecode, capture_decode
+from quire.worker.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.kv_pool import (
     Budget,
@@ -304,7 +304,10 @@ def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
 
 
 def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> tuple[Budget, int]:
-    """Bytes for the pool by --memory-share, and bytes that it could take at most. On a GPU runs the largest step."""
+    """Bytes for the pool by --memory-share, and bytes that it could take at most.
+
+    On a GPU runs the largest step, and captures some decode steps, to measure what they take.
+    """
     device = model.device
     share = MEMORY_SHARE.get(device.type, MEMORY_SHARE["cpu"]) if config.memory_share is None else config.memory_share
     if device.type != "cuda":
@@ -320,9 +323,20 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) 
             kv_dtype=kv_dtype,
         ),
     )
+    graph_bytes = 0
+    if config.cuda_graphs:
+        graph_bytes = measure_graphs(
+            model, max_num_seqs=config.max_num_seqs, block_size=config.block_size, kv_dtype=kv_dtype
+        )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    budget = share_of_device(share, total_bytes=total_bytes, used_bytes=total_bytes - free_bytes, step_bytes=step_bytes)
-    return budget, free_bytes - step_bytes
+    budget = share_of_device(
+        share,
+        total_bytes=total_bytes,
+        used_bytes=total_bytes - free_bytes,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+    return budget, free_bytes - step_bytes - graph_bytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:

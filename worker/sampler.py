@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.compute.v1.sampling_ranges import RANGES
-from quire.worker.transfer import to_device
+from quire.worker.transfer import send, to_device
 
 MAX_LOGPROBS = 20
 
@@ -115,6 +116,32 @@ class Sampled:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.tokens, self.chosen_logprobs, self.top_ids, self.top_logprobs
+
+
+class Way(StrEnum):
+    """How the kernels choose the tokens of a batch."""
+
+    GREEDY = "greedy"
+    DRAWN = "drawn"
+
+
+# What a kernel needs to draw a row's token: 8 bytes each.
+DRAW_COLUMNS = {
+    "seed": torch.int64,
+    "top_k": torch.int64,
+    "top_p": torch.float64,
+    "min_p": torch.float64,
+    "temperature": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """A batch whose tokens the kernels can choose: how, and the DRAW_COLUMNS of its rows as they lie in memory."""
+
+    way: Way
+    columns: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    """[5, n]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +244,11 @@ class Sampler:
         with torch.inference_mode(False):
             self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
             """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start, when there is memory."""
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self._planned: tuple[tuple[int, ...], _Plan] | None = None
+        self._planned_draws: tuple[tuple[int, ...], Draws | None] | None = None
 
     def set_params(
         self,
@@ -235,15 +266,16 @@ class Sampler:
         """
         params.validate()
         self._check_row(row)
-        if params.has_penalties:
-            self._seen[row] = to_device(self._flags(prompt_token_ids, output_token_ids), self.device)
+        flags = self._flags(prompt_token_ids, output_token_ids) if params.has_penalties else None
+        self.clear(row)  # so that the old ones don't stay if the transfer fails
+        if flags is not None:
+            send(flags, self._seen[row])
         self._params[row] = params
-        self._planned = None
 
     def clear(self, row: int) -> None:
         """Forget the row's parameters. A row without any is left as it is."""
         self._params.pop(row, None)
-        self._planned = None
+        self._forget_plans()
 
     def fork(self, row: int, child_row: int, *, seed: int | None = None) -> None:
         """Give child_row what row has of parameters and penalty state, with another seed if one is given."""
@@ -258,10 +290,20 @@ class Sampler:
         if params.has_penalties:
             self._seen[child_row] = self._seen[row]
         self._params[child_row] = params
-        self._planned = None
+        self._forget_plans()
 
     def params(self, row: int) -> SamplingParams | None:
         return self._params.get(row)
+
+    def draws(self, rows: Sequence[int]) -> Draws | None:
+        """How kernels choose a token of each row, or None if one has penalties or asks for log-probabilities.
+
+        Raises KeyError for a row without parameters.
+        """
+        key = tuple(rows)
+        if self._planned_draws is None or self._planned_draws[0] != key:
+            self._planned_draws = (key, _make_draws([self._params[row] for row in rows]))
+        return self._planned_draws[1]
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
@@ -287,9 +329,10 @@ class Sampler:
         else:
             drawn = _draw(plan.draw, scores, positions)
             tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
-        if plan.penalties is not None:
+        sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+        if plan.penalties is not None:  # last: a step that fails leaves no token behind that nobody got
             self._remember(tokens, plan.penalties)
-        return Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+        return sampled
 
     def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
@@ -350,6 +393,15 @@ def _make_plan(rows: Sequence[int], params: Sequence[SamplingParams], device: to
         draw=_plan_draw(params, device),
         logprobs=_plan_logprobs(params, device),
     )
+
+
+def _make_draws(params: Sequence[SamplingParams]) -> Draws | None:
+    if any(p.has_penalties or p.num_logprobs is not None for p in params):
+        return None
+    numbers = ([p.seed for p in params], [p.top_k for p in params])
+    shares = ([p.top_p for p in params], [p.min_p for p in params], [p.temperature for p in params])
+    columns = [*np.array(numbers, dtype=np.int64), *np.array(shares, dtype=np.float64).view(np.int64)]
+    return Draws(Way.GREEDY if all(p.is_greedy for p in params) else Way.DRAWN, np.stack(columns))
 
 
 def _plan_penalties(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Penalties | None:

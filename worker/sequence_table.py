@@ -18,6 +18,8 @@ from torch import Tensor
 from quire.worker.kv_pool import NULL_BLOCK
 from quire.worker.transfer import indices, to_device
 
+Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
 
 class SequenceTableFull(RuntimeError):
     """Every row is taken."""
@@ -38,19 +40,21 @@ class SequenceTableStatistics:
 class SequenceTable:
     """Rows 0 .. max_num_seqs - 1, each free or one sequence's.
 
-        block_tables    [max_num_seqs, max_blocks_per_seq]  int32, NULL_BLOCK where a row holds no block
-        last_token      [max_num_seqs]                      int64, read only where last_token_position is not None
+        block_tables    [max_num_seqs + 1, max_blocks_per_seq]  int32, NULL_BLOCK where a row holds no block
+        last_token      [max_num_seqs + 1]                      int64, read only where last_token_position is not None
 
-    Methods raise KeyError for a row that is not in use.
+    On the device there is one row more, padding_row, for the padding of a batch: it never holds a block, and what its
+    last token is does not matter. Methods raise KeyError for a row that is not in use.
     """
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device | str) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = max_blocks_per_seq
         self.device = torch.device(device)
-        shape = (max_num_seqs, max_blocks_per_seq)
+        self.padding_row = max_num_seqs
+        shape = (max_num_seqs + 1, max_blocks_per_seq)
         self.block_tables = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=self.device)
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
         self._num_blocks: dict[int, int] = {}
         self._last_token_position: dict[int, int] = {}
@@ -133,12 +137,21 @@ class SequenceTable:
 
         tokens  [len(rows)]     int64, on the table's device; not read by the host
         """
+        self.note_sampled(rows, positions)
+        index = indices(list(rows), self.device)
+        self.last_token.index_copy_(0, index, tokens)
+
+    def note_sampled(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Note what position each row's newest token takes, if the caller writes the token to last_token."""
         for row, position in zip(rows, positions, strict=True):
             if row not in self._num_blocks:
                 raise KeyError(row)
             self._last_token_position[row] = position
-        index = indices(list(rows), self.device)
-        self.last_token.index_copy_(0, index, tokens)
+
+    def slots(self, rows: Sequence[int], positions: Int64s, *, block_size: int) -> Int64s:
+        """The slot of one position of each row, [len(rows)], as the host has it. The rows must reach that far."""
+        block_ids = self._host_tables[rows, positions // block_size].astype(np.int64)
+        return block_ids * block_size + positions % block_size
 
     def block_ids(self, row: int) -> list[int]:
         """The row's blocks in order, staged ones included. Cost: O(blocks), on the host."""

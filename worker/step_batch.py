@@ -83,7 +83,7 @@ def build_step_batch(
     None is given for a row whose last sampled token takes another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
-    _check(table, block_size, rows, starts, counts, token_ids)
+    check_runs(table, block_size, rows, starts, counts, token_ids)
     table.flush()
     seq_lens = tuple(start + count for start, count in zip(starts, counts, strict=True))
     cu_seqlens = [0, *accumulate(counts)]
@@ -119,7 +119,7 @@ def build_step_batch(
     )
 
 
-def _check(
+def check_runs(
     table: SequenceTable,
     block_size: int,
     rows: Sequence[int],
@@ -127,6 +127,7 @@ def _check(
     counts: Sequence[int],
     token_ids: Sequence[Sequence[int] | _Ints | None],
 ) -> None:
+    """Raise ValueError if build_step_batch would refuse these arguments."""
     if not rows or not len(rows) == len(starts) == len(counts) == len(token_ids):
         lengths = [len(rows), len(starts), len(counts), len(token_ids)]
         raise ValueError(f"rows, starts, counts and token_ids have {lengths} items; equal and at least 1 are needed")

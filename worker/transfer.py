@@ -21,6 +21,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def send(values: Tensor, target: Tensor) -> None:
+    """Copy host values to a tensor of the device. No sync; the values may be changed afterwards."""
+    target.copy_(values if target.device.type != "cuda" else values.pin_memory(), non_blocking=True)
+
+
 def indices(values: Sequence[Any], device: torch.device) -> Tensor:
     """Return integers of the host, nested or not, as an int64 tensor on the device. No sync."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
@@ -49,7 +54,7 @@ class Readback:
 
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
-        return tensor
+        return tensor.clone()  # a later step may write its memory
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 

@@ -18,7 +18,7 @@ from quire.client import Completion, Engine, SamplingParams
 from quire.client.launch import LocalServices
 from quire.worker.executor import Executor, StepResult
 from quire.worker.grants import Step
-from quire.worker.graphs import StaticDecode, capture_decode
+from quire.worker.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.kv_pool import NULL_BLOCK, KVPool, share_of_device, size_pool
 from quire.worker.model import PagedModel, prepare_model
 from quire.worker.peak_step import peak_memory_bytes, run_largest_step
@@ -64,6 +64,7 @@ def make_pool(model: PagedModel, dtype: torch.dtype | None = None) -> KVPool:
 def capture(model: PagedModel, pool: KVPool) -> StaticDecode:
     decode = capture_decode(model, pool, max_num_seqs=MAX_NUM_SEQS)
     assert decode is not None, "the log says why"
+    assert decode.samples, "the log says why"
     return decode
 
 
@@ -201,6 +202,18 @@ def test_the_largest_step_fits_beside_the_pool(model: PagedModel, device: torch.
     taken = torch.empty(size.num_blocks * bytes_per_block, dtype=torch.uint8, device=device)
     assert peak_memory_bytes(device, lambda: run_largest_step(model, **largest)) <= step_bytes * 1.1
     del taken
+
+
+def test_graphs_take_the_memory_that_was_measured(model: PagedModel, device: torch.device) -> None:
+    measured = measure_graphs(model, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, kv_dtype=model.dtype)
+    pool = make_pool(model)
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(device)
+    decode = capture(model, pool)
+    torch.cuda.empty_cache()
+    after, _ = torch.cuda.mem_get_info(device)
+    assert 0 < before - after <= measured * 1.1 + (32 << 20)
+    assert len(decode.buckets) > 2
 
 
 async def generate(address: str, prompts: list[list[int]]) -> list[Completion]:

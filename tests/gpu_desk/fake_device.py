@@ -20,6 +20,7 @@ import contextlib
 import copy
 import functools
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from quire.worker import fusion_trial, model, probe, self_check
+from quire.worker import fusion_trial, graphs, model, probe, self_check
 
 TOTAL_BYTES = 80 << 30
 NUM_GPUS = 2
@@ -84,6 +85,8 @@ class Seen:
     to_device     copies from the host to the device
     pageable      those of them that came from memory that is not pinned, with their places
     to_host       copies from the device to the host
+    replays       of graphs
+    largest_bytes of the largest tensor that was made on the device, views aside
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -92,11 +95,14 @@ class Seen:
     pageable: list[str] = field(default_factory=list)
     to_device: int = 0
     to_host: int = 0
+    replays: int = 0
+    largest_bytes: int = 0
 
     @property
     def num_launches(self) -> int:
-        """Launches of torch and Triton together."""
-        return sum(self.operations.values()) + sum(self.kernels.values())
+        """Launches of torch, of Triton and of graphs, and copies between host and device."""
+        launches = sum(self.operations.values()) + sum(self.kernels.values())
+        return launches + self.replays + self.to_device + self.to_host
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,6 +139,8 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, name: str, tensors: list[torch.Tensor], result: Any, *, on_device: bool) -> None:
         made = result.device.type if isinstance(result, torch.Tensor) else ""
+        if made == "cuda" and (name not in _VIEWS or name.startswith(("empty", "new_empty"))):
+            self._gpu.seen.largest_bytes = max(self._gpu.seen.largest_bytes, result.nbytes)
         if name in _SYNCS and on_device:
             self._gpu.note_sync(name)
         elif name in _COPIES:
@@ -173,7 +181,12 @@ class _Stream:
 class _Graph:
     """torch.cuda.CUDAGraph: a replay launches nothing else."""
 
-    def replay(self) -> None: ...
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+
+    def replay(self) -> None:
+        self._gpu.seen.replays += 1
+
     def reset(self) -> None: ...
 
 
@@ -205,10 +218,14 @@ class FakeGPU:
     """Two fake GPUs, "cuda:0" and "cuda:1", within a `with` block.
 
     capability    of both: (9, 0) is an H100
+    graph_bytes   memory that each captured graph takes until it is dropped
     """
 
-    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(self, capability: tuple[int, int] = (9, 0), *, graph_bytes: int = 0) -> None:
         self.capability = capability
+        self.graph_bytes = graph_bytes
+        self.num_graphs = 0
+        """Captured graphs that are not dropped."""
         self.current = 0
         self.seen = Seen()
         self.contexts: set[int] = set()
@@ -223,6 +240,7 @@ class FakeGPU:
 
     def __enter__(self) -> FakeGPU:
         _Stream.num_made = 0
+        graphs.capture_stream.cache_clear()
         for target, name, stand_in in self._stand_ins():
             self._stack.enter_context(mock.patch.object(target, name, stand_in))
         return self
@@ -313,6 +331,14 @@ class FakeGPU:
         with self.watch() as seen:
             yield
         self.captures.append(seen)
+        self.num_graphs += 1
+        weakref.finalize(graph, self._drop_graph)
+
+    def _drop_graph(self) -> None:
+        self.num_graphs -= 1
+
+    def _mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return TOTAL_BYTES - (1 << 30) - self.num_graphs * self.graph_bytes, TOTAL_BYTES
 
     def _set_sync_debug_mode(self, mode: int | str) -> None:
         self._sync_debug_mode = mode
@@ -330,7 +356,7 @@ class FakeGPU:
         yield cuda, "get_device_capability", lambda device=None: self.capability
         yield cuda, "get_device_properties", self.properties
         yield cuda, "get_device_name", lambda device=None: "fake"
-        yield cuda, "mem_get_info", lambda device=None: (TOTAL_BYTES - (1 << 30), TOTAL_BYTES)
+        yield cuda, "mem_get_info", self._mem_get_info
         for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
             yield cuda, name, lambda device=None: 1 << 30
         for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"):
@@ -341,7 +367,7 @@ class FakeGPU:
         yield cuda, "Stream", _Stream
         yield cuda, "stream", lambda stream: contextlib.nullcontext()
         yield cuda, "Event", _Event
-        yield cuda, "CUDAGraph", _Graph
+        yield cuda, "CUDAGraph", lambda: _Graph(self)
         yield cuda, "graph", self.graph
         yield cuda, "graph_pool_handle", lambda: (0, 0)
         yield cuda, "get_sync_debug_mode", lambda: self._sync_debug_mode

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,15 @@ from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import save
 
+from quire.worker import graphs
 from quire.worker.executor import Executor, Outcome
+from quire.worker.gate import Gate
 from quire.worker.grants import Step
 from quire.worker.process import pick_device
 from quire.worker.sampler import SamplingParams
+from quire.worker.steps import CHECKSUM_BYTES, StepLimits, Steps
 
+NO_LIMITS = StepLimits(0, 0, 0, 0, 0)
 GREEDY = SamplingParams()
 EVERYTHING = SamplingParams(
     temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, num_logprobs=3
@@ -63,8 +69,8 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
         assert len(gpu.captures) > 0
         for captured in gpu.captures:
             assert (captured.syncs, captured.to_device, captured.to_host) == ([], 0, 0)
-        for params, copies, decode_copies in ((GREEDY, 4, 2), (EVERYTHING, 13, 3)):
-            executor = make_executor(loaded)
+        executor = make_executor(loaded)
+        for params, copies, decode_copies in ((GREEDY, 4, 1), (EVERYTHING, 13, 3)):
             mixed, decodes = mixed_and_decode_steps(params)
             seen = run(gpu, executor, mixed)
             assert_nothing_waits(seen)
@@ -73,6 +79,80 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
             assert_nothing_waits(seen)
             assert seen.to_device <= decode_copies
             assert not seen.kernels, "attention is in the graph"
+            executor.begin_epoch()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)],
+    ids=["greedy", "temperature", "filters"],
+)
+def test_a_decode_step_is_one_copy_three_replays_and_the_tokens(params: SamplingParams, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        executor = make_executor(start(save("qwen3", folder), dtype="bfloat16"))
+        mixed, decodes = mixed_and_decode_steps(params)
+        run(gpu, executor, mixed)
+        seen = run(gpu, executor, decodes)
+        assert_nothing_waits(seen)
+        assert (seen.to_device, seen.replays, seen.to_host) == (1, 3, 1)
+        assert seen.num_launches == 5
+
+
+def test_a_decode_step_with_penalties_is_sampled_outside_of_the_graphs(folder: Path) -> None:
+    with FakeGPU() as gpu:
+        executor = make_executor(start(save("qwen3", folder), dtype="bfloat16"))
+        mixed, decodes = mixed_and_decode_steps(EVERYTHING)
+        run(gpu, executor, mixed)
+        seen = run(gpu, executor, decodes)
+        assert seen.replays == 2
+        assert seen.operations["logsumexp"] == 1
+
+
+def test_a_model_that_does_not_sample_as_the_sampler_does_samples_outside_of_the_graphs(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differ(decode: graphs.StaticDecode) -> None:
+        raise graphs.CannotCapture("it chose other tokens")
+
+    monkeypatch.setattr(graphs, "_check_sampling", differ)
+    with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
+        executor = make_executor(start(save("llama", folder)))
+        mixed, decodes = mixed_and_decode_steps(GREEDY)
+        run(gpu, executor, mixed)
+        seen = run(gpu, executor, decodes)
+        assert (seen.replays, seen.operations["argmax"]) == (2, 1)
+    assert "their tokens are sampled without: it chose other tokens" in caplog.text
+
+
+GRAPH_BYTES = 1 << 27
+
+
+def test_the_memory_of_graphs_is_not_given_to_the_pool(folder: Path) -> None:
+    sizes = {}
+    for cuda_graphs in (False, True):
+        with FakeGPU(graph_bytes=GRAPH_BYTES) as gpu:
+            loaded = start(save("llama", folder), memory_share=0.9, num_blocks=None, cuda_graphs=cuda_graphs)
+            sizes[cuda_graphs] = loaded.pool.num_blocks * loaded.pool.bytes_per_block
+            num_graphs = gpu.num_graphs
+    assert num_graphs > 8
+    missing = sizes[False] - sizes[True] - num_graphs * GRAPH_BYTES
+    assert abs(missing) <= loaded.pool.bytes_per_block
+
+
+def test_a_start_without_memory_for_static_steps_says_so_and_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 148.00 MiB")
+
+    monkeypatch.setattr(graphs.StaticDecode, "__init__", allocate)
+    with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
+        loaded = start(save("llama", folder))
+        assert loaded.decode is None
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(GREEDY):
+            run(gpu, executor, steps)
+    assert "decode steps run without CUDA graphs: OutOfMemoryError: CUDA out of memory" in caplog.text
 
 
 @pytest.mark.parametrize("family", NOT_CAPTURED)
@@ -150,7 +230,7 @@ def test_all_graphs_are_captured_on_one_stream(folder: Path) -> None:
         loaded = start(save("llama", folder))
         assert loaded.decode is not None
         assert len(loaded.decode.buckets) > 2
-        assert gpu.num_streams == 2  # one for the check of replays, one for the graphs that serve
+        assert gpu.num_streams == 1
 
 
 def test_the_record_of_penalties_is_there_before_the_first_request(folder: Path) -> None:
@@ -159,6 +239,28 @@ def test_the_record_of_penalties_is_there_before_the_first_request(folder: Path)
         mixed, _ = mixed_and_decode_steps(EVERYTHING)
         seen = run(gpu, executor, mixed)
         assert seen.operations["zeros"] == 0
+
+
+class InlineThread:
+    """Stands in for the model thread: fake tensors are fake on their own thread only."""
+
+    def submit(self, work: Callable[[], list[int]]) -> asyncio.Future[list[int]]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(work())
+        return future
+
+
+def test_checksums_of_many_blocks_take_the_memory_of_a_few(folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save("llama", folder), num_blocks=4096)
+        steps = Steps(Gate("default", 1), make_executor(loaded), InlineThread(), NO_LIMITS)  # type: ignore[arg-type]
+        with gpu.watch() as seen:
+            ids = list(range(1, 4096))
+            checksums = steps.checksum_blocks(ids, block_bytes=loaded.pool.bytes_per_block)
+            assert len(asyncio.run(checksums)) == len(ids)
+    piece = CHECKSUM_BYTES // loaded.pool.bytes_per_block * loaded.pool.bytes_per_block
+    assert 0 < piece < 4096 * loaded.pool.bytes_per_block / 4
+    assert 0 < seen.largest_bytes <= 8 * piece  # a byte becomes an int64
 
 
 def test_the_host_tier_is_pinned(folder: Path) -> None:

@@ -129,6 +129,14 @@ def test_argmax_takes_the_first_of_several(device: torch.device) -> None:
     assert argmax(logits, workspace=workspace(LONG, device)).tolist() == [3, CHUNK - 1, CHUNK, LONG - 1]
 
 
+def test_a_row_without_numbers_gets_a_token_of_the_vocabulary(device: torch.device) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        logits = torch.full((2, LONG), value, device=device)
+        tokens = argmax(logits, workspace=workspace(LONG, device)).tolist()
+        tokens += draw(logits, [Row(), Row(temperature=0.7, top_k=4, top_p=0.9, min_p=0.1)])
+        assert all(0 <= token < LONG for token in tokens)
+
+
 def test_no_rows(device: torch.device) -> None:
     logits = torch.empty(0, SHORT, device=device)
     assert argmax(logits, workspace=workspace(SHORT, device)).shape == (0,)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.cache.v1 import grant_pb2
+from quire.worker import sampler
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.grants import RowSampling, Step
 from quire.worker.host_pool import HostCopies, make_host_pool
@@ -95,6 +96,30 @@ def test_a_step_behind_one_that_failed_is_known_to_fail_at_launch(model: PagedMo
     assert behind.collect() == StepResult(2, Outcome.PRIOR_FAILED, failed_step=1)
 
 
+def test_parameters_that_cannot_be_set_fail_the_steps_that_need_them_and_nothing_else(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = executor(model)
+    first = steps()[0]
+    penalties = {2: RowSampling(SamplingParams(repetition_penalty=1.5), prompt_token_ids=PROMPTS[2])}
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "send", fail)
+        assert broken.execute(replace(first, sampling=penalties)).outcome is Outcome.FAILED
+
+    def run(number: int, seq_id: int, sampling: dict[int, RowSampling] | None = None) -> Outcome:
+        runs: dict[str, Any] = {"run_sequence_ids": [seq_id], "run_starts": [0], "run_samples": [True]}
+        step_grant = grant(number, known_step_number=number - 1, run_token_counts=[len(PROMPTS[seq_id])], **runs)
+        return broken.execute(make_step(step_grant, PROMPTS[seq_id], sampling=sampling)).outcome
+
+    assert run(2, 1) is Outcome.COMPUTED
+    assert run(3, 2) is Outcome.FAILED  # and not sampled with the parameters that it had before
+    assert run(4, 2, penalties) is Outcome.COMPUTED
+
+
 def test_a_grant_that_cannot_be_applied_damages_the_pool(model: PagedModel) -> None:
     damaged = executor(model)
     with pytest.raises(PoolDamagedError):
@@ -152,7 +177,10 @@ def test_a_lost_device_is_no_failed_step(model: PagedModel) -> None:
 def test_transfers_on_a_cpu_are_there_at_once() -> None:
     values = torch.arange(3)
     assert to_device(values, CPU) is values
-    assert Readback(CPU, values, None).wait() == (values, None)
+    read, none = Readback(CPU, values, None).wait()
+    values[0] = 7  # as a later step does in memory that it shares with this one
+    assert read is not None
+    assert (read.tolist(), none) == ([0, 1, 2], None)
     assert Readback(CPU).wait() == ()
     begin = Moment(CPU)
     assert begin.seconds_until(Moment(CPU)) >= 0

@@ -233,14 +233,21 @@ class TestShareOfDevice:
     GIB = 1 << 30
 
     def test_leaves_what_is_in_use_and_what_a_step_takes(self) -> None:
-        budget = share_of_device(0.9, total_bytes=140 * self.GIB, used_bytes=17 * self.GIB, step_bytes=3 * self.GIB)
-        assert budget.num_bytes == 106 * self.GIB
+        budget = share_of_device(
+            0.9,
+            total_bytes=140 * self.GIB,
+            used_bytes=17 * self.GIB,
+            step_bytes=3 * self.GIB,
+            graph_bytes=2 * self.GIB,
+        )
+        assert budget.num_bytes == 104 * self.GIB
         assert budget.origin == (
-            "--memory-share 0.9 of 140.00 GiB, less 17.00 GiB in use and 3.00 GiB for the largest step"
+            "--memory-share 0.9 of 140.00 GiB, less 17.00 GiB in use, 2.00 GiB for CUDA graphs "
+            "and 3.00 GiB for the largest step"
         )
         size = size_pool(bytes_per_block=1 << 21, free_memory_bytes=120 * self.GIB, default=budget)
-        assert size.num_blocks == 106 * 512
-        assert size.explanation.endswith("largest step: 106.00 GiB // 2097152 bytes per block = 54272 blocks")
+        assert size.num_blocks == 104 * 512
+        assert size.explanation.endswith("largest step: 104.00 GiB // 2097152 bytes per block = 53248 blocks")
 
     def test_nothing_left_is_said(self) -> None:
         budget = share_of_device(0.5, total_bytes=1000, used_bytes=600, step_bytes=100)

@@ -1,0 +1,156 @@
+"""Decode steps on static memory, without graphs, against the same steps without static memory: token for token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import model_zoo as zoo
+import pytest
+import torch
+import transformers as hf
+from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_decode_steps
+
+from quire.kernels import launching
+from quire.worker import graphs
+from quire.worker.executor import Executor, Outcome, StepResult
+from quire.worker.grants import Step
+from quire.worker.graphs import CannotCapture, Stage, StaticDecode
+from quire.worker.kv_pool import KVPool
+from quire.worker.model import PagedModel, prepare_model
+from quire.worker.sampler import Sampler, SamplingParams, Way
+from quire.worker.triton_attention import TritonAttentionStep
+from quire.worker.verify import VerifyingExecutor
+
+NUM_DECODES = 4
+
+GREEDY = SamplingParams()
+PLAIN = SamplingParams(temperature=1.5)
+FILTERS = SamplingParams(temperature=1.2, top_k=9, top_p=0.9, min_p=0.05)
+PENALTIES = SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.3)
+LOGPROBS = SamplingParams(num_logprobs=2)
+# One for each sequence, and how the static sampler chooses the tokens of decode steps, if it does.
+BATCHES = {
+    "greedy": ((GREEDY, GREEDY, GREEDY, GREEDY), Way.GREEDY),
+    "drawn and greedy": ((FILTERS, GREEDY, PLAIN, replace(PLAIN, top_p=0.7)), Way.DRAWN),
+    "penalties and log-probabilities": ((PENALTIES, LOGPROBS, PLAIN, GREEDY), None),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter each program takes its time, so plans are made for few of them."""
+    monkeypatch.setattr(launching, "DEFAULT_MULTIPROCESSORS", 2)
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> PagedModel:
+    """A Llama of one layer."""
+    config = hf.LlamaConfig(
+        vocab_size=zoo.VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    torch.manual_seed(0)
+    llama = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "DEFAULT_MULTIPROCESSORS", 2)
+        return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
+
+
+def make_pool(model: PagedModel) -> KVPool:
+    return KVPool(model.specs, num_blocks=17, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
+
+
+def make_static(model: PagedModel, pool: KVPool) -> StaticDecode:
+    width = MAX_MODEL_LEN // BLOCK_SIZE
+    return StaticDecode(model, pool, max_num_seqs=MAX_NUM_SEQS, max_blocks_per_seq=width)
+
+
+def make_steps(params: tuple[SamplingParams, ...]) -> list[Step]:
+    """Steps of four sequences; in the last two only of three, and in the last one the first does not sample."""
+    mixed, decodes = mixed_and_decode_steps(GREEDY)
+    decodes = decodes[:NUM_DECODES]
+    for step in mixed:
+        step.grant.given_run_indexes.extend(step.given_tokens)
+        for seq_id, sampling in step.sampling.items():
+            own = replace(params[seq_id - 1], seed=seq_id)
+            step.sampling[seq_id] = replace(sampling, params=own)
+    for step in decodes[-2:]:
+        for field in ("run_sequence_ids", "run_starts", "run_token_counts", "run_samples"):
+            del getattr(step.grant, field)[-1]
+    decodes[-1].grant.run_samples[0] = False
+    return [*mixed, *decodes]
+
+
+def run(executor: Executor, steps: list[Step]) -> list[StepResult]:
+    results = [executor.execute(step) for step in steps]
+    assert all(result.outcome is Outcome.COMPUTED for result in results)
+    return results
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_static_steps_sample_what_ordinary_steps_sample(
+    batch: str, model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, way = BATCHES[batch]
+    pools = [make_pool(model) for _ in range(2)]
+    ordinary = run(Executor(model, pools[0], max_num_seqs=MAX_NUM_SEQS), make_steps(params))
+
+    replays: list[str] = []
+    replay = StaticDecode._replay
+
+    def note(self: StaticDecode, stage: Stage | Way, bucket: int) -> None:
+        replays.append(stage)
+        replay(self, stage, bucket)
+
+    monkeypatch.setattr(StaticDecode, "_replay", note)
+    decode = make_static(model, pools[1])
+    static = run(VerifyingExecutor(model, pools[1], max_num_seqs=MAX_NUM_SEQS, decode=decode), make_steps(params))
+
+    for result, expected in zip(static, ordinary, strict=True):
+        assert result.sampled_ids == expected.sampled_ids
+        assert result.sampled_tokens == expected.sampled_tokens
+        assert [given.top_token_ids for given in result.logprobs] == [
+            given.top_token_ids for given in expected.logprobs
+        ]
+    num_static = 1 + NUM_DECODES  # the second prompt has one token
+    assert replays.count(Stage.FORWARD) == replays.count(Stage.PREPARE) == num_static
+    assert len(replays) == 2 * num_static + (0 if way is None else num_static - 1)
+    assert way is None or way in replays
+    decode.table.check_invariants()
+    for written, expected_blocks in zip(pools[1].tensors(), pools[0].tensors(), strict=True):
+        torch.testing.assert_close(written, expected_blocks, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prepared_step_is_refused_as_an_ordinary_one(model: PagedModel) -> None:
+    decode = make_static(model, make_pool(model))
+    row = decode.table.add()
+    decode.table.stage_blocks(row, 0, [3])
+    with pytest.raises(ValueError, match="17 tokens do not fit its blocks, which hold 16"):
+        decode.prepare([row], [16], [[5]], draws=None)
+    with pytest.raises(ValueError, match="its last sampled token takes position None"):
+        decode.prepare([row], [4], [None], draws=None)
+    batch = decode.prepare([row], [4], [[5]], draws=None)
+    decode.prepare([row], [4], [[6]], draws=None)
+    with pytest.raises(ValueError, match="prepared last"):
+        decode.sample(batch, Way.GREEDY)
+
+
+def test_the_check_at_start_holds_the_static_sampler_against_the_sampler(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "NUM_CHECKED_POSITIONS", 1)
+    decode = make_static(model, make_pool(model))
+    graphs._check_sampling(decode)
+    sample = Sampler.sample
+
+    def sample_others(self: Sampler, logits: torch.Tensor, *args: object) -> object:
+        return sample(self, -logits, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sampler, "sample", sample_others)
+    with pytest.raises(CannotCapture, match=r"replayed, the sampler chose \d+ other tokens of 8"):
+        graphs._check_sampling(decode)
