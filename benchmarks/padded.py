@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire.worker import attention
-from quire.worker.attention import ATTENTION_NAME, paged_attention, write_kv
+from quire.worker.attention import ATTENTION_NAME, Slots, paged_attention, write_kv
 
 
 def padded_attention(
@@ -28,7 +28,7 @@ def padded_attention(
     spec, batch, pool = step.specs[layer_idx], step.batch, step.pool
     k_pool, v_pool = pool.k(layer_idx), pool.v(layer_idx)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    write_kv(k, v, k_pool, v_pool, slot_mapping=batch.slot_mapping)
+    write_kv(k, v, k_pool, v_pool, slots=Slots(batch.slot_mapping, k_pool.shape[1]))
     scaling = given.get("scaling") or spec.scaling
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     generating = [seq for seq, count in enumerate(batch.counts_host) if count == 1]

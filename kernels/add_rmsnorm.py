@@ -13,8 +13,13 @@ from torch import Tensor
 
 from quire.kernels.launching import (
     FLOAT_DTYPES,
+    Launch,
+    Layout,
     ceil_div,
+    contiguous,
+    layouts,
     next_power_of_2,
+    prepared_once,
     require_contiguous,
     require_dtype,
     require_last_contiguous,
@@ -94,33 +99,31 @@ def add_rmsnorm(
     Raises ValueError if a shape, stride, dtype or device is another. No sync.
     Cost: one launch; reads and writes every row once, (4 with a residual, else 2) * N * C * itemsize bytes.
     """
-    out = x.new_empty(x.shape) if out is None else out
-    _check(x, weight, residual, out)
+    launch = _prepare(*layouts(x, weight, residual, out))
     num_rows, num_columns = x.shape
-    constexprs, num_warps, num_stages = plan_launch(num_columns, has_residual=residual is not None)
+    out = x.new_empty(x.shape) if out is None else out
     if num_rows == 0:
         return out
-    sums = x if residual is None else residual
-    add_rmsnorm_kernel[(ceil_div(num_rows, int(constexprs["ROWS"])),)](
-        x,
-        sums,
-        weight,
-        out,
-        num_rows,
-        num_columns,
-        float(eps),
-        float(weight_offset),
-        x.stride(0),
-        sums.stride(0),
-        out.stride(0),
-        **constexprs,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    add_rmsnorm_kernel[launch.grid](
+        x, x if residual is None else residual, weight, out,
+        num_rows, num_columns, float(eps), float(weight_offset), *launch.strides, **launch.options,
+    )  # fmt: skip
     return out
 
 
-def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
+@prepared_once
+def _prepare(x: Layout, weight: Layout, residual: Layout | None, out: Layout | None) -> Launch:
+    out = out or contiguous(x.shape, x)
+    _check(x, weight, residual, out)
+    constexprs, num_warps, num_stages = plan_launch(x.shape[1], has_residual=residual is not None)
+    return Launch(
+        grid=(ceil_div(x.shape[0], int(constexprs["ROWS"])),),
+        strides=(x.stride(0), (x if residual is None else residual).stride(0), out.stride(0)),
+        options={**constexprs, "num_warps": num_warps, "num_stages": num_stages},
+    )
+
+
+def _check(x: Layout, weight: Layout, residual: Layout | None, out: Layout) -> None:
     require_shape("x", x, (None, None))
     require_dtype("x", x, FLOAT_DTYPES)
     require_shape("weight", weight, (x.shape[1],))

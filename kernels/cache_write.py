@@ -11,10 +11,14 @@ from torch import Tensor
 
 from quire.kernels.launching import (
     FLOAT_DTYPES,
+    Launch,
+    Layout,
     Variant,
     ceil_div,
+    layouts,
     next_power_of_2,
     num_multiprocessors,
+    prepared_once,
     require_contiguous,
     require_dtype,
     require_last_contiguous,
@@ -51,10 +55,19 @@ def write_kv(
     Cost: moves 2 * N * H * (Dk + Dv) elements; no allocation, no sync. Without fp8 equal to reference.write_kv bit for
     bit.
     """
-    _check(k, v, k_pool, v_pool, slot_mapping)
-    num_tokens, num_heads, head_dim_k = k.shape
+    launch = _prepare(*layouts(k, v, k_pool, v_pool, slot_mapping))
+    num_tokens = k.shape[0]
     if num_tokens == 0:
         return
+    write_kv_kernel[launch.grid](
+        k, v, k_pool, v_pool, slot_mapping, num_tokens, k_scale, v_scale, *launch.strides, **launch.options
+    )
+
+
+@prepared_once
+def _prepare(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping: Layout) -> Launch:
+    _check(k, v, k_pool, v_pool, slot_mapping)
+    num_tokens, num_heads, head_dim_k = k.shape
     num_rows = num_tokens * num_heads
     variant = write_variant(
         num_rows=num_rows,
@@ -64,11 +77,11 @@ def write_kv(
         block_size=k_pool.shape[1],
         multiprocessors=num_multiprocessors(k.device),
     )
-    write_kv_kernel[(ceil_div(num_rows, variant.constants["BLOCK_ROWS"]),)](
-        k, v, k_pool, v_pool, slot_mapping, num_tokens, k_scale, v_scale,
-        *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
-    )  # fmt: skip
+    return Launch(
+        grid=(ceil_div(num_rows, variant.constants["BLOCK_ROWS"]),),
+        strides=(*k.strides[:2], *v.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3]),
+        options=variant.options,
+    )
 
 
 def write_variant(
@@ -90,7 +103,7 @@ def write_variant(
     return Variant(constants, num_warps=4, num_stages=2)
 
 
-def _check(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+def _check(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping: Layout) -> None:
     require_pool(k_pool, v_pool)
     num_tokens = slot_mapping.shape[0] if slot_mapping.dim() else None
     require_shape("slot_mapping", slot_mapping, (num_tokens,))

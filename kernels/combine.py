@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.decode_plan import DecodePlan
-from quire.kernels.launching import Variant, next_power_of_2, round_to
+from quire.kernels.decode_plan import DecodePlan, PlanLayout
+from quire.kernels.launching import Launch, Layout, Variant, next_power_of_2, round_to
 from quire.kernels.merge_states import merge_rows
 
 
@@ -20,27 +20,32 @@ def combine(
     plan: DecodePlan,
     cu_seqlens_q: Tensor | None,
     out: Tensor,
-    lse: Tensor | None = None,
+    lse: Tensor | None,
+    launch: Launch,
 ) -> None:
     """Merge the splits of each sequence into its rows of out, in the order of its keys.
 
-    Sizes: W splits, Q = plan.max_q_len, N query tokens, Hq query heads, D head dim of values.
-        partial_outs    [W, Q, Hq, D]   float32, contiguous: the result over the keys of one split
-        partial_lses    [W, Q, Hq]      float32, contiguous, base 2
+    Sizes: W splits, Q queries of a sequence at most, N query tokens, Hq query heads, D head dim of values.
+        partial_outs    [>= W * Q * Hq * D] float32, contiguous: the result over the keys of one split, [W, Q, Hq, D]
+        partial_lses    [>= W * Q * Hq] float32, contiguous, base 2: [W, Q, Hq]
         cu_seqlens_q    [n+1]           int32, or None for one query per sequence
         out             [N, Hq, D]      rows of a sequence with one split are left alone: they are there already
         lse             [N, Hq]         float32, contiguous, or None
+        launch          of prepare_combine()
     A row of a sequence without keys, or of no sequence, becomes exactly 0, its lse -inf. Called by paged_decode, which
     has checked. Cost: one launch of N * Hq programs, most of which end at once when few sequences are split.
     """
-    num_tokens, num_heads, head_dim = out.shape
-    variant = combine_variant(
-        head_dim=head_dim, max_q_len=plan.max_q_len, ragged=cu_seqlens_q is not None, has_lse=lse is not None
-    )
-    combine_kernel[(num_tokens, num_heads)](
-        partial_outs, partial_lses, plan.seq_splits, plan.token_seqs, cu_seqlens_q, out, lse, *out.stride()[:2],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
+    combine_kernel[launch.grid](
+        partial_outs, partial_lses, plan.seq_splits, plan.token_seqs, cu_seqlens_q, out, lse,
+        *launch.strides, **launch.options,
     )  # fmt: skip
+
+
+def prepare_combine(out: Layout, *, plan: PlanLayout, ragged: bool, has_lse: bool) -> Launch:
+    """The launch of combine() for such an out."""
+    num_tokens, num_heads, head_dim = out.shape
+    variant = combine_variant(head_dim=head_dim, max_q_len=plan.max_q_len, ragged=ragged, has_lse=has_lse)
+    return Launch(grid=(num_tokens, num_heads), strides=out.strides[:2], options=variant.options)
 
 
 def combine_variant(*, head_dim: int, max_q_len: int, ragged: bool, has_lse: bool) -> Variant:

@@ -18,7 +18,7 @@ splits it has, so each sequence writes its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,6 +48,20 @@ _LANES = tl.constexpr(128)
 _INT64 = ("positions", "slot_mapping")
 
 
+class PlanLayout(NamedTuple):
+    """All of a plan but its memory: its sizes, and what it was built for. See DecodePlan."""
+
+    num_seqs: int
+    num_tokens: int
+    num_programs: int
+    max_splits: int
+    max_q_len: int
+    window: int | None
+    chunk: int | None
+    causal: bool
+    device: torch.device
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Which program attends to which keys, and where the step's tokens go.
@@ -59,8 +73,9 @@ class DecodePlan:
         token_seqs      [N]         int32, the sequence of each token, -1 for a pad
         positions       [N]         int64, 0 for a pad
         slot_mapping    [N]         int64, -1 for a pad
-    max_q_len, window, chunk and causal are what it was built for. A first key is a multiple of TILE, so up to TILE - 1
-    keys before what is visible belong to a split. Splits and bounds of no program hold anything.
+    The layout has these sizes, and max_q_len, window, chunk and causal as they were given. A first key is a multiple
+    of TILE, so up to TILE - 1 keys before the first visible one belong to a split. Splits and bounds of no program
+    hold anything.
     """
 
     splits: Tensor
@@ -69,18 +84,15 @@ class DecodePlan:
     token_seqs: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    max_q_len: int
-    window: int | None
-    chunk: int | None
-    causal: bool
+    layout: PlanLayout
 
     @property
     def num_programs(self) -> int:
-        return self.program_bounds.shape[0] - 1
+        return self.layout.num_programs
 
     @property
     def max_splits(self) -> int:
-        return self.splits.shape[0]
+        return self.layout.max_splits
 
 
 def build_decode_plan(
@@ -136,9 +148,18 @@ def build_decode_plan(
         require_at_least("fixed_split", fixed_split, 1)
         run = ceil_div(fixed_split, TILE)
         max_splits = num_seqs * ceil_div(block_tables.shape[1] * block_size, run * TILE)
-    made_for = _MadeFor(max_q_len=max_q_len, window=window, chunk=chunk, causal=causal)
-    shapes = _shapes(num_seqs=num_seqs, num_tokens=num_tokens, num_programs=num_programs, max_splits=max_splits)
-    plan = _empty_plan(shapes, made_for, device=seq_lens.device) if out is None else _reusable(out, shapes, made_for)
+    layout = PlanLayout(
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        num_programs=num_programs,
+        max_splits=max_splits,
+        max_q_len=max_q_len,
+        window=window,
+        chunk=chunk,
+        causal=causal,
+        device=seq_lens.device,
+    )
+    plan = _empty_plan(layout) if out is None else _reusable(out, layout)
     decode_plan_kernel[(num_seqs,)](
         seq_lens, cu_seqlens_q, block_tables,
         plan.splits, plan.program_bounds, plan.seq_splits, plan.token_seqs, plan.positions, plan.slot_mapping,
@@ -149,38 +170,31 @@ def build_decode_plan(
     return plan
 
 
-class _MadeFor(TypedDict):
-    max_q_len: int
-    window: int | None
-    chunk: int | None
-    causal: bool
-
-
-def _shapes(*, num_seqs: int, num_tokens: int, num_programs: int, max_splits: int) -> dict[str, tuple[int, ...]]:
+def _shapes(layout: PlanLayout) -> dict[str, tuple[int, ...]]:
     return {
-        "splits": (max_splits, 3),
-        "program_bounds": (num_programs + 1,),
-        "seq_splits": (num_seqs, 2),
-        "token_seqs": (num_tokens,),
-        "positions": (num_tokens,),
-        "slot_mapping": (num_tokens,),
+        "splits": (layout.max_splits, 3),
+        "program_bounds": (layout.num_programs + 1,),
+        "seq_splits": (layout.num_seqs, 2),
+        "token_seqs": (layout.num_tokens,),
+        "positions": (layout.num_tokens,),
+        "slot_mapping": (layout.num_tokens,),
     }
 
 
-def _empty_plan(shapes: dict[str, tuple[int, ...]], made_for: _MadeFor, *, device: torch.device) -> DecodePlan:
+def _empty_plan(layout: PlanLayout) -> DecodePlan:
     tensors = {
-        name: torch.empty(shape, dtype=torch.int64 if name in _INT64 else torch.int32, device=device)
-        for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=torch.int64 if name in _INT64 else torch.int32, device=layout.device)
+        for name, shape in _shapes(layout).items()
     }
-    return DecodePlan(**tensors, **made_for)
+    return DecodePlan(**tensors, layout=layout)
 
 
-def _reusable(plan: DecodePlan, shapes: dict[str, tuple[int, ...]], made_for: _MadeFor) -> DecodePlan:
-    for name, shape in shapes.items():
+def _reusable(plan: DecodePlan, layout: PlanLayout) -> DecodePlan:
+    for name, shape in _shapes(layout).items():
         require_shape(f"out.{name}", getattr(plan, name), shape)
-    for name, value in made_for.items():
-        if getattr(plan, name) != value:
-            raise ValueError(f"{name}={value}, but out was made for {getattr(plan, name)}")
+    for name, made_for, value in zip(PlanLayout._fields, plan.layout, layout, strict=True):
+        if made_for != value:
+            raise ValueError(f"{name}={value}, but out was made for {made_for}")
     return plan
 
 

@@ -12,14 +12,19 @@ with `# ruff: noqa: N803` if it has compile-time constants, which are written in
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+Prepared = TypeVar("Prepared")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,12 +43,87 @@ LOG2_E = 1.4426950408889634
 DEFAULT_MULTIPROCESSORS = 132
 
 
+# Launches that a launcher remembers: those of some mixed steps, each with a number of tokens of its own.
+MAX_PREPARED = 256
+
+
 class Variant(NamedTuple):
     """What one compilation of a kernel is made for, besides the types of its arguments: a launcher's choice, pure."""
 
     constants: Mapping[str, int | bool]
     num_warps: int
     num_stages: int
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """The keyword arguments of a launch."""
+        return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+class Layout(NamedTuple):
+    """All of a tensor but its memory: the part that checks and choices of a launcher depend on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        """As Tensor.dim."""
+        return len(self.shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """As Tensor.stride."""
+        return self.strides if dim is None else self.strides[dim]
+
+    def is_contiguous(self) -> bool:
+        """As Tensor.is_contiguous."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+
+def contiguous(shape: Sequence[int], like: Layout) -> Layout:
+    """Return the layout of a new tensor of this shape beside another."""
+    strides = tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))
+    return Layout(tuple(shape), strides[::-1], like.dtype, like.device)
+
+
+def layouts(*tensors: Tensor | None) -> list[Any]:
+    """Return each tensor's Layout, and None for None."""
+    return [None if x is None else Layout(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+
+
+class OnDevice(Protocol):
+    """A tensor, its layout, or another thing whose memory lies on one device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch as it was checked and chosen for the layouts of its arguments.
+
+    A launcher makes it once for each set of layouts (see prepared_once) and uses it for all layers of a step that have
+    the same. It holds no tensor. strides are the kernel's arguments of that kind, in its order.
+    """
+
+    grid: tuple[int, ...]
+    strides: tuple[int, ...]
+    options: Mapping[str, int | bool]
+
+
+def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+    """Remember results of a function of layouts and numbers; one that raises is asked again.
+
+    A function of layouts can't depend on a tensor's memory, so a remembered result is as good as a new one. Cost of a
+    remembered result: about 1 us per layout, where checks and choices take 10 to 50.
+    """
+    return lru_cache(maxsize=MAX_PREPARED)(prepare)
 
 
 @triton.jit
@@ -86,7 +166,7 @@ def _num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def require_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+def require_shape(name: str, tensor: Tensor | Layout, shape: Sequence[int | None]) -> None:
     """Raises ValueError if the tensor's shape is another; None stands for any size."""
     if tensor.dim() != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
@@ -95,26 +175,26 @@ def require_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> Non
         raise ValueError(f"{name} has shape {list(tensor.shape)}, not [{wanted}]")
 
 
-def require_dtype(name: str, tensor: Tensor, dtypes: torch.dtype | Collection[torch.dtype]) -> None:
+def require_dtype(name: str, tensor: Tensor | Layout, dtypes: torch.dtype | Collection[torch.dtype]) -> None:
     """Raises ValueError if the tensor's dtype is not the one, or none of those, given."""
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} is {tensor.dtype}, not {' or '.join(str(dtype) for dtype in allowed)}")
 
 
-def require_last_contiguous(name: str, tensor: Tensor) -> None:
+def require_last_contiguous(name: str, tensor: Tensor | Layout) -> None:
     """Raises ValueError if neighbours in the last dimension are not neighbours in memory."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, not 1")
 
 
-def require_contiguous(name: str, tensor: Tensor) -> None:
+def require_contiguous(name: str, tensor: Tensor | Layout) -> None:
     """Raises ValueError if the tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())}, not those of a contiguous tensor")
 
 
-def require_same_device(**tensors: Tensor | None) -> None:
+def require_same_device(**tensors: OnDevice | None) -> None:
     """Raises ValueError if the tensors, by the names of their arguments, lie on several devices; None is skipped."""
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     first = next(iter(devices))
@@ -135,7 +215,7 @@ def require_at_least(name: str, value: float, limit: float) -> None:
         raise ValueError(f"{name}={value} is below {limit}")
 
 
-def require_pool(k_pool: Tensor, v_pool: Tensor) -> None:
+def require_pool(k_pool: Layout, v_pool: Layout) -> None:
     """Raises ValueError unless both are [B, S, H, D] with D contiguous, of one dtype, and of sizes kernels support.
 
     S is one of BLOCK_SIZES, D at most MAX_HEAD_DIM and a multiple of 8, the dtype one of KV_DTYPES. D may differ.
@@ -151,7 +231,7 @@ def require_pool(k_pool: Tensor, v_pool: Tensor) -> None:
     require_in("block size", k_pool.shape[1], BLOCK_SIZES)
 
 
-def require_per_head(q: Tensor, **tensors: Tensor | None) -> None:
+def require_per_head(q: Layout, **tensors: Layout | None) -> None:
     """Raises ValueError if a tensor is there and is not one float32 number per query head, beside q [N, Hq, D]."""
     for name, tensor in tensors.items():
         if tensor is not None:

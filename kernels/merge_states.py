@@ -16,8 +16,13 @@ from torch import Tensor
 
 from quire.kernels.launching import (
     FLOAT_DTYPES,
+    Launch,
+    Layout,
     Variant,
+    contiguous,
+    layouts,
     next_power_of_2,
+    prepared_once,
     require_at_least,
     require_contiguous,
     require_dtype,
@@ -46,12 +51,25 @@ def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: 
     stride or device does not fit. Cost: reads outs once; one launch of N * H programs, no sync. Equal inputs give
     equal bits, as parts are summed in their order.
     """
+    launch = _prepare(*layouts(outs, lses, out, lse))
+    num_parts, num_tokens, num_heads, head_dim = outs.shape
+    if out is None:
+        out = outs.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens == 0:
+        return out
+    merge_states_kernel[launch.grid](
+        outs, lses, out, lse, num_parts, num_tokens * num_heads, *launch.strides, **launch.options
+    )
+    return out
+
+
+@prepared_once
+def _prepare(outs: Layout, lses: Layout, out: Layout | None, lse: Layout | None) -> Launch:
     require_shape("outs", outs, (None, None, None, None))
     num_parts, num_tokens, num_heads, head_dim = outs.shape
     require_at_least("outs.shape[0]", num_parts, 1)
     require_shape("lses", lses, (num_parts, num_tokens, num_heads))
-    if out is None:
-        out = outs.new_empty(num_tokens, num_heads, head_dim)
+    out = out or contiguous((num_tokens, num_heads, head_dim), outs)
     require_shape("out", out, (num_tokens, num_heads, head_dim))
     for name, tensor in (("outs", outs), ("out", out)):
         require_dtype(name, tensor, FLOAT_DTYPES)
@@ -63,15 +81,9 @@ def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: 
             require_dtype(name, each, torch.float32)
             require_contiguous(name, each)
     require_same_device(outs=outs, lses=lses, out=out, lse=lse)
-    if num_tokens == 0:
-        return out
     variant = merge_variant(head_dim=head_dim, has_lse=lse is not None)
-    merge_states_kernel[(num_tokens, num_heads)](
-        outs, lses, out, lse,
-        num_parts, num_tokens * num_heads, *outs.stride()[:3], *out.stride()[:2],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
-    )  # fmt: skip
-    return out
+    strides = (*outs.strides[:3], *out.strides[:2])
+    return Launch(grid=(num_tokens, num_heads), strides=strides, options=variant.options)
 
 
 def merge_variant(*, head_dim: int, has_lse: bool) -> Variant:

@@ -17,21 +17,28 @@ Programs that have a sequence to themselves write its result, others a partial o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.combine import combine
-from quire.kernels.decode_plan import TILE, UNBOUNDED, DecodePlan, first_visible
+from quire.kernels.combine import combine, prepare_combine
+from quire.kernels.decode_plan import TILE, UNBOUNDED, DecodePlan, PlanLayout, first_visible
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
+    Launch,
+    Layout,
     Variant,
     ceil_div,
+    contiguous,
     dot,
+    layouts,
     next_power_of_2,
     num_multiprocessors,
+    prepared_once,
     require_at_least,
     require_contiguous,
     require_dtype,
@@ -99,22 +106,63 @@ def paged_decode(
     bytes) reads them again from the L2 cache. Two launches, no sync, no allocation with out and workspace. Equal
     inputs give equal bits; with a plan of fixed_split also whatever else is in the batch.
     """
-    _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, plan=plan, cu_seqlens_q=cu_seqlens_q)
-    num_tokens, num_heads, head_dim_k = q.shape
-    head_dim_v = v_pool.shape[3]
+    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
+    decode = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse, workspace), plan.layout, softcap)
     if out is None:
-        out = q.new_empty(num_tokens, num_heads, head_dim_v)
+        out = q.new_empty(*q.shape[:2], v_pool.shape[3])
     if workspace is None:
-        size = workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim_v)
-        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    _check_results(q, out=out, lse=lse, workspace=workspace, head_dim=head_dim_v, plan=plan)
+        workspace = q.new_empty(decode.workspace_size, dtype=torch.float32)
+    partial_lses = workspace[decode.num_partials :]
+    window, chunk = plan.layout.window, plan.layout.chunk
+    paged_decode_kernel[decode.launch.grid](
+        q, k_pool, v_pool, out, lse, workspace, partial_lses,
+        plan.splits, plan.program_bounds, plan.seq_splits, *sources,
+        scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
+        UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
+        *decode.launch.strides, **decode.launch.options,
+    )  # fmt: skip
+    combine(workspace, partial_lses, plan=plan, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse, launch=decode.combine)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A call of paged_decode as it was checked and chosen; num_partials is W * Q * Hq * Dv of combine()."""
+
+    launch: Launch
+    combine: Launch
+    num_partials: int
+    workspace_size: int
+
+
+@prepared_once
+def _prepare(
+    q: Layout,
+    k_pool: Layout,
+    v_pool: Layout,
+    block_tables: Layout,
+    seq_lens: Layout,
+    cu_seqlens_q: Layout | None,
+    sinks: Layout | None,
+    alibi_slopes: Layout | None,
+    out: Layout | None,
+    lse: Layout | None,
+    workspace: Layout | None,
+    plan: PlanLayout,
+    softcap: float | None,
+) -> _Decode:
+    _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, plan=plan, cu_seqlens_q=cu_seqlens_q)
+    num_heads, num_kv_heads = q.shape[1], k_pool.shape[2]
+    head_dim_k, head_dim_v = q.shape[2], v_pool.shape[3]
+    out = out or contiguous((*q.shape[:2], head_dim_v), q)
+    size = _workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim_v)
+    _check_results(q, out=out, lse=lse, workspace=workspace, head_dim=head_dim_v, workspace_size=size)
     require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is not above 0")
-    partial_outs, partial_lses = _divide(workspace, plan, num_query_heads=num_heads, head_dim=head_dim_v)
     variant = decode_variant(
         num_query_heads=num_heads,
-        num_kv_heads=k_pool.shape[2],
+        num_kv_heads=num_kv_heads,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
         block_size=k_pool.shape[1],
@@ -128,18 +176,19 @@ def paged_decode(
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None,
     )
-    row_tiles = ceil_div(num_heads // k_pool.shape[2] * plan.max_q_len, variant.constants["BLOCK_M"])
-    grid = (plan.num_programs, k_pool.shape[2], row_tiles)
-    paged_decode_kernel[grid](
-        q, k_pool, v_pool, out, lse, partial_outs, partial_lses,
-        plan.splits, plan.program_bounds, plan.seq_splits, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes,
-        scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
-        UNBOUNDED if plan.window is None else plan.window, UNBOUNDED if plan.chunk is None else plan.chunk,
-        block_tables.stride(0), *q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3], *out.stride()[:2],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
+    row_tiles = ceil_div(num_heads // num_kv_heads * plan.max_q_len, variant.constants["BLOCK_M"])
+    return _Decode(
+        launch=Launch(
+            grid=(plan.num_programs, num_kv_heads, row_tiles),
+            strides=(
+                block_tables.stride(0), *q.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3], *out.strides[:2],
+            ),
+            options=variant.options,
+        ),
+        combine=prepare_combine(out, plan=plan, ragged=cu_seqlens_q is not None, has_lse=lse is not None),
+        num_partials=plan.max_splits * plan.max_q_len * num_heads * head_dim_v,
+        workspace_size=size,
     )  # fmt: skip
-    combine(partial_outs, partial_lses, plan=plan, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse)
-    return out
 
 
 def num_decode_programs(
@@ -162,6 +211,10 @@ def num_decode_programs(
 
 def workspace_size(plan: DecodePlan, *, num_query_heads: int, head_dim: int) -> int:
     """Elements, float32, that paged_decode() needs for partial results; head_dim is that of the values."""
+    return _workspace_size(plan.layout, num_query_heads=num_query_heads, head_dim=head_dim)
+
+
+def _workspace_size(plan: PlanLayout, *, num_query_heads: int, head_dim: int) -> int:
     return plan.max_splits * plan.max_q_len * num_query_heads * (head_dim + 1)
 
 
@@ -226,31 +279,24 @@ def _block_n_and_stages(row_bytes: int) -> tuple[int, int]:
     return 32 if row_bytes <= 512 else 16, 3
 
 
-def _divide(workspace: Tensor, plan: DecodePlan, *, num_query_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The partial results [W, Q, Hq, D] and their lses [W, Q, Hq]."""
-    rows = plan.max_splits * plan.max_q_len * num_query_heads
-    shape = (plan.max_splits, plan.max_q_len, num_query_heads)
-    return workspace[: rows * head_dim].view(*shape, head_dim), workspace[rows * head_dim :][:rows].view(shape)
-
-
 def _check(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    q: Layout,
+    k_pool: Layout,
+    v_pool: Layout,
     *,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    plan: DecodePlan,
-    cu_seqlens_q: Tensor | None,
+    block_tables: Layout,
+    seq_lens: Layout,
+    plan: PlanLayout,
+    cu_seqlens_q: Layout | None,
 ) -> None:
     require_pool(k_pool, v_pool)
-    require_shape("q", q, (plan.token_seqs.shape[0], None, k_pool.shape[3]))
+    require_shape("q", q, (plan.num_tokens, None, k_pool.shape[3]))
     require_at_least("q.shape[0]", q.shape[0], 1)
     require_last_contiguous("q", q)
     require_dtype("q", q, FLOAT_DTYPES if k_pool.dtype.itemsize == 1 else k_pool.dtype)
     if q.shape[1] == 0 or q.shape[1] % k_pool.shape[2]:
         raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the pool's {k_pool.shape[2]}")
-    num_seqs = plan.seq_splits.shape[0]
+    num_seqs = plan.num_seqs
     require_shape("seq_lens", seq_lens, (num_seqs,))
     require_shape("block_tables", block_tables, (num_seqs, None))
     if cu_seqlens_q is not None:
@@ -263,12 +309,12 @@ def _check(
             require_last_contiguous(name, tensor)
     require_same_device(
         q=q, k_pool=k_pool, v_pool=v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-        plan=plan.splits,
+        plan=plan,
     )  # fmt: skip
 
 
 def _check_results(
-    q: Tensor, *, out: Tensor, lse: Tensor | None, workspace: Tensor, head_dim: int, plan: DecodePlan
+    q: Layout, *, out: Layout, lse: Layout | None, workspace: Layout | None, head_dim: int, workspace_size: int
 ) -> None:
     require_shape("out", out, (*q.shape[:2], head_dim))
     require_dtype("out", out, q.dtype)
@@ -277,11 +323,11 @@ def _check_results(
         require_shape("lse", lse, q.shape[:2])
         require_dtype("lse", lse, torch.float32)
         require_contiguous("lse", lse)
-    require_shape("workspace", workspace, (None,))
-    require_dtype("workspace", workspace, torch.float32)
-    require_contiguous("workspace", workspace)
-    size = workspace_size(plan, num_query_heads=q.shape[1], head_dim=head_dim)
-    require_at_least("len(workspace)", workspace.shape[0], size)
+    if workspace is not None:
+        require_shape("workspace", workspace, (None,))
+        require_dtype("workspace", workspace, torch.float32)
+        require_contiguous("workspace", workspace)
+        require_at_least("len(workspace)", workspace.shape[0], workspace_size)
     require_same_device(q=q, out=out, lse=lse, workspace=workspace)
 
 

@@ -29,10 +29,15 @@ from quire.kernels.decode_plan import UNBOUNDED, first_visible
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
+    Launch,
+    Layout,
     Variant,
+    contiguous,
     dot,
+    layouts,
     next_power_of_2,
     num_multiprocessors,
+    prepared_once,
     require_at_least,
     require_contiguous,
     require_dtype,
@@ -105,17 +110,59 @@ def paged_prefill(
     visible keys and values once per tile of rows, so mostly from L2. One launch, two and a float32 workspace if keys
     are split; no sync. Equal inputs give equal bits.
     """
+    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
+    numbers = (scaling, window, chunk, softcap, num_splits)
+    launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
+    num_tokens, num_heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, v_pool.shape[3])
+    if num_tokens == 0:
+        return out
+    outs, lses, num_splits = out, lse, launch.grid[2]
+    if num_splits > 1:
+        outs = q.new_empty(num_splits, *out.shape, dtype=torch.float32)
+        lses = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
+    score_scale = scaling * k_scale * LOG2_E
+    paged_prefill_kernel[launch.grid](
+        q, k_pool, v_pool, outs, lses, *sources,
+        score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
+        0.0 if softcap is None else softcap * LOG2_E,
+        UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
+        num_tokens, block_tables.shape[0], *launch.strides, **launch.options,
+    )  # fmt: skip
+    if num_splits > 1:
+        assert lses is not None
+        merge_states(outs, lses, out=out, lse=lse)
+    return out
+
+
+@prepared_once
+def _prepare(
+    q: Layout,
+    k_pool: Layout,
+    v_pool: Layout,
+    block_tables: Layout,
+    seq_lens: Layout,
+    cu_seqlens_q: Layout,
+    sinks: Layout | None,
+    alibi_slopes: Layout | None,
+    out: Layout | None,
+    lse: Layout | None,
+    scaling: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    num_splits: int | None,
+) -> Launch:
+    """The launch of paged_prefill_kernel; its grid is [tiles, kv heads, splits]."""
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     _check_numbers(scaling=scaling, window=window, chunk=chunk, softcap=softcap, num_splits=num_splits)
     require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs, max_blocks = block_tables.shape
     block_size, num_kv_heads, head_dim_v = v_pool.shape[1:]
-    if out is None:
-        out = q.new_empty(num_tokens, num_heads, head_dim_v)
+    out = out or contiguous((num_tokens, num_heads, head_dim_v), q)
     _check_results(q, out=out, lse=lse, head_dim=head_dim_v)
-    if num_tokens == 0:
-        return out
     heads_per_kv = num_heads // num_kv_heads
     block_m = choose_block_m(
         num_tokens * heads_per_kv,
@@ -145,24 +192,14 @@ def paged_prefill(
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None or num_splits > 1,
     )
-    outs, lses = out[None], lse
+    out_strides = (0, *out.strides[:2])
     if num_splits > 1:
-        outs = q.new_empty(num_splits, num_tokens, num_heads, head_dim_v, dtype=torch.float32)
-        lses = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
-    score_scale = scaling * k_scale * LOG2_E
-    paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
-        q, k_pool, v_pool, outs, lses, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes,
-        score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
-        0.0 if softcap is None else softcap * LOG2_E,
-        UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk, num_tokens, num_seqs,
-        block_tables.stride(0), *q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3],
-        outs.stride(0) if num_splits > 1 else 0, *outs.stride()[1:3],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
-    )  # fmt: skip
-    if num_splits > 1:
-        assert lses is not None
-        merge_states(outs, lses, out=out, lse=lse)
-    return out
+        out_strides = contiguous((num_splits, *out.shape), out).strides[:3]
+    return Launch(
+        grid=(num_tiles, num_kv_heads, num_splits),
+        strides=(block_tables.stride(0), *q.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3], *out_strides),
+        options=variant.options,
+    )
 
 
 def choose_block_m(num_rows: int, *, num_seqs: int, dtype: torch.dtype, head_dim: int, kv_itemsize: int) -> int:
@@ -227,7 +264,7 @@ def _tile(dtype: torch.dtype, *, block_m: int, block_d: int) -> tuple[int, int]:
 
 
 def _check(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, *, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor
+    q: Layout, k_pool: Layout, v_pool: Layout, *, block_tables: Layout, seq_lens: Layout, cu_seqlens_q: Layout
 ) -> None:
     require_pool(k_pool, v_pool)
     require_shape("q", q, (None, None, k_pool.shape[3]))
@@ -260,7 +297,7 @@ def _check_numbers(
             require_at_least(name, count, 1)
 
 
-def _check_results(q: Tensor, *, out: Tensor, lse: Tensor | None, head_dim: int) -> None:
+def _check_results(q: Layout, *, out: Layout, lse: Layout | None, head_dim: int) -> None:
     require_shape("out", out, (*q.shape[:2], head_dim))
     require_dtype("out", out, q.dtype)
     require_last_contiguous("out", out)

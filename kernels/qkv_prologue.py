@@ -17,10 +17,15 @@ from torch import Tensor
 from quire.kernels.cache_write import to_pool_dtype
 from quire.kernels.launching import (
     FLOAT_DTYPES,
+    Launch,
+    Layout,
     Variant,
     ceil_div,
+    contiguous,
+    layouts,
     next_power_of_2,
     num_multiprocessors,
+    prepared_once,
     require_contiguous,
     require_dtype,
     require_last_contiguous,
@@ -69,14 +74,39 @@ def qkv_prologue(
     table; a program does not check it. Raises ValueError if a shape, dtype, stride or device differs.
     Cost: reads qkv once and writes as many elements; no sync.
     """
-    num_tokens = qkv.shape[0]
-    num_kv_heads, head_dim = k_pool.shape[2:]
-    num_query_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    per_token = (slot_mapping, positions)
+    weights = (rope_table, q_norm_weight, k_norm_weight)
+    launch = _prepare(*layouts(qkv, k_pool, v_pool, *per_token, *weights, out), interleaved)
+    num_tokens, width = qkv.shape
     if out is None:
-        out = qkv.new_empty(num_tokens, num_query_heads, head_dim)
-    _check(qkv, k_pool, v_pool, slot_mapping, positions, rope_table, q_norm_weight, k_norm_weight, out)
+        num_kv_heads, head_dim = k_pool.shape[2:]
+        out = qkv.new_empty(num_tokens, width // head_dim - 2 * num_kv_heads, head_dim)
     if num_tokens == 0:
         return out
+    qkv_prologue_kernel[launch.grid](
+        qkv, out, k_pool, v_pool, *per_token, *weights, num_tokens, eps, k_scale, v_scale,
+        *launch.strides, **launch.options,
+    )  # fmt: skip
+    return out
+
+
+@prepared_once
+def _prepare(
+    qkv: Layout,
+    k_pool: Layout,
+    v_pool: Layout,
+    slot_mapping: Layout,
+    positions: Layout,
+    rope_table: Layout | None,
+    q_norm_weight: Layout | None,
+    k_norm_weight: Layout | None,
+    out: Layout | None,
+    interleaved: bool,
+) -> Launch:
+    _check(qkv, k_pool, v_pool, slot_mapping, positions, rope_table, q_norm_weight, k_norm_weight)
+    num_kv_heads, head_dim = k_pool.shape[2:]
+    num_tokens, num_query_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
+    out = _checked_out(out, contiguous((num_tokens, num_query_heads, head_dim), qkv))
     variant = prologue_variant(
         num_tokens=num_tokens,
         num_query_heads=num_query_heads,
@@ -88,14 +118,11 @@ def qkv_prologue(
         interleaved=interleaved,
         multiprocessors=num_multiprocessors(qkv.device),
     )
-    num_programs = ceil_div(num_tokens, variant.constants["BLOCK_TOKENS"]) * (num_query_heads + 2 * num_kv_heads)
-    qkv_prologue_kernel[(num_programs,)](
-        qkv, out, k_pool, v_pool, slot_mapping, positions, rope_table, q_norm_weight, k_norm_weight,
-        num_tokens, eps, k_scale, v_scale,
-        qkv.stride(0), *out.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3],
-        **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages,
-    )  # fmt: skip
-    return out
+    return Launch(
+        grid=(ceil_div(num_tokens, variant.constants["BLOCK_TOKENS"]) * (num_query_heads + 2 * num_kv_heads),),
+        strides=(qkv.stride(0), *out.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3]),
+        options=variant.options,
+    )
 
 
 def prologue_variant(
@@ -132,15 +159,14 @@ def prologue_variant(
 
 
 def _check(
-    qkv: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    rope_table: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    out: Tensor,
+    qkv: Layout,
+    k_pool: Layout,
+    v_pool: Layout,
+    slot_mapping: Layout,
+    positions: Layout,
+    rope_table: Layout | None,
+    q_norm_weight: Layout | None,
+    k_norm_weight: Layout | None,
 ) -> None:
     require_pool(k_pool, v_pool)
     require_shape("v_pool", v_pool, k_pool.shape)
@@ -151,9 +177,6 @@ def _check(
     num_kv_heads, head_dim = k_pool.shape[2:]
     if width % head_dim or width // head_dim <= 2 * num_kv_heads:
         raise ValueError(f"qkv has {width} columns, not query heads and {2 * num_kv_heads} more of {head_dim} each")
-    require_shape("out", out, (num_tokens, width // head_dim - 2 * num_kv_heads, head_dim))
-    require_dtype("out", out, qkv.dtype)
-    require_last_contiguous("out", out)
     for name, per_token in (("slot_mapping", slot_mapping), ("positions", positions)):
         require_shape(name, per_token, (num_tokens,))
         require_dtype(name, per_token, torch.int64)
@@ -170,11 +193,21 @@ def _check(
         rope_table=rope_table,
         q_norm_weight=q_norm_weight,
         k_norm_weight=k_norm_weight,
-        out=out,
     )
 
 
-def _check_rope_table(rope_table: Tensor, head_dim: int) -> None:
+def _checked_out(out: Layout | None, new: Layout) -> Layout:
+    """The layout of a new tensor, if none was given; a given one must be like it but for its strides."""
+    if out is None:
+        return new
+    require_shape("out", out, new.shape)
+    require_dtype("out", out, new.dtype)
+    require_last_contiguous("out", out)
+    require_same_device(qkv=new, out=out)
+    return out
+
+
+def _check_rope_table(rope_table: Layout, head_dim: int) -> None:
     require_shape("rope_table", rope_table, (None, None))
     require_dtype("rope_table", rope_table, torch.float32)
     require_contiguous("rope_table", rope_table)
@@ -182,7 +215,7 @@ def _check_rope_table(rope_table: Tensor, head_dim: int) -> None:
         raise ValueError(f"rope_table has {rope_table.shape[1]} columns, not an even number in 2 .. {head_dim}")
 
 
-def _check_norms(q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, head_dim: int) -> None:
+def _check_norms(q_norm_weight: Layout | None, k_norm_weight: Layout | None, head_dim: int) -> None:
     if q_norm_weight is None and k_norm_weight is None:
         return
     if q_norm_weight is None or k_norm_weight is None:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from quire.kernels.launching import (
     FLOAT_DTYPES,
+    Launch,
+    Layout,
     ceil_div,
+    contiguous,
+    layouts,
+    prepared_once,
     require_dtype,
     require_last_contiguous,
     require_same_device,
@@ -58,7 +63,17 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     All arithmetic is float32, rounded once. Raises ValueError if a shape, stride, dtype or device is another. No sync.
     Cost: one launch; moves 3 * N * C * itemsize bytes.
     """
+    launch = _prepare(*layouts(gate, up, out))
     out = gate.new_empty(gate.shape) if out is None else out
+    if 0 in launch.grid:
+        return out
+    silu_mul_kernel[launch.grid](gate, up, out, gate.shape[1], *launch.strides, **launch.options)
+    return out
+
+
+@prepared_once
+def _prepare(gate: Layout, up: Layout, out: Layout | None) -> Launch:
+    out = out or contiguous(gate.shape, gate)
     require_shape("gate", gate, (None, None))
     require_dtype("gate", gate, FLOAT_DTYPES)
     require_last_contiguous("gate", gate)
@@ -67,20 +82,10 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
         require_dtype(name, tensor, gate.dtype)
         require_last_contiguous(name, tensor)
     require_same_device(gate=gate, up=up, out=out)
-    if gate.numel() == 0:
-        return out
     num_rows, num_columns = gate.shape
     constexprs, num_warps, num_stages = plan_launch()
-    silu_mul_kernel[(num_rows, ceil_div(num_columns, _COLUMNS))](
-        gate,
-        up,
-        out,
-        num_columns,
-        gate.stride(0),
-        up.stride(0),
-        out.stride(0),
-        **constexprs,
-        num_warps=num_warps,
-        num_stages=num_stages,
+    return Launch(
+        grid=(num_rows, ceil_div(num_columns, _COLUMNS)),
+        strides=(gate.stride(0), up.stride(0), out.stride(0)),
+        options={**constexprs, "num_warps": num_warps, "num_stages": num_stages},
     )
-    return out

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -52,12 +53,29 @@ TILE_QUERIES = 256
 TILE_SCORES = 1 << 23
 
 
+class Slots:
+    """Slots [n] int64 that all layers of a step read or write: one object for all of them.
+
+    Where a pool is no contiguous tensor, its elements are found by block and offset. The first layer that needs these
+    makes them, and the others take the same.
+    """
+
+    def __init__(self, flat: Tensor, block_size: int) -> None:
+        self.flat = flat
+        self._block_size = block_size
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The block of each slot, and the offset in it."""
+        return self.flat.div(self._block_size, rounding_mode="floor"), self.flat.remainder(self._block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """n sequences with one query each, padded to `span` keys.
 
     token_indices   [n]             int64, or None for all tokens of the batch in order
-    slots           [n * span]      int64, slot 0 of the null block for padding
+    slots           [n * span]      slot 0 of the null block for padding
     hidden          [n, 1, 1, span] bool, True for padding, or None without padding
     bias            [n, 1, 1, span] dtype of queries, -inf for padding and 0 elsewhere, or None
     """
@@ -65,7 +83,7 @@ class _DecodeGroup:
     num_seqs: int
     span: int
     token_indices: Tensor | None
-    slots: Tensor
+    slots: Slots
     hidden: Tensor | None
     bias: Tensor | None
 
@@ -74,15 +92,14 @@ class _DecodeGroup:
 class _PromptPart:
     """One sequence with several queries: tokens first .. first + count - 1 of the batch, at positions start and on.
 
-    slots are those of positions key_start .. start + count - 1, int64; None if the part's own tokens are taken for
-    them.
+    slots are those of positions key_start .. start + count - 1; None if the part's own tokens are taken for them.
     """
 
     first: int
     count: int
     start: int
     key_start: int
-    slots: Tensor | None
+    slots: Slots | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +130,14 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-    def gather(self, name: str, pool: Tensor, slots: Tensor) -> Tensor:
-        """Return the slots' contents, [len(slots), H, D], valid until the next gather under the same name."""
+    def gather(self, name: str, pool: Tensor, slots: Slots) -> Tensor:
+        """Return the slots' contents, [n, H, D], valid until the next gather under the same name."""
         if not pool.is_contiguous():
-            return indexable(pool)[_places(slots, pool.shape[1])].view(pool.dtype)
+            return indexable(pool)[slots.places].view(pool.dtype)
         flat = indexable(pool).view(-1, *pool.shape[2:])
-        shape = (slots.shape[0], *pool.shape[2:])
+        shape = (slots.flat.shape[0], *pool.shape[2:])
         buffer = self._buffer(name, flat, shape[0] * flat[0].numel())
-        return torch.index_select(flat, 0, slots, out=buffer.view(shape)).view(pool.dtype)
+        return torch.index_select(flat, 0, slots.flat, out=buffer.view(shape)).view(pool.dtype)
 
     def _buffer(self, name: str, like: Tensor, size: int) -> Tensor:
         key = (name, like.dtype, like.device)
@@ -152,6 +169,7 @@ class AttentionStep:
         key_bytes = max(spec.num_kv_heads * spec.k_head_dim for spec in specs.values()) * pool.dtype.itemsize
         self._group_tokens = max(1, GROUP_BYTES // key_bytes)
         self._plans: dict[tuple[Mask, torch.dtype, bool], _Plan] = {}
+        self._written = Slots(batch.slot_mapping, pool.block_size)
 
     @classmethod
     def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
@@ -165,7 +183,7 @@ class AttentionStep:
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
         """Write the step's keys [T, H, Dk] and values [T, H, Dv] to the layer's slots."""
-        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slot_mapping=self.batch.slot_mapping)
+        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slots=self._written)
 
     def attend(
         self,
@@ -203,7 +221,7 @@ class AttentionStep:
             _attend_prompt(q, keys, values, part=part, mask=spec.mask, score=score, out=out)
         return out
 
-    def _gather(self, k_pool: Tensor, v_pool: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _gather(self, k_pool: Tensor, v_pool: Tensor, slots: Slots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         keys = self.workspace.gather("k", k_pool, slots)
         values = self.workspace.gather("v", v_pool, slots)
         return keys.to(dtype), values.to(dtype)
@@ -230,9 +248,7 @@ class AttentionStep:
             first += count
         groups = group_by_span(spans, max_tokens=self._group_tokens)
         return _Plan(
-            decode_groups=tuple(
-                _decode_group(batch, members, spans, block_size=block_size, bias_dtype=dtype) for members in groups
-            ),
+            decode_groups=tuple(_decode_groups(batch, groups, spans, block_size=block_size, bias_dtype=dtype)),
             prompt_parts=tuple(parts),
         )
 
@@ -307,7 +323,7 @@ def _named_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tens
 AttentionInterface.register(ATTENTION_NAME, _named_attention)
 
 
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slot_mapping: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slots: Slots) -> None:
     """Scatter one step's keys and values into the block pool, in place. Shapes as in quire.kernels.reference.write_kv.
 
     They are rounded to the pool's dtype; what is beyond float8's range is stored as its greatest number. Slots must be
@@ -316,9 +332,9 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slot_mappi
     for new, pool in ((k, k_pool), (v, v_pool)):
         stored = indexable(_as_stored(new, pool.dtype))
         if pool.is_contiguous():
-            indexable(pool).view(-1, *pool.shape[2:]).index_copy_(0, slot_mapping, stored)
+            indexable(pool).view(-1, *pool.shape[2:]).index_copy_(0, slots.flat, stored)
         else:
-            indexable(pool)[_places(slot_mapping, pool.shape[1])] = stored
+            indexable(pool)[slots.places] = stored
 
 
 def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -326,11 +342,6 @@ def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)
     return x.to(dtype)
-
-
-def _places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """The blocks of slots, and where in them."""
-    return slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
 
 
 def group_by_span(spans: Mapping[int, int], *, max_tokens: int) -> list[list[int]]:
@@ -348,16 +359,38 @@ def group_by_span(spans: Mapping[int, int], *, max_tokens: int) -> list[list[int
     return [sorted(group) for group in groups]
 
 
-def _decode_group(
-    batch: StepBatch, members: Sequence[int], spans: Mapping[int, int], *, block_size: int, bias_dtype: torch.dtype
-) -> _DecodeGroup:
-    span = max(spans[seq] for seq in members)
+def _decode_groups(
+    batch: StepBatch,
+    groups: Sequence[Sequence[int]],
+    spans: Mapping[int, int],
+    *,
+    block_size: int,
+    bias_dtype: torch.dtype,
+) -> Iterator[_DecodeGroup]:
+    """One transfer, for all groups together."""
+    if not groups:
+        return
+    members = [seq for group in groups for seq in group]
     ends = [batch.seq_lens_host[seq] for seq in members]
-    begins = [batch.seq_lens_host[seq] - spans[seq] for seq in members]
-    device = batch.slot_mapping.device
-    index = indices([members, begins, ends], device)
-    seqs, begin, end = index[0], index[1, :, None], index[2, :, None]
-    positions = begin + torch.arange(span, device=device)
+    begins = [end - spans[seq] for seq, end in zip(members, ends, strict=True)]
+    index = indices([members, begins, ends], batch.slot_mapping.device)
+    for group, numbers in zip(groups, torch.split(index, [len(group) for group in groups], dim=1), strict=True):
+        yield _decode_group(batch, group, numbers, spans, block_size=block_size, bias_dtype=bias_dtype)
+
+
+def _decode_group(
+    batch: StepBatch,
+    members: Sequence[int],
+    numbers: Tensor,
+    spans: Mapping[int, int],
+    *,
+    block_size: int,
+    bias_dtype: torch.dtype,
+) -> _DecodeGroup:
+    """numbers [3, n] int64: the members, and the first key and one past the last key of each."""
+    span = max(spans[seq] for seq in members)
+    seqs, begin, end = numbers[0], numbers[1, :, None], numbers[2, :, None]
+    positions = begin + torch.arange(span, device=numbers.device)
     padded = any(spans[seq] < span for seq in members)
     hidden = (positions >= end) if padded else None
     slots = _slots(batch.block_tables.index_select(0, seqs), positions, block_size=block_size)
@@ -369,7 +402,7 @@ def _decode_group(
         num_seqs=len(members),
         span=span,
         token_indices=None if everything else batch.last_indices.index_select(0, seqs),
-        slots=slots.flatten(),
+        slots=Slots(slots.flatten(), block_size),
         hidden=hidden,
         bias=None if hidden is None else _bias(hidden, bias_dtype),
     )
@@ -382,7 +415,7 @@ def _prompt_part(batch: StepBatch, mask: Mask, *, seq: int, first: int, block_si
     slots = None
     if gathers:
         positions = torch.arange(key_start, seq_len, device=batch.slot_mapping.device)
-        slots = _slots(batch.block_tables[seq, None], positions[None], block_size=block_size)[0]
+        slots = Slots(_slots(batch.block_tables[seq, None], positions[None], block_size=block_size)[0], block_size)
     return _PromptPart(first=first, count=count, start=start, key_start=key_start, slots=slots)
 
 

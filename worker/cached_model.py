@@ -20,7 +20,7 @@ at a multiple of the block size, and behind the other. Such runs wait for all th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,7 +39,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from quire.worker.attention import Workspace, write_kv
+from quire.worker.attention import Slots, Workspace, write_kv
 from quire.worker.kv_pool import KVPool
 from quire.worker.probe import UnsupportedModel
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
@@ -180,6 +180,11 @@ class Part:
     count: int
     is_last: bool
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last position of each sequence."""
+        return tuple(start + self.count for start in self.starts)
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -220,7 +225,10 @@ def cut_step(batch: StepBatch, layout: CacheLayout, *, block_size: int) -> list[
 
 
 def _in_order(runs: list[_Run]) -> list[Part]:
-    """Parts by rising start; runs of one token that follow one another make one part, as far as padding allows."""
+    """Parts by rising start; runs of one token that follow one another make one part, as far as padding allows.
+
+    Within a part the sequences are in the order of the batch.
+    """
     groups: list[list[_Run]] = []
     for run in sorted(runs, key=lambda run: run.start):
         joins = groups and run.count == groups[-1][-1].count == 1
@@ -228,6 +236,8 @@ def _in_order(runs: list[_Run]) -> list[Part]:
             groups[-1].append(run)
         else:
             groups.append([run])
+    for group in groups:
+        group.sort(key=lambda run: run.seq)
     return [
         Part(
             tuple(run.seq for run in group),
@@ -244,9 +254,9 @@ def _in_order(runs: list[_Run]) -> list[Part]:
 class _Access:
     """What the layers of one part's forward read and write. n sequences, Q tokens of each, L keys with padding.
 
-    written     [n * Q]     int64, slots of the tokens
-    read        [n * L]     int64, slots of the keys, those of the null block for padding; None if the tokens
-                            themselves are all there is
+    written     [n * Q]     slots of the tokens
+    read        [n * L]     slots of the keys, those of the null block for padding; None if the tokens themselves are
+                            all there is
     mask        [n, L]      int64, 0 for padding, or None without padding
     """
 
@@ -255,15 +265,15 @@ class _Access:
     num_seqs: int
     num_keys: int
     num_past: int
-    written: Tensor
-    read: Tensor | None
+    written: Slots
+    read: Slots | None
     mask: Tensor | None
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write key, value [n, H, Q, D] and return all keys and values, [n, H, L, D]."""
         k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        write_kv(k, v, k_pool, v_pool, slot_mapping=self.written)
+        write_kv(k, v, k_pool, v_pool, slots=self.written)
         if self.read is None:
             return key, value
         keys = self.workspace.gather("k", k_pool, self.read)
@@ -272,17 +282,33 @@ class _Access:
         return k, v
 
 
-def _access(part: Part, tokens: Tensor, batch: StepBatch, pool: KVPool, workspace: Workspace) -> _Access:
-    ends = [start + part.count for start in part.starts]
-    num_keys = max(ends)
-    device, is_padded = tokens.device, min(ends) < num_keys
-    index = indices([part.seqs, ends], device)
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A part's numbers on the device, [n] int64 each."""
+
+    seqs: Tensor
+    firsts: Tensor
+    ends: Tensor
+
+
+def _send(parts: Sequence[Part], device: torch.device) -> list[_Numbers]:
+    """The numbers of all parts of a step, in one transfer."""
+    rows = [row for part in parts for row in (part.seqs, part.firsts, part.ends)]
+    sent = torch.split(indices([number for row in rows for number in row], device), [len(row) for row in rows])
+    return [_Numbers(*sent[3 * i : 3 * i + 3]) for i in range(len(parts))]
+
+
+def _access(
+    part: Part, numbers: _Numbers, tokens: Tensor, batch: StepBatch, pool: KVPool, workspace: Workspace
+) -> _Access:
+    num_keys = max(part.ends)
+    is_padded = min(part.ends) < num_keys
     read, hidden = None, None
     if part.starts != (0,):
-        positions = torch.arange(-num_keys, 0, device=device) + index[1, :, None]
+        positions = torch.arange(-num_keys, 0, device=tokens.device) + numbers.ends[:, None]
         hidden = positions < 0
         positions = positions.clamp_(min=0)
-        tables = batch.block_tables.index_select(0, index[0])
+        tables = batch.block_tables.index_select(0, numbers.seqs)
         blocks = tables.gather(1, positions.div(pool.block_size, rounding_mode="floor")).to(torch.int64)
         read = (blocks * pool.block_size + positions.remainder(pool.block_size)).masked_fill_(hidden, 0).flatten()
     return _Access(
@@ -291,8 +317,8 @@ def _access(part: Part, tokens: Tensor, batch: StepBatch, pool: KVPool, workspac
         num_seqs=len(part.seqs),
         num_keys=num_keys,
         num_past=num_keys - part.count,
-        written=batch.slot_mapping.index_select(0, tokens),
-        read=read,
+        written=Slots(batch.slot_mapping.index_select(0, tokens), pool.block_size),
+        read=None if read is None else Slots(read, pool.block_size),
         mask=(~hidden).to(torch.int64) if hidden is not None and is_padded else None,
     )
 
@@ -379,17 +405,21 @@ def run_cached(
     after = states.load(batch.rows_host, starts)
     before: dict[StateKey, Tensor] = {}
     logits: Tensor | None = None
-    for part in cut_step(batch, layout, block_size=pool.block_size):
+    parts = cut_step(batch, layout, block_size=pool.block_size)
+    for part, numbers in zip(parts, _send(parts, batch.input_ids.device), strict=True):
         if part.is_last and not before:
             before = {key: state.clone() for key, state in after.items()}
-        seqs = indices(part.seqs, batch.input_ids.device)
-        own = {key: state.index_select(0, seqs) for key, state in after.items()}
-        result = _run_part(model, part, batch, pool, layout=layout, states=own, workspace=workspace)
+        is_all = part.seqs == tuple(range(batch.num_seqs))
+        own = after if is_all else {key: state.index_select(0, numbers.seqs) for key, state in after.items()}
+        result = _run_part(model, part, numbers, batch, pool, layout=layout, states=own, workspace=workspace)
+        if is_all:
+            logits = result if part.is_last else logits
+            continue
         for key, state in own.items():
-            after[key].index_copy_(0, seqs, state)
+            after[key].index_copy_(0, numbers.seqs, state)
         if part.is_last:
             logits = result.new_empty(batch.num_seqs, result.shape[-1]) if logits is None else logits
-            logits.index_copy_(0, seqs, result)
+            logits.index_copy_(0, numbers.seqs, result)
     states.store(batch.rows_host, batch.seq_lens_host, before=before, after=after)
     assert logits is not None
     return logits
@@ -398,6 +428,7 @@ def run_cached(
 def _run_part(
     model: Any,
     part: Part,
+    numbers: _Numbers,
     batch: StepBatch,
     pool: KVPool,
     *,
@@ -406,10 +437,9 @@ def _run_part(
     workspace: Workspace,
 ) -> Tensor:
     """Logits [n, vocab_size] float32 of each sequence's last token in the part."""
-    device = batch.input_ids.device
-    offsets = torch.arange(part.count, device=device)
-    tokens = (indices(part.firsts, device)[:, None] + offsets).flatten()
-    access = _access(part, tokens, batch, pool, workspace)
+    offsets = torch.arange(part.count, device=batch.input_ids.device)
+    tokens = (numbers.firsts[:, None] + offsets).flatten()
+    access = _access(part, numbers, tokens, batch, pool, workspace)
     shape = (len(part.seqs), part.count)
     arguments: dict[str, Any] = {layout.argument: PagedCache(layout, access, states)}
     if layout.takes_positions:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.worker.attention import write_kv
+from quire.worker.attention import Slots, write_kv
 
 # As in quire.kernels.launching, which only a process with Triton can import.
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
@@ -107,7 +107,7 @@ class TorchSteps:
             qk = torch.cat([_rmsnorm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
         if rope is not None:
             qk = _rotate(qk, rope, positions)
-        write_kv(qk[:, num_query_heads:], v, k_pool, v_pool, slot_mapping=slot_mapping)
+        write_kv(qk[:, num_query_heads:], v, k_pool, v_pool, slots=Slots(slot_mapping, k_pool.shape[1]))
         return qk[:, :num_query_heads]
 
 

@@ -81,10 +81,10 @@ class StateSlots:
         fresh = [i for i, start in enumerate(starts) if start == 0]
         both = indices([*index, *fresh], self._device)
         taken, begun = both[: len(index)], both[len(index) :]
-        return {
-            key: slots.flatten(0, 1).index_select(0, taken).index_fill_(0, begun, 0)
-            for key, slots in self._slots.items()
-        }
+        loaded = {key: slots.flatten(0, 1).index_select(0, taken) for key, slots in self._slots.items()}
+        for state in loaded.values() if fresh else ():
+            state.index_fill_(0, begun, 0)
+        return loaded
 
     def _slot(self, row: int, start: int) -> int:
         end = self._ends.get(row, 0)

@@ -48,7 +48,20 @@ class _Part:
         return x[self.tokens] if isinstance(self.tokens, slice) else x.index_select(0, self.tokens)
 
 
-@lru_cache
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """The arguments of a layer's decode kernel that are the same in all steps."""
+
+    num_programs: int
+    window: int | None
+    chunk: int | None
+
+
+# Layers whose constants are remembered: more than a model has.
+MAX_LAYERS = 1024
+
+
+@lru_cache(maxsize=MAX_LAYERS)
 def why_torch(spec: LayerSpec) -> str | None:
     """Why the kernels can't run this layer's attention, or None if they can."""
     for head_dim in (spec.k_head_dim, spec.v_head_dim):
@@ -69,7 +82,7 @@ class TritonAttentionStep(AttentionStep):
     ) -> None:
         super().__init__(batch, pool, specs=specs, workspace=workspace)
         self._decodes, self._prompts = _divide(batch)
-        self._decode_plans: dict[tuple[Mask, int], DecodePlan] = {}
+        self._decode_plans: dict[_Decoding, DecodePlan] = {}
 
     @classmethod
     def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
@@ -107,9 +120,9 @@ class TritonAttentionStep(AttentionStep):
         if why_torch(spec) is not None:
             return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv)
         queries = _for_kernels(q, k_pool.dtype)
-        sinks = None if sinks is None else sinks.float().contiguous()
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
         out = queries.new_empty(*queries.shape[:2], v_pool.shape[3])
-        window, chunk = _bounds(spec.mask)
         if self._decodes is not None:
             part = self._decodes
             result = paged_decode(
@@ -121,34 +134,41 @@ class TritonAttentionStep(AttentionStep):
         if self._prompts is not None:
             part = self._prompts
             assert part.cu_seqlens_q is not None
+            window, chunk = _bounds(spec.mask)
             result = paged_prefill(
                 part.take(queries), k_pool, v_pool, block_tables=part.block_tables, seq_lens=part.seq_lens,
                 cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap,
                 sinks=sinks, out=_view(out, part),
             )  # fmt: skip
             _put(result, out, part)
-        return out.to(q.dtype)
+        return out if out.dtype == q.dtype else out.to(q.dtype)
 
     def _decode_plan(self, spec: LayerSpec, part: _Part) -> DecodePlan:
-        num_programs = num_decode_programs(
-            num_query_heads=spec.num_query_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=max(spec.k_head_dim, spec.v_head_dim),
-            kv_itemsize=self.pool.dtype.itemsize,
-            device=part.seq_lens.device,
-        )
-        plan = self._decode_plans.get((spec.mask, num_programs))
+        decoding = _decoding(spec, self.pool.dtype.itemsize, part.seq_lens.device)
+        plan = self._decode_plans.get(decoding)
         if plan is None:
-            window, chunk = _bounds(spec.mask)
-            plan = self._decode_plans[spec.mask, num_programs] = build_decode_plan(
+            plan = self._decode_plans[decoding] = build_decode_plan(
                 part.seq_lens,
                 block_tables=part.block_tables,
                 block_size=self.pool.block_size,
-                num_programs=num_programs,
-                window=window,
-                chunk=chunk,
+                num_programs=decoding.num_programs,
+                window=decoding.window,
+                chunk=decoding.chunk,
             )
         return plan
+
+
+@lru_cache(maxsize=MAX_LAYERS)
+def _decoding(spec: LayerSpec, kv_itemsize: int, device: torch.device) -> _Decoding:
+    window, chunk = _bounds(spec.mask)
+    num_programs = num_decode_programs(
+        num_query_heads=spec.num_query_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=max(spec.k_head_dim, spec.v_head_dim),
+        kv_itemsize=kv_itemsize,
+        device=device,
+    )
+    return _Decoding(num_programs, window, chunk)
 
 
 def _divide(batch: StepBatch) -> tuple[_Part | None, _Part | None]:
@@ -196,7 +216,7 @@ def _bounds(mask: Mask) -> tuple[int | None, int | None]:
 
 def _for_kernels(x: Tensor, pool_dtype: torch.dtype) -> Tensor:
     """x in the pool's dtype, unless that is float8, which the kernels convert; the last dim contiguous."""
-    if pool_dtype.itemsize > 1:
+    if x.dtype != pool_dtype and pool_dtype.itemsize > 1:
         x = x.to(pool_dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -15,6 +15,7 @@ from model_zoo import save
 
 from quire.worker import graphs
 from quire.worker.executor import Executor, Outcome
+from quire.worker.fused_modules import FusedAttention
 from quire.worker.gate import Gate
 from quire.worker.grants import Step
 from quire.worker.process import pick_device
@@ -32,6 +33,15 @@ EVERYTHING = SamplingParams(
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "llama4", "phi3_longrope", "stablelm"]
 # Attention in torch, or the model's own.
 NOT_CAPTURED = ["odd_heads", "deepseek_v2", "falcon", "mamba2"]
+# The most of each, of steps with attention in torch or the model's own: transfers of a mixed step and of a decode step,
+# and of the decode step also divisions of slots by the block size, and copies by index. 2 transfers of a decode step,
+# and 4 of a mixed one, are not attention's; one more is for each kind of mask, and states need 2.
+COUNTS = [
+    ("odd_heads", (5, 3), 6, 8),
+    ("deepseek_v2", (5, 3), 6, 11),
+    ("falcon", (5, 3), 4, 2),
+    ("mamba2", (7, 5), 2, 14),
+]
 DTYPES = [
     ("float32", "auto"),
     ("float16", "auto"),
@@ -165,6 +175,28 @@ def test_a_model_that_does_not_run_in_the_kernels_starts_and_runs(family: str, f
             seen = run(gpu, executor, steps)
             assert seen.syncs == []
             assert [place for place in seen.pageable if place.startswith(("worker/", "kernels/"))] == []
+
+
+@pytest.mark.parametrize(("family", "transfers", "divisions", "index_copies"), COUNTS)
+def test_steps_of_torch_send_their_numbers_once_and_divide_their_slots_once(
+    family: str, transfers: tuple[int, int], divisions: int, index_copies: int, folder: Path
+) -> None:
+    with FakeGPU() as gpu:
+        executor = make_executor(start(save(family, folder), dtype="bfloat16"))
+        for steps, most in zip(mixed_and_decode_steps(GREEDY), transfers, strict=True):
+            seen = run(gpu, executor, steps)
+            of_transformers = [place for place in seen.pageable if not place.startswith(("worker/", "kernels/"))]
+            assert seen.to_device - len(of_transformers) <= most
+        assert seen.operations["remainder"] <= divisions
+        assert seen.operations["index_copy_"] <= index_copies
+
+
+def test_sinks_are_converted_once(folder: Path) -> None:
+    with FakeGPU():
+        loaded = start(save("gpt_oss", folder), dtype="bfloat16")
+        stand_ins = [vars(module).get("forward") for module in loaded.model._model.modules()]
+        dtypes = [each._parts.sinks.dtype for each in stand_ins if isinstance(each, FusedAttention)]
+        assert dtypes == [torch.float32] * len(loaded.model.attention_specs)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

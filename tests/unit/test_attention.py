@@ -11,7 +11,14 @@ from torch import nn
 
 from quire.kernels import reference
 from quire.worker import attention
-from quire.worker.attention import AttentionStep, attention_step, current_step, group_by_span, paged_attention
+from quire.worker.attention import (
+    AttentionStep,
+    Slots,
+    attention_step,
+    current_step,
+    group_by_span,
+    paged_attention,
+)
 from quire.worker.kv_pool import KVPool
 from quire.worker.probe import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.sequence_table import SequenceTable
@@ -305,10 +312,11 @@ def test_refuses_a_mask_and_another_dtype() -> None:
 def test_workspace_is_reused_and_survives_inference_mode() -> None:
     case = make_case(CAUSAL, BATCHES["skewed decode"])
     step = AttentionStep(case.batch, case.pool, specs={0: CAUSAL})
-    slots = case.batch.slot_mapping
+    slots = Slots(case.batch.slot_mapping, case.pool.block_size)
+    fewer = Slots(case.batch.slot_mapping[:2], case.pool.block_size)
     with torch.inference_mode():
         first = step.workspace.gather("k", case.pool.k(0), slots)
-    again = step.workspace.gather("k", case.pool.k(0), slots[:2])
+    again = step.workspace.gather("k", case.pool.k(0), fewer)
     assert first.data_ptr() == again.data_ptr()
     assert step.workspace.num_bytes == first.nbytes
 

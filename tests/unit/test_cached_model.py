@@ -110,15 +110,15 @@ class TestOrder:
         return [(part.seqs, part.firsts, part.count) for part in parts]
 
     def test_what_decodes_is_one_forward(self) -> None:
-        assert self.parts([9, 3, 30], [1, 1, 1]) == [((1, 0, 2), (1, 0, 2), 1)]
+        assert self.parts([9, 3, 30], [1, 1, 1]) == [((0, 1, 2), (0, 1, 2), 1)], "in the order of the batch"
 
     def test_prompts_come_first_if_they_read_nothing_of_this_step(self) -> None:
         parts = self.parts([9, 0, 3, 6], [1, 5, 1, 7])
-        assert parts == [((1,), (1,), 5), ((3,), (7,), 7), ((2, 0), (6, 0), 1)]
+        assert parts == [((1,), (1,), 5), ((3,), (7,), 7), ((0, 2), (0, 6), 1)]
 
     def test_who_may_read_a_block_of_this_step_waits_for_all_that_start_before(self) -> None:
         parts = self.parts([3, 4, 0, 8, 2], [1, 3, 4, 2, 1])
-        assert parts == [((2,), (4,), 4), ((4, 0), (10, 0), 1), ((1,), (1,), 3), ((3,), (8,), 2)]
+        assert parts == [((2,), (4,), 4), ((0, 4), (0, 10), 1), ((1,), (1,), 3), ((3,), (8,), 2)]
 
     def test_with_states_the_last_tokens_come_last(self) -> None:
         parts = self.parts([0, 5, 8], [4, 1, 3], states=True)
