@@ -213,6 +213,10 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._manager.ready(f"serving at {' '.join(map(str, self.addresses))}")
 
+    async def announce_not_serving(self) -> None:
+        """Health NOT_SERVING, but for LIVENESS, until `announce_serving`. The process goes on."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
     def run_alongside(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs it for as long as the server; one that ends by itself, however, is what `fail` is for."""
         task = asyncio.get_running_loop().create_task(coroutine)

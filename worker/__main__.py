@@ -38,8 +38,13 @@ log = logging.getLogger("quire.worker")
 
 
 def check(config: WorkerConfig, *, is_local: bool) -> None:
-    """Raises ValueError if the hub has no such model, or a file or an address can't be used as the flags say."""
+    """Raises ValueError if the hub has no such model, or a file, an address or a GPU can't be used as the flags say."""
     config.server.secure(roles=ROLES, domain=DOMAIN)
+    if config.device not in ("auto", "cpu"):
+        # Only then: torch takes seconds to import.
+        from quire.worker.devices import pick_device
+
+        pick_device(config.device)
     if not is_local:
         check_hub(config.model, revision=config.revision)
 
@@ -135,6 +140,15 @@ class WorkerCommand(ServerCommand):
     show_default="as many as cores",
     metavar="THREADS",
     help="CPU threads for the model.",
+)
+@option(
+    "--step-timeout",
+    "step_timeout_s",
+    type=click.FloatRange(min=0),
+    show_default="120 on a GPU, no limit on a CPU",
+    metavar="SECONDS",
+    help="How long one step may run. Then health is NOT_SERVING; after twice as long the process ends with status 1. "
+    "0: no limit.",
 )
 @option(
     "--profile",

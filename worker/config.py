@@ -43,6 +43,7 @@ class WorkerConfig:
     max_num_seqs: int
     max_step_tokens: int
     threads: int
+    step_timeout_s: float | None
     profile: Path | None
     profile_steps: tuple[int, int]
     revision: str | None

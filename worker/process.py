@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -23,6 +22,7 @@ from quire.serving.server import CannotStartError, Server, StopSignals
 from quire.worker.attachment import Attachment
 from quire.worker.attention import AttentionStep
 from quire.worker.config import WorkerConfig
+from quire.worker.devices import pick_device, use_device
 from quire.worker.errors import DOMAIN
 from quire.worker.executor import Executor
 from quire.worker.fused_steps import choose_steps
@@ -49,6 +49,8 @@ from quire.worker.sampler import MAX_LOGPROBS
 from quire.worker.servicer import ModelDescription, WorkerServicer
 from quire.worker.steps import StepLimits, Steps, new_epoch
 from quire.worker.verify import VerifyingExecutor
+from quire.worker.warm_up import StepSizes, warm_up
+from quire.worker.watchdog import DEFAULT_LIMIT_S, Watchdog, WatchdogActions
 
 log = logging.getLogger("quire.worker")
 
@@ -74,7 +76,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         stack.callback(thread.stop)
         try:
             await thread.submit_ahead(lambda: use_device(pick_device(config.device)))
-            loaded = await thread.submit(lambda: load(config))
+            loaded = await thread.submit(lambda: load_warm(config))
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
@@ -85,11 +87,12 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         )
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
-            stack.push_async_callback(thread.submit, executor.profiler.stop)  # if it ends before they have run
         geometry = describe_pool(config, model, pool, loaded.host_pool)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits)
         steps.on_violation = server.fail
+        if executor.profiler is not None:
+            stack.push_async_callback(write_profile, executor.profiler, steps, thread)
         attachment = Attachment(
             dialer,
             steps,
@@ -104,10 +107,31 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
         server.run_alongside(attachment.run())
+        if watchdog := make_watchdog(config, server, steps, thread, device=model.device):
+            server.run_alongside(watchdog.run())
         gc.freeze()
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
+
+
+def make_watchdog(
+    config: WorkerConfig, server: Server, steps: Steps, thread: ModelThread, *, device: torch.device
+) -> Watchdog | None:
+    """Return a watchdog of the steps, None if --step-timeout, or its default for the device, is 0."""
+    limit_s = DEFAULT_LIMIT_S[device.type] if config.step_timeout_s is None else config.step_timeout_s
+    if limit_s == 0:
+        return None
+    actions = WatchdogActions(
+        on_stuck=server.announce_not_serving, on_moves_again=server.announce_serving, whereabouts=thread.whereabouts
+    )
+    return Watchdog(steps.oldest, actions, limit_s=limit_s)
+
+
+async def write_profile(profiler: StepProfiler, steps: Steps, thread: ModelThread) -> None:
+    """Write what was recorded, if the process ends before all steps of it have run; not behind a step that is stuck."""
+    if steps.oldest() is None:
+        await thread.submit(profiler.stop)
 
 
 async def announce_when_attached(server: Server, attachment: Attachment) -> None:
@@ -125,6 +149,39 @@ class Loaded:
     pool: KVPool
     host_pool: HostPool
     decode: StaticDecode | None
+
+
+def load_warm(config: WorkerConfig) -> Loaded:
+    """Load, and on a GPU run steps of all kinds, so that none has to be compiled later. Raises what load raises."""
+    if pick_device(config.device).type != "cuda":
+        return load(config)
+    # A worker on a CPU needs no Triton, which this imports.
+    from quire.worker.compilations import Compilations, check_cache_folder
+
+    check_cache_folder()
+    compilations = Compilations()
+    compilations.watch()
+    loaded = load(config)
+    warm_up_loaded(config, loaded)
+    compilations.expect_no_more()
+    log.info("kernels: %s", compilations.statistics())
+    return loaded
+
+
+def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
+    """Run the steps of warm_up on what was loaded. Raises ValueError if one fails."""
+    model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
+    executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
+    sizes = StepSizes(
+        config.max_step_tokens, config.max_num_seqs, model.max_model_len, can_go_on=not model.has_recurrent_state
+    )
+    warm_up(
+        executor,
+        sizes,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        num_host_blocks=host_pool.num_blocks,
+    )
 
 
 def load(config: WorkerConfig) -> Loaded:
@@ -222,44 +279,6 @@ def quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of a --device flag; a GPU always has its index. "auto" is the first GPU, or the CPU.
-
-    Raises ValueError, naming the flag, for a GPU that is not there and for a device of another kind.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in MEMORY_SHARE:
-        raise ValueError(f"--device {name}: it must be auto, cpu, cuda or cuda:INDEX")
-    if device.type == "cpu":
-        return device
-    if torch.version.hip is not None:
-        raise ValueError(f"--device {name}: this torch is built for AMD GPUs, and the kernels run on NVIDIA's only")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
-    if index >= num_gpus:
-        raise ValueError(f"--device {name}: torch finds {num_gpus} GPUs on this machine")
-    return torch.device("cuda", index)
-
-
-def use_device(device: torch.device) -> Callable[[], None]:
-    """Make a GPU the current one of this thread. Returns a function that does the same on another thread.
-
-    A thread without a current GPU would open a context on the first one, which may belong to another process.
-    """
-
-    def use() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    use()
-    return use
 
 
 def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:

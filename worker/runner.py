@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
@@ -32,8 +35,12 @@ class ModelThread:
         self._idle.set()
         self._uncollected: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MAX_UNCOLLECTED)
-        threading.Thread(target=self._run, name="model", daemon=True).start()
-        threading.Thread(target=self._collect, name="collector", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run, "model"), (self._collect, "collector"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def num_waiting(self) -> int:
@@ -96,6 +103,11 @@ class ModelThread:
         self._idle.clear()
         return future
 
+    def whereabouts(self) -> str:
+        """Return the worker's line that each thread is at, "model:executor.py:120,collector:transfer.py:52"."""
+        frames = sys._current_frames()
+        return ",".join(f"{thread.name}:{_own_line(frames.get(thread.ident or 0))}" for thread in self._threads)
+
     async def idle(self) -> None:
         """Returns when nothing is waiting or running."""
         await self._idle.wait()
@@ -124,3 +136,13 @@ class ModelThread:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+def _own_line(frame: FrameType | None) -> str:
+    """Return the innermost line in a file of this folder."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent == Path(__file__).parent:
+            return f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"

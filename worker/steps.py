@@ -133,6 +133,7 @@ class Steps:
         self.limits = limits
         self._executor = executor
         self._thread = thread
+        self._running: deque[Step] = deque()
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
         self.on_violation: Callable[[BaseException], None] = lambda error: None
@@ -141,6 +142,10 @@ class Steps:
     @property
     def num_in_flight(self) -> int:
         return self._thread.num_waiting
+
+    def oldest(self) -> Step | None:
+        """Return the accepted step that has to end before all others, None if there is none."""
+        return self._running[0] if self._running else None
 
     async def drain(self) -> None:
         """Refuses new steps; returns when those accepted have ended."""
@@ -182,6 +187,7 @@ class Steps:
 
         epoch = self.gate.epoch
         ahead = self._executor.runs_ahead
+        self._running.append(step)
         running = self._thread.submit_ahead(launch) if ahead else self._thread.submit(execute)
         ended: asyncio.Future[EndedStep] = asyncio.get_running_loop().create_future()
         running.add_done_callback(lambda future: self._ended(step.grant, epoch, future, ended))
@@ -194,6 +200,7 @@ class Steps:
         running: asyncio.Future[EndedStep],
         ended: asyncio.Future[EndedStep],
     ) -> None:
+        self._running.popleft()  # steps end in the order in which they were accepted
         error = running.exception()
         if isinstance(error, (OwnershipViolation, DeviceLostError)):
             log.critical("%s", error)

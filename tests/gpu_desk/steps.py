@@ -24,8 +24,15 @@ NUM_MIXED, NUM_DECODES = 4, 8
 
 def start(model: Path, **settings: Any) -> Loaded:
     """Load as `quire worker` does, with the flags' defaults but for sizes."""
+    config = make_config(model, **settings)
+    use_device(pick_device(config.device))
+    return load(config)
+
+
+def make_config(model: Path, **settings: Any) -> WorkerConfig:
+    """Return the flags' defaults, but for sizes and the settings given."""
     nothing: dict[str, Any] = dict.fromkeys(WorkerConfig.__dataclass_fields__)
-    config = WorkerConfig(
+    return WorkerConfig(
         **nothing
         | {
             "model": str(model),
@@ -46,8 +53,6 @@ def start(model: Path, **settings: Any) -> Loaded:
         }
         | settings
     )
-    use_device(pick_device(config.device))
-    return load(config)
 
 
 def make_executor(loaded: Loaded) -> Executor:

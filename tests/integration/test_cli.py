@@ -443,10 +443,14 @@ def test_a_signal_while_starting(folder: Path, number: int, status: int) -> None
         (("--tenants", "/nowhere"), "cachemgr: /nowhere: No such file"),
         (("--worker-metrics-listen", "0.0.0.0:1"), "worker: --metrics-listen 0.0.0.0:1: not loopback"),
         (("--runtime-dir", "/tmp/" + 100 * "x"), "cachemgr: Invalid value for '--listen':"),
+        (("--device", "cuda"), "worker: --device cuda: torch finds 0 GPUs on this machine"),
         (("--model", "deploy/demo/modle"), "worker: Invalid value for '--model': no model at 'deploy/demo/modle'"),
     ],
 )
-def test_a_wrong_flag_is_said_before_anything_starts(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_wrong_flag_is_said_before_anything_starts(
+    folder: Path, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     stderr = refused(run(folder, "up", "--model", MODEL, *arguments), 2)
     assert said in stderr
     assert "Starting" not in stderr
