@@ -36,7 +36,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -107,6 +107,9 @@ gpu-test: typecheck-links  ## run the kernels' tests compiled, and those that ne
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "gpu-test: there is no GPU here" >&2; exit 1; }
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
+
+gpu-first-hour: typecheck-links  ## what to run first on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
+	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
 
 gpu-bench-kernels: typecheck-links  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
 	PYTHONPATH=.typecheck $(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
