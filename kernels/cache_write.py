@@ -15,6 +15,7 @@ from quire.kernels.launching import (
     Layout,
     Variant,
     ceil_div,
+    in_units,
     layouts,
     next_power_of_2,
     num_multiprocessors,
@@ -25,6 +26,7 @@ from quire.kernels.launching import (
     require_pool,
     require_same_device,
     require_shape,
+    stride_unit,
 )
 
 # The largest finite number of float8_e4m3fn. A cast of more is NaN in torch and this number on the GPU.
@@ -75,6 +77,7 @@ def _prepare(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping:
         head_dim_k=head_dim_k,
         head_dim_v=v.shape[2],
         block_size=k_pool.shape[1],
+        stride_unit=stride_unit(k, v, k_pool, v_pool),
         multiprocessors=num_multiprocessors(k.device),
     )
     return Launch(
@@ -85,7 +88,14 @@ def _prepare(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping:
 
 
 def write_variant(
-    *, num_rows: int, num_kv_heads: int, head_dim_k: int, head_dim_v: int, block_size: int, multiprocessors: int
+    *,
+    num_rows: int,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    block_size: int,
+    stride_unit: int,
+    multiprocessors: int,
 ) -> Variant:
     """What write_kv_kernel is compiled for; a row is one head of one token.
 
@@ -99,6 +109,7 @@ def write_variant(
         "BLOCK_DV": next_power_of_2(head_dim_v),
         "BLOCK_SIZE": block_size,
         "BLOCK_ROWS": 32 if num_rows >= 4 * 32 * multiprocessors else 8,
+        "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=4, num_stages=2)
 
@@ -161,7 +172,16 @@ def write_kv_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
+    k_token_stride, k_head_stride = in_units(k_token_stride, STRIDE_UNIT), in_units(k_head_stride, STRIDE_UNIT)
+    v_token_stride, v_head_stride = in_units(v_token_stride, STRIDE_UNIT), in_units(v_head_stride, STRIDE_UNIT)
+    k_pool_block_stride = in_units(k_pool_block_stride, STRIDE_UNIT)
+    k_pool_slot_stride = in_units(k_pool_slot_stride, STRIDE_UNIT)
+    k_pool_head_stride = in_units(k_pool_head_stride, STRIDE_UNIT)
+    v_pool_block_stride = in_units(v_pool_block_stride, STRIDE_UNIT)
+    v_pool_slot_stride = in_units(v_pool_slot_stride, STRIDE_UNIT)
+    v_pool_head_stride = in_units(v_pool_head_stride, STRIDE_UNIT)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens = (rows // NUM_HEADS).to(tl.int64)
     heads = (rows % NUM_HEADS).to(tl.int64)

@@ -36,7 +36,8 @@ from quire.kernels.launching import (
     require_shape,
 )
 
-# A multiple of every tile of the attention kernel, so that a plan serves layers of any head dim.
+# A multiple of the tiles of the attention kernel, so that a plan serves layers of any head dim; where its tile has 128
+# keys, the last tile of a split may be half empty.
 TILE = 64
 MIN_SPLIT = 128
 

@@ -12,7 +12,8 @@ with `# ruff: noqa: N803` if it has compile-time constants, which are written in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -39,12 +40,39 @@ MAX_HEAD_DIM = 256
 # exp2 is one instruction where exp is two: scores are multiplied by this once, with the scaling.
 LOG2_E = 1.4426950408889634
 
-# Of an H100 and an H200; what plans are made for where there is no GPU.
-DEFAULT_MULTIPROCESSORS = 132
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """The limits of a GPU that a launcher's choice of tile depends on.
+
+    capability              (major, minor): (9, 0) is an H100 or an H200
+    num_multiprocessors     streaming multiprocessors
+    shared_memory_bytes     the most that one program can have; a multiprocessor has 1 KiB more, and takes 1 KiB more
+                            for each program
+    """
+
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    shared_memory_bytes: int
+
+    @property
+    def shared_memory_of_two(self) -> int:
+        """The most bytes that each of two programs on one multiprocessor can have."""
+        return (self.shared_memory_bytes + 1024) // 2 - 1024
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether matrix instructions read their operands from shared memory or tensor memory: Hopper, B200."""
+        return self.capability[0] in (9, 10)
+
+
+# Of an H100 and an H200. Plans and tiles are chosen for it where there is no GPU.
+DEFAULT_LIMITS = DeviceLimits(capability=(9, 0), num_multiprocessors=132, shared_memory_bytes=227 << 10)
 
 
 # Launches that a launcher remembers: those of some mixed steps, each with a number of tokens of its own.
 MAX_PREPARED = 256
+_REMEMBERED: list[Any] = []
 
 
 class Variant(NamedTuple):
@@ -123,7 +151,27 @@ def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
     A function of layouts can't depend on a tensor's memory, so a remembered result is as good as a new one. Cost of a
     remembered result: about 1 us per layout, where checks and choices take 10 to 50.
     """
-    return lru_cache(maxsize=MAX_PREPARED)(prepare)
+    remembered = lru_cache(maxsize=MAX_PREPARED)(prepare)
+    _REMEMBERED.append(remembered)
+    return remembered
+
+
+@contextmanager
+def chosen_for(limits: DeviceLimits) -> Iterator[None]:
+    """Choose for a GPU of these limits where there is none: for tests of a launcher's choices."""
+    global DEFAULT_LIMITS
+    before, DEFAULT_LIMITS = DEFAULT_LIMITS, limits
+    _forget_prepared()
+    try:
+        yield
+    finally:
+        DEFAULT_LIMITS = before
+        _forget_prepared()
+
+
+def _forget_prepared() -> None:
+    for remembered in _REMEMBERED:
+        remembered.cache_clear()
 
 
 @triton.jit
@@ -145,6 +193,16 @@ def round_to(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def in_units(stride, UNIT: tl.constexpr):
+    """The stride, a multiple of UNIT, in a form that tells Triton so.
+
+    Of an argument Triton knows only if 16 divides it. With head dims like 72 and 120 16 does not divide the strides of
+    rows, and Triton would load elements one by one, and copy none of them asynchronously.
+    """
+    return stride // UNIT * UNIT
+
+
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least `value`, which is at least 1."""
     return 1 << (value - 1).bit_length()
@@ -154,16 +212,31 @@ def ceil_div(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
+def stride_unit(*tensors: Layout) -> int:
+    """8 if it divides all strides of the tensors but the last, else 1; the STRIDE_UNIT of their kernel."""
+    return 1 if any(stride % 8 for tensor in tensors for stride in tensor.strides[:-1]) else 8
+
+
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device, or DEFAULT_MULTIPROCESSORS for a CPU. No sync."""
+    """Streaming multiprocessors of the device. No sync."""
+    return device_limits(device).num_multiprocessors
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of the device, or DEFAULT_LIMITS where it is no GPU. No sync."""
     if device.type != "cuda":
-        return DEFAULT_MULTIPROCESSORS
-    return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+        return DEFAULT_LIMITS
+    return _device_limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @lru_cache
-def _num_multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _device_limits(index: int) -> DeviceLimits:
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceLimits(
+        capability=(properties.major, properties.minor),
+        num_multiprocessors=properties.multi_processor_count,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,
+    )
 
 
 def require_shape(name: str, tensor: Tensor | Layout, shape: Sequence[int | None]) -> None:

@@ -20,6 +20,7 @@ from quire.kernels.launching import (
     Layout,
     Variant,
     contiguous,
+    in_units,
     layouts,
     next_power_of_2,
     prepared_once,
@@ -30,6 +31,7 @@ from quire.kernels.launching import (
     require_same_device,
     require_shape,
     round_to,
+    stride_unit,
 )
 
 _PARTS_AT_ONCE = tl.constexpr(16)
@@ -81,13 +83,18 @@ def _prepare(outs: Layout, lses: Layout, out: Layout | None, lse: Layout | None)
             require_dtype(name, each, torch.float32)
             require_contiguous(name, each)
     require_same_device(outs=outs, lses=lses, out=out, lse=lse)
-    variant = merge_variant(head_dim=head_dim, has_lse=lse is not None)
+    variant = merge_variant(head_dim=head_dim, has_lse=lse is not None, stride_unit=stride_unit(outs, out))
     strides = (*outs.strides[:3], *out.strides[:2])
     return Launch(grid=(num_tokens, num_heads), strides=strides, options=variant.options)
 
 
-def merge_variant(*, head_dim: int, has_lse: bool) -> Variant:
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim), "HAS_LSE": has_lse}
+def merge_variant(*, head_dim: int, has_lse: bool, stride_unit: int) -> Variant:
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_2(head_dim),
+        "HAS_LSE": has_lse,
+        "STRIDE_UNIT": stride_unit,
+    }
     return Variant(constants, num_warps=2, num_stages=2)
 
 
@@ -141,7 +148,12 @@ def merge_states_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
+    outs_part_stride = in_units(outs_part_stride, STRIDE_UNIT)
+    outs_token_stride = in_units(outs_token_stride, STRIDE_UNIT)
+    outs_head_stride = in_units(outs_head_stride, STRIDE_UNIT)
+    out_token_stride, out_head_stride = in_units(out_token_stride, STRIDE_UNIT), in_units(out_head_stride, STRIDE_UNIT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lse_row = token * tl.num_programs(1) + head

@@ -13,6 +13,18 @@ way to each multiprocessor at all times:
                     keys are on the way early too
 
 Programs that have a sequence to themselves write its result, others a partial one, which combine() merges.
+
+Keys of fp8 bring half the bytes, so what is done to each counts twice. They become float16, which takes one instruction
+for two (bfloat16 takes eight), and so do queries and weights. Values are loaded as pairs: as a matrix operand a thread
+needs neighbours along the keys, which are not neighbours in memory, and only 16-bit elements are transposed on loading.
+At the whole bandwidth of an H200 (4.3 TB/s, 132 multiprocessors of 4 schedulers, 1.755 GHz) the loop over keys of 128
+dims takes, as compiled for sm_90 and not timed, so many instructions a cycle and scheduler:
+
+    bfloat16 keys, 64 a tile                            0.27
+    fp8 keys as bfloat16, 64 a tile                     1.11    more than there is
+    fp8 keys as float16, 64 a tile                      0.88
+    and values in pairs, 64 a tile                      0.58    the same with fp8 queries, which sm_90 unpacks too
+    and 128 keys a tile                                 0.39    what is here
 """
 
 from __future__ import annotations
@@ -29,12 +41,16 @@ from quire.kernels.decode_plan import TILE, UNBOUNDED, DecodePlan, PlanLayout, f
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
+    UPCAST,
+    DeviceLimits,
     Launch,
     Layout,
     Variant,
     ceil_div,
     contiguous,
+    device_limits,
     dot,
+    in_units,
     layouts,
     next_power_of_2,
     num_multiprocessors,
@@ -48,11 +64,22 @@ from quire.kernels.launching import (
     require_same_device,
     require_shape,
     round_to,
+    stride_unit,
 )
 
-# Programs that run on a multiprocessor at a time. Two of any variant fit, and with 64 bytes or more per key and head
-# they have at least 48 KB on the way, where 29 KB cover the latency of an H200's memory.
+# Programs that run on a multiprocessor at a time. Two of any variant of 16-bit or fp8 keys fit. On an H200, with 64
+# bytes or more per key and head, they have at least 48 KB on the way, where 29 KB cover the latency of its memory.
 RESIDENT = 2
+
+# By the bytes of a key in registers: keys of a tile and stages, the first choice first.
+_BLOCK_N_AND_STAGES = {
+    128: ((64, 4), (64, 3)),
+    256: ((64, 3), (32, 3)),
+    512: ((32, 3), (16, 3)),
+    1024: ((16, 3), (16, 2)),
+}
+# Of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
+_OTHER_SHARED_BYTES = 10 << 10
 
 _TILE = tl.constexpr(TILE)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -161,6 +188,7 @@ def _prepare(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is not above 0")
     variant = decode_variant(
+        dtype=q.dtype,
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim_k=head_dim_k,
@@ -175,6 +203,8 @@ def _prepare(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None,
+        stride_unit=stride_unit(q, k_pool, v_pool, out),
+        limits=device_limits(q.device),
     )
     row_tiles = ceil_div(num_heads // num_kv_heads * plan.max_q_len, variant.constants["BLOCK_M"])
     return _Decode(
@@ -220,6 +250,7 @@ def _workspace_size(plan: PlanLayout, *, num_query_heads: int, head_dim: int) ->
 
 def decode_variant(
     *,
+    dtype: torch.dtype,
     num_query_heads: int,
     num_kv_heads: int,
     head_dim_k: int,
@@ -234,19 +265,28 @@ def decode_variant(
     has_sinks: bool,
     has_alibi: bool,
     has_lse: bool,
+    stride_unit: int,
+    limits: DeviceLimits,
 ) -> Variant:
-    """What paged_decode_kernel is compiled for; bounded if a window or chunk hides earlier keys."""
+    """What paged_decode_kernel is compiled for: dtype is that of q, bounded says that window or chunk hides keys."""
     heads_per_kv = num_query_heads // num_kv_heads
-    row_bytes = _row_bytes(max(head_dim_k, head_dim_v), kv_itemsize)
-    block_n, num_stages = _block_n_and_stages(row_bytes)
+    head_dim = max(head_dim_k, head_dim_v)
+    row_bytes = _row_bytes(head_dim, kv_itemsize)
+    block_m = _block_m(heads_per_kv * max_q_len, row_bytes)
+    block_n, num_stages = _block_n_and_stages(
+        row_bytes,
+        shared_row_bytes=next_power_of_2(head_dim) * kv_itemsize,
+        doubled=kv_itemsize == 1 and dtype.itemsize == 2 and row_bytes <= 256 and block_m == 16 and not has_alibi,
+        limits=limits,
+    )
     constants = {
         "HEADS_PER_KV": heads_per_kv,
         "HEAD_DIM_K": head_dim_k,
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_DK": max(16, next_power_of_2(head_dim_k)),
-        "BLOCK_DV": max(16, next_power_of_2(head_dim_v)),
+        "BLOCK_DV": max(16 if kv_itemsize > 1 else 32, next_power_of_2(head_dim_v)),
         "BLOCK_SIZE": block_size,
-        "BLOCK_M": _block_m(heads_per_kv * max_q_len, row_bytes),
+        "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "MAX_Q_LEN": max_q_len,
         "RAGGED": ragged,
@@ -256,6 +296,7 @@ def decode_variant(
         "HAS_SINKS": has_sinks,
         "HAS_ALIBI": has_alibi,
         "HAS_LSE": has_lse,
+        "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=4 if row_bytes <= 512 else 8, num_stages=num_stages)
 
@@ -270,13 +311,23 @@ def _block_m(rows: int, row_bytes: int) -> int:
     return min(64 if row_bytes <= 256 else 16, max(16, next_power_of_2(rows)))
 
 
-def _block_n_and_stages(row_bytes: int) -> tuple[int, int]:
-    """Keys of a tile, and stages: one fewer tiles of keys and of values are on the way."""
-    if row_bytes <= 128:
-        return 64, 4
-    if row_bytes <= 256:
-        return 64, 3
-    return 32 if row_bytes <= 512 else 16, 3
+def _block_n_and_stages(
+    row_bytes: int, *, shared_row_bytes: int, doubled: bool, limits: DeviceLimits
+) -> tuple[int, int]:
+    """Keys of a tile, and stages: one fewer tiles of keys and of values are on the way.
+
+    The most that leave room for RESIDENT programs in shared memory: where that is 99 KB, tiles of half the size.
+    doubled: twice the keys are tried first, as keys of fp8 take half the bytes. With more than 16 rows of queries, more
+    than 128 dims, or with ALiBi, that spills.
+    """
+    choices = _BLOCK_N_AND_STAGES[max(128, row_bytes)]
+    if doubled:
+        choices = (*((2 * block_n, num_stages) for block_n, num_stages in choices), *choices)
+    for block_n, num_stages in choices:
+        tiles_bytes = 2 * (num_stages - 1) * block_n * shared_row_bytes
+        if tiles_bytes + _OTHER_SHARED_BYTES <= limits.shared_memory_of_two:
+            break
+    return block_n, num_stages
 
 
 def _check(
@@ -334,7 +385,8 @@ def _check_results(
 @triton.jit
 def _load_block_ids(table_ptr, first_key, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The blocks of the tile at first_key, a scalar if it lies in one; past the end the last block, to be safe."""
-    keys = first_key if BLOCK_SIZE >= BLOCK_N else first_key + tl.arange(0, BLOCK_N)
+    one_block: tl.constexpr = BLOCK_SIZE >= BLOCK_N and BLOCK_N <= _TILE  # a split begins at any multiple of _TILE
+    keys = first_key if one_block else first_key + tl.arange(0, BLOCK_N)
     return tl.load(table_ptr + tl.minimum(keys // BLOCK_SIZE, last_block))
 
 
@@ -353,13 +405,47 @@ def _load_tile(
 
 
 @triton.jit
-def _score(products, scale, softcap, slopes, distances, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
-    """Scores times log2(e) from q . k; distances [M, N] are key - query positions."""
+def _unpack_pairs(pairs):
+    """The first and the second fp8 number of each int16, in float16."""
+    if UPCAST:  # the interpreter runs no assembly
+        first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # 3 instructions for 4 numbers: both first ones beside one another, both second ones, and two conversions.
+        first, second = tl.inline_asm_elementwise(
+            """{
+                .reg .b32 sorted;
+                .reg .b16 firsts, seconds;
+                prmt.b32 sorted, $2, 0, 0x3120;
+                mov.b32 {firsts, seconds}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, firsts;
+                cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second
+
+
+@triton.jit
+def _halves_of_rows(q):
+    """q [M, D] of any float dtype as float16 rows with elements below 2, and what they are multiples of, [M].
+
+    A power of two each, so nothing is rounded but what is below 2**-24 of its row's greatest.
+    """
+    q = q.to(tl.float32)
+    exponents = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    units = tl.where(exponents == 0, 1.0, exponents.to(tl.float32, bitcast=True))
+    return (q * (1.0 / units)[:, None]).to(tl.float16), units
+
+
+@triton.jit
+def _score(products, scales, softcap, slopes, distances, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Scores times log2(e) from q . k times scales [M]; distances [M, N] are key - query positions."""
     if HAS_SOFTCAP:
         # tanh in the form that neither overflows nor divides inf by inf.
-        scores = softcap * _LOG2_E * (1 - 2 / (tl.exp2(products * (scale * 2 * _LOG2_E / softcap)) + 1))
+        scores = softcap * _LOG2_E * (1 - 2 / (tl.exp2(products * (scales * (2 * _LOG2_E / softcap))[:, None]) + 1))
     else:
-        scores = products * (scale * _LOG2_E)
+        scores = products * (scales * _LOG2_E)[:, None]
     if HAS_ALIBI:
         scores += (slopes * _LOG2_E)[:, None] * distances.to(tl.float32)
     return scores
@@ -420,7 +506,13 @@ def paged_decode_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
+    q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
+    k_block_stride, k_slot_stride = in_units(k_block_stride, STRIDE_UNIT), in_units(k_slot_stride, STRIDE_UNIT)
+    v_block_stride, v_slot_stride = in_units(v_block_stride, STRIDE_UNIT), in_units(v_slot_stride, STRIDE_UNIT)
+    k_head_stride, v_head_stride = in_units(k_head_stride, STRIDE_UNIT), in_units(v_head_stride, STRIDE_UNIT)
+    out_token_stride, out_head_stride = in_units(out_token_stride, STRIDE_UNIT), in_units(out_head_stride, STRIDE_UNIT)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * HEADS_PER_KV
@@ -432,6 +524,9 @@ def paged_decode_kernel(
     lanes = tl.arange(0, BLOCK_N)
     k_ptr += kv_head.to(tl.int64) * k_head_stride
     v_ptr += kv_head.to(tl.int64) * v_head_stride
+    halves: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty != tl.float32
+    pairs: tl.constexpr = halves and STRIDE_UNIT > 1
+    v_pairs_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads)
@@ -459,9 +554,14 @@ def paged_decode_kernel(
             mask=owned[:, None] & (dims_k < HEAD_DIM_K)[None, :],
             other=0.0,
         )
+        scales = tl.zeros([BLOCK_M], tl.float32) + scale
+        if halves:
+            q, units = _halves_of_rows(q)
+            scales = scale * units
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight_sum = tl.zeros([BLOCK_M], tl.float32)
-        total = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_DV // 2 if pairs else BLOCK_DV], tl.float32)
+        seconds_total = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
         if HAS_SINKS:
             highest = tl.where(split == first_split, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
             weight_sum = tl.where(split == first_split, 1.0, weight_sum)
@@ -486,10 +586,16 @@ def paged_decode_kernel(
             # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
             present = (keys >= least) & (keys < end)
             k = _load_tile(k_ptr, ids, offsets, k_block_stride, k_slot_stride, present, HEAD_DIM_K, BLOCK_DK)
-            v = _load_tile(v_ptr, ids, offsets, v_block_stride, v_slot_stride, present, HEAD_DIM_V, BLOCK_DV)
+            if pairs:
+                v = _load_tile(
+                    v_pairs_ptr, ids, offsets, v_block_stride // 2, v_slot_stride // 2, present,
+                    HEAD_DIM_V // 2, BLOCK_DV // 2,
+                )  # fmt: skip
+            else:
+                v = _load_tile(v_ptr, ids, offsets, v_block_stride, v_slot_stride, present, HEAD_DIM_V, BLOCK_DV)
             products = dot(q, tl.trans(k.to(q.dtype)))
             distances = keys[None, :] - positions[:, None]
-            scores = _score(products, scale, softcap, slopes, distances, HAS_SOFTCAP, HAS_ALIBI)
+            scores = _score(products, scales, softcap, slopes, distances, HAS_SOFTCAP, HAS_ALIBI)
             if (first_key < shared_begin) | (first_key + BLOCK_N > shared_end):
                 visible = (keys[None, :] >= first_keys[:, None]) & (keys[None, :] <= last_keys[:, None])
                 scores = tl.where(visible & (keys < end)[None, :], scores, float("-inf"))
@@ -498,9 +604,16 @@ def paged_decode_kernel(
             weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(highest - shift)
             weight_sum = weight_sum * decay + tl.sum(weights, 1)
-            total = total * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
+            if pairs:
+                firsts, seconds = _unpack_pairs(v)
+                total = total * decay[:, None] + dot(weights.to(tl.float16), firsts)
+                seconds_total = seconds_total * decay[:, None] + dot(weights.to(tl.float16), seconds)
+            else:
+                total = total * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
             highest = new_highest
 
+        if pairs:
+            total = tl.interleave(total, seconds_total)
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
         result = total * (v_scale / divisor)[:, None]
         lse = highest + tl.log2(divisor)

@@ -29,14 +29,17 @@ from quire.kernels.decode_plan import UNBOUNDED, first_visible
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
+    DeviceLimits,
     Launch,
     Layout,
     Variant,
+    ceil_div,
     contiguous,
+    device_limits,
     dot,
+    in_units,
     layouts,
     next_power_of_2,
-    num_multiprocessors,
     prepared_once,
     require_at_least,
     require_contiguous,
@@ -47,6 +50,7 @@ from quire.kernels.launching import (
     require_same_device,
     require_shape,
     round_to,
+    stride_unit,
 )
 from quire.kernels.merge_states import merge_states
 
@@ -163,20 +167,22 @@ def _prepare(
     block_size, num_kv_heads, head_dim_v = v_pool.shape[1:]
     out = out or contiguous((num_tokens, num_heads, head_dim_v), q)
     _check_results(q, out=out, lse=lse, head_dim=head_dim_v)
-    heads_per_kv = num_heads // num_kv_heads
+    num_rows = num_tokens * (num_heads // num_kv_heads)
+    limits = device_limits(q.device)
     block_m = choose_block_m(
-        num_tokens * heads_per_kv,
+        num_rows,
         num_seqs=num_seqs,
         dtype=q.dtype,
         head_dim=max(head_dim_k, head_dim_v),
         kv_itemsize=k_pool.dtype.itemsize,
+        limits=limits,
     )
-    num_tiles = num_tokens * heads_per_kv // block_m + num_seqs + 1
+    num_tiles = num_rows // block_m + num_seqs + 1
     if num_splits is None:
         num_splits = choose_num_splits(
-            num_tiles * num_kv_heads,
+            busy_tiles(num_rows, num_seqs=num_seqs, block_m=block_m) * num_kv_heads,
             max_keys=max_blocks * block_size,
-            multiprocessors=num_multiprocessors(q.device),
+            multiprocessors=limits.num_multiprocessors,
         )
     variant = prefill_variant(
         dtype=q.dtype,
@@ -191,6 +197,8 @@ def _prepare(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None or num_splits > 1,
+        stride_unit=stride_unit(q, k_pool, v_pool, out),
+        limits=limits,
     )
     out_strides = (0, *out.strides[:2])
     if num_splits > 1:
@@ -202,21 +210,32 @@ def _prepare(
     )
 
 
-def choose_block_m(num_rows: int, *, num_seqs: int, dtype: torch.dtype, head_dim: int, kv_itemsize: int) -> int:
+def choose_block_m(
+    num_rows: int, *, num_seqs: int, dtype: torch.dtype, head_dim: int, kv_itemsize: int, limits: DeviceLimits
+) -> int:
     """Rows of a tile, a row being one query head of one token; dtype is that of q.
 
     128 where the mean sequence of the step fills it, else 64: two such programs share a multiprocessor. More than 64
-    rows of wide fp8 heads spill, as do more than 16 of float32, which has no tensor cores of its full precision.
+    rows of wide heads spill if keys are fp8, or where the registers hold all operands, as do more than 16 of float32,
+    which has no tensor cores of its full precision.
     """
     if dtype == torch.float32:
         return 16
-    if head_dim > 128 and kv_itemsize == 1:
+    if head_dim > 128 and (kv_itemsize == 1 or not limits.has_warpgroups):
         return 64
     return 128 if num_rows >= 128 * num_seqs else 64
 
 
+def busy_tiles(num_rows: int, *, num_seqs: int, block_m: int) -> int:
+    """The tiles of a step that have rows, if its sequences are equally long: lengths are on the device.
+
+    The grid has room for any lengths, and up to num_seqs + 1 tiles more, which end at once.
+    """
+    return num_seqs * ceil_div(ceil_div(num_rows, num_seqs), block_m)
+
+
 def choose_num_splits(num_programs: int, *, max_keys: int, multiprocessors: int) -> int:
-    """Parts to take keys in: 1 if the programs fill the GPU, and none of fewer than MIN_SPLIT keys."""
+    """Parts to take keys in: 1 if the busy programs fill the GPU, and none of fewer than MIN_SPLIT keys."""
     return max(1, min(multiprocessors // num_programs, max_keys // MIN_SPLIT, MAX_SPLITS))
 
 
@@ -234,10 +253,12 @@ def prefill_variant(
     has_sinks: bool,
     has_alibi: bool,
     has_lse: bool,
+    stride_unit: int,
+    limits: DeviceLimits,
 ) -> Variant:
     """What paged_prefill_kernel is compiled for: dtype is that of q, bounded says that window or chunk hides keys."""
     block_dk, block_dv = (max(16, next_power_of_2(head_dim)) for head_dim in (head_dim_k, head_dim_v))
-    block_n, num_warps = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv))
+    block_n, num_warps, num_stages = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv), limits=limits)
     constants = {
         "HEADS_PER_KV": num_query_heads // num_kv_heads,
         "HEAD_DIM_K": head_dim_k,
@@ -252,15 +273,21 @@ def prefill_variant(
         "HAS_SINKS": has_sinks,
         "HAS_ALIBI": has_alibi,
         "HAS_LSE": has_lse,
+        "STRIDE_UNIT": stride_unit,
     }
-    return Variant(constants, num_warps=num_warps, num_stages=3)
+    return Variant(constants, num_warps=num_warps, num_stages=num_stages)
 
 
-def _tile(dtype: torch.dtype, *, block_m: int, block_d: int) -> tuple[int, int]:
-    """Keys in a tile, and warps: as compiled for sm_90, the largest without a spill and with two tiles in flight."""
+def _tile(dtype: torch.dtype, *, block_m: int, block_d: int, limits: DeviceLimits) -> tuple[int, int, int]:
+    """Keys in a tile, warps, and stages: the largest without a spill, and two tiles in flight where they fit.
+
+    As compiled, not timed. Where the registers hold all operands, 64 keys of more than 64 dims spill.
+    """
     if dtype == torch.float32 or block_d > 128:
-        return 32, 8
-    return 64, 8 if block_m == 128 else 4
+        # 136 KB of float32 or of 16 bits, 64 rows of 16 bits 100 KB: of 99 KB, one tile in flight fits.
+        return 32, 8, 2 if block_d > 128 and limits.shared_memory_bytes < 160 << 10 else 3
+    narrow = block_d > 64 and not limits.has_warpgroups
+    return 32 if narrow else 64, 8 if block_m == 128 else 4, 3
 
 
 def _check(
@@ -446,7 +473,14 @@ def paged_prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
+    q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
+    k_block_stride, k_slot_stride = in_units(k_block_stride, STRIDE_UNIT), in_units(k_slot_stride, STRIDE_UNIT)
+    v_block_stride, v_slot_stride = in_units(v_block_stride, STRIDE_UNIT), in_units(v_slot_stride, STRIDE_UNIT)
+    k_head_stride, v_head_stride = in_units(k_head_stride, STRIDE_UNIT), in_units(v_head_stride, STRIDE_UNIT)
+    out_split_stride = in_units(out_split_stride, STRIDE_UNIT)
+    out_token_stride, out_head_stride = in_units(out_token_stride, STRIDE_UNIT), in_units(out_head_stride, STRIDE_UNIT)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)

@@ -22,6 +22,7 @@ from quire.kernels.launching import (
     Variant,
     ceil_div,
     contiguous,
+    in_units,
     layouts,
     next_power_of_2,
     num_multiprocessors,
@@ -32,6 +33,7 @@ from quire.kernels.launching import (
     require_pool,
     require_same_device,
     require_shape,
+    stride_unit,
 )
 
 
@@ -116,6 +118,7 @@ def _prepare(
         block_size=k_pool.shape[1],
         has_norm=q_norm_weight is not None,
         interleaved=interleaved,
+        stride_unit=stride_unit(qkv, out, k_pool, v_pool),
         multiprocessors=num_multiprocessors(qkv.device),
     )
     return Launch(
@@ -135,6 +138,7 @@ def prologue_variant(
     block_size: int,
     has_norm: bool,
     interleaved: bool,
+    stride_unit: int,
     multiprocessors: int,
 ) -> Variant:
     """What qkv_prologue_kernel is compiled for.
@@ -154,6 +158,7 @@ def prologue_variant(
         "BLOCK_TOKENS": 32 if large else 4,
         "HAS_NORM": has_norm,
         "INTERLEAVED": interleaved,
+        "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=4 if large else 1, num_stages=2)
 
@@ -302,7 +307,13 @@ def qkv_prologue_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):
+    qkv_token_stride = in_units(qkv_token_stride, STRIDE_UNIT)
+    q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
+    k_block_stride, k_slot_stride = in_units(k_block_stride, STRIDE_UNIT), in_units(k_slot_stride, STRIDE_UNIT)
+    v_block_stride, v_slot_stride = in_units(v_block_stride, STRIDE_UNIT), in_units(v_slot_stride, STRIDE_UNIT)
+    k_head_stride, v_head_stride = in_units(k_head_stride, STRIDE_UNIT), in_units(v_head_stride, STRIDE_UNIT)
     half: tl.constexpr = ROTARY_DIM // 2
     num_rest: tl.constexpr = HEAD_DIM - ROTARY_DIM
     num_heads = NUM_QUERY_HEADS + 2 * NUM_KV_HEADS

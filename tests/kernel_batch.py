@@ -1,6 +1,6 @@
 """One step's tensors for one kind of model, and every kernel at work on them, on any device.
 
-On the meta device nothing is stored, and launches can be recorded (sm90.py); on a GPU they run.
+On the meta device nothing is stored, and launches can be recorded (machine_code.py); on a GPU they run.
 """
 
 from __future__ import annotations

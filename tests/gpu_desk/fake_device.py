@@ -211,6 +211,7 @@ class _Properties:
     major: int
     minor: int
     multi_processor_count: int
+    shared_memory_per_block_optin: int = 227 << 10
     total_memory: int = TOTAL_BYTES
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILE_ONLY = {"test_sm90.py"}
+COMPILE_ONLY = {"test_machine_code.py"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -94,7 +94,7 @@ def test_reads_views_of_the_projection(device: torch.device) -> None:
 def test_the_tile_of_long_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU of one multiprocessor a step is soon long."""
     sizes = {"num_kv_heads": 3, "head_dim_k": 32, "head_dim_v": 32, "block_size": 16, "multiprocessors": 1}
-    assert [write_variant(num_rows=n, **sizes).constants["BLOCK_ROWS"] for n in (127, 128)] == [8, 32]
+    assert [write_variant(num_rows=n, stride_unit=8, **sizes).constants["BLOCK_ROWS"] for n in (127, 128)] == [8, 32]
     monkeypatch.setattr("quire.kernels.cache_write.num_multiprocessors", lambda device: 1)
     k, v = (torch.randn(45, 3, 32, device=device) for _ in range(2))
     k_pool, v_pool = (make_pool(3, 32, dtype=torch.float32, device=device) for _ in range(2))

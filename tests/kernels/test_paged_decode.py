@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.combine import max_split_sequences
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
 from quire.kernels.merge_states import merge_states
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
@@ -227,6 +228,46 @@ def test_half_precision(device: torch.device, dtype: torch.dtype, softcap: float
 def test_fp8_cache_with_scales(device: torch.device, dtype: torch.dtype) -> None:
     case = make_case(device, [1, 64, 150], dtype=dtype, kv_dtype=FP8, num_kv_heads=2)
     check(case, k_scale=0.5, v_scale=3.0)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("q_lens", [None, (1, 3, 8, 1, 0, 1, 2)], ids=["one", "ragged"])
+def test_fp8_cache_around_blocks_and_tiles(device: torch.device, block_size: int, q_lens: Sequence[int] | None) -> None:
+    """Tiles of 128 keys, which begin at any multiple of 64."""
+    seq_lens = [1, 63, 64, 65, 0, 129, 330]
+    case = make_case(
+        device, seq_lens, q_lens=q_lens, dtype=torch.bfloat16, kv_dtype=FP8, block_size=block_size, memory="BLHSD"
+    )
+    check(case)
+    check(case, plan=case.plan(fixed_split=192))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (72, 72), (64, 120)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_cache_of_any_head_dim(device: torch.device, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    check(make_case(device, [1, 150], dtype=dtype, kv_dtype=FP8, head_dim=head_dim, head_dim_v=head_dim_v))
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e30])
+def test_queries_beyond_the_range_of_float16_over_an_fp8_cache(device: torch.device, magnitude: float) -> None:
+    """They are float16 numbers times a power of two for each row."""
+    case = make_case(device, [1, 64, 150], dtype=torch.bfloat16, kv_dtype=FP8, heads_per_kv=4, head_dim=64)
+    q = case.q.clone()
+    q[:, 1] *= magnitude
+    check(replace(case, q=q), k_scale=min(1.0, 1 / magnitude) if magnitude else 1.0)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+def test_strides_that_8_does_not_divide(device: torch.device, kv_dtype: torch.dtype) -> None:
+    """Rows begin at odd elements, where no copy of several elements can."""
+    case = make_case(device, [5, 100, 0], dtype=torch.bfloat16, kv_dtype=kv_dtype, head_dim=24)
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, x[..., :1]], dim=-1)[..., :-1]
+
+    case = replace(case, q=padded(case.q), k_pool=padded(case.k_pool), v_pool=padded(case.v_pool))
+    assert case.k_pool.stride(1) % 2 == 1
+    check(case)
 
 
 MASKS: tuple[dict[str, int], ...] = (
@@ -446,3 +487,11 @@ def test_programs_fill_the_multiprocessors_twice() -> None:
     sizes["head_dim"] = 256
     assert num_decode_programs(num_query_heads=32, num_kv_heads=1, max_q_len=8, **sizes) == 16
     assert num_decode_programs(num_query_heads=300, num_kv_heads=300, **sizes) == 1
+
+
+def test_combine_has_programs_for_split_sequences_alone() -> None:
+    """Of 256 sequences 33 programs split at most 32; of fewer, any. With fixed splits, any that has more than one."""
+    assert max_split_sequences(num_seqs=256, max_splits=256 + 33 - 1) == 32
+    assert max_split_sequences(num_seqs=4, max_splits=4 + 33 - 1) == 4
+    assert max_split_sequences(num_seqs=256, max_splits=256 * 3) == 256
+    assert max_split_sequences(num_seqs=256, max_splits=256) == 0

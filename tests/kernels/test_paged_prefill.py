@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.launching import INTERPRET
-from quire.kernels.paged_prefill import choose_block_m, choose_num_splits, paged_prefill, prefill_variant
+from quire.kernels.launching import DEFAULT_LIMITS, INTERPRET, chosen_for
+from quire.kernels.paged_prefill import busy_tiles, choose_block_m, choose_num_splits, paged_prefill, prefill_variant
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
@@ -200,7 +200,6 @@ def test_splits(device: torch.device, num_splits: int, feature: dict[str, Any]) 
 
 def test_few_rows_behind_a_long_prefix_are_split(device: torch.device) -> None:
     case = make_case(device, [(1100, 5)], num_kv_heads=2)
-    assert choose_num_splits(2 * 2, max_keys=1100, multiprocessors=132) == 2
     case.check()
     split, whole = case.run()[0], case.run(num_splits=1)[0]
     assert not torch.equal(split, whole)
@@ -212,8 +211,31 @@ def test_choice_of_splits_and_tiles() -> None:
     assert choose_num_splits(16, max_keys=10**6, multiprocessors=132) == 8
     assert choose_num_splits(1, max_keys=10**6, multiprocessors=132) == 32
     assert choose_num_splits(16, max_keys=100, multiprocessors=132) == 1
-    sizes = {"dtype": torch.bfloat16, "head_dim": 128, "kv_itemsize": 2}
+    sizes = {"dtype": torch.bfloat16, "head_dim": 128, "kv_itemsize": 2, "limits": DEFAULT_LIMITS}
     assert [choose_block_m(rows, num_seqs=2, **sizes) for rows in (255, 256)] == [64, 128]
+
+
+def test_splits_count_the_tiles_that_have_rows(device: torch.device) -> None:
+    """The grid has a tile more than the one with rows: with that counted, two multiprocessors would split nothing."""
+    case = make_case(device, [(1100, 5)])
+    with chosen_for(replace(DEFAULT_LIMITS, num_multiprocessors=2)):
+        result, in_two, whole = case.run()[0], case.run(num_splits=2)[0], case.run(num_splits=1)[0]
+    assert not torch.equal(in_two, whole)
+    if INTERPRET:
+        assert torch.equal(result, in_two)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(32, 1), (2, 1), (8 * 20, 8), (500, 1)])
+def test_splits_of_equally_long_prompts_use_most_multiprocessors(num_tokens: int, num_seqs: int) -> None:
+    """Behind 64k tokens, with 32 query heads and 8 kv heads: 32 tokens had 40 of 132 multiprocessors."""
+    num_rows = num_tokens * 4
+    block_m = choose_block_m(
+        num_rows, num_seqs=num_seqs, dtype=torch.bfloat16, head_dim=128, kv_itemsize=2, limits=DEFAULT_LIMITS
+    )
+    tiles = busy_tiles(num_rows, num_seqs=num_seqs, block_m=block_m)
+    assert tiles == num_seqs * -(-num_rows // num_seqs // block_m)
+    num_splits = choose_num_splits(tiles * 8, max_keys=1 << 16, multiprocessors=132)
+    assert 66 < tiles * 8 * num_splits <= 132
 
 
 def test_the_tile_of_long_prompts(device: torch.device) -> None:
@@ -290,7 +312,7 @@ def test_one_variant_for_any_lengths() -> None:
     sizes = {
         "dtype": torch.bfloat16, "num_query_heads": 32, "num_kv_heads": 8, "head_dim_k": 128, "head_dim_v": 128,
         "block_size": 16, "bounded": False, "has_softcap": False, "has_sinks": False, "has_alibi": False,
-        "has_lse": False,
+        "has_lse": False, "stride_unit": 8, "limits": DEFAULT_LIMITS,
     }  # fmt: skip
     tiles = [prefill_variant(block_m=block_m, **sizes) for block_m in (128, 64)]
     assert [(t.constants["BLOCK_M"], t.constants["BLOCK_N"], t.num_warps, t.num_stages) for t in tiles] == [

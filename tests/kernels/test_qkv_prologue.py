@@ -139,7 +139,7 @@ def test_the_tile_of_long_steps(device: torch.device, monkeypatch: pytest.Monkey
     """On a GPU of one multiprocessor a step is soon long."""
     sizes = {"head_dim": 32, "rotary_dim": 32, "block_size": 16, "has_norm": True, "interleaved": False}
     heads = {"num_query_heads": 4, "num_kv_heads": 2}
-    variants = [prologue_variant(num_tokens=n, multiprocessors=1, **heads, **sizes) for n in (9, 37)]
+    variants = [prologue_variant(num_tokens=n, multiprocessors=1, stride_unit=8, **heads, **sizes) for n in (9, 37)]
     assert [variant.constants["BLOCK_TOKENS"] for variant in variants] == [4, 32]
     monkeypatch.setattr("quire.kernels.qkv_prologue.num_multiprocessors", lambda device: 1)
     step = make_step(device, num_tokens=37, **heads)

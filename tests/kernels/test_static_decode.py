@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import model_zoo as zoo
@@ -22,6 +23,7 @@ from quire.worker.triton_attention import TritonAttentionStep
 from quire.worker.verify import VerifyingExecutor
 
 NUM_DECODES = 4
+SMALL_DEVICE = replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)
 
 GREEDY = SamplingParams()
 PLAIN = SamplingParams(temperature=1.5)
@@ -37,9 +39,10 @@ BATCHES = {
 
 
 @pytest.fixture(autouse=True)
-def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_device() -> Iterator[None]:
     """In the interpreter each program takes its time, so plans are made for few of them."""
-    monkeypatch.setattr(launching, "DEFAULT_MULTIPROCESSORS", 2)
+    with launching.chosen_for(SMALL_DEVICE):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +59,7 @@ def model(device: torch.device) -> PagedModel:
     )
     torch.manual_seed(0)
     llama = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launching, "DEFAULT_MULTIPROCESSORS", 2)
+    with launching.chosen_for(SMALL_DEVICE):
         return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
 
 

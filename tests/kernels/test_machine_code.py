@@ -1,6 +1,7 @@
 """What ptxas makes of every kernel for sm_90, without a GPU: registers, spills, copies in flight, matrix instructions.
 
-The variants of a few models are compiled here each time, with QUIRE_SM90=all the whole matrix of features (minutes).
+The variants of a few models are compiled here each time, with QUIRE_MACHINE_CODE=all the whole matrix of features
+(minutes). gpu_desk/test_five_architectures.py compiles head dims and dtypes for other GPUs too.
 Such a bug is silent otherwise: the results stay right, and the kernel reads at half the speed.
 """
 
@@ -11,14 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled_attention import LONG, META, SHORT, compile_decode, instructions_per_cycle
 from kernel_batch import LAYOUTS, Batch, Shape
-from sm90 import MAX_SHARED_BYTES, Launch, MachineCode, compile_launch, recorded
+from machine_code import H100, Launch, MachineCode, compile_launch, recorded
 
-from quire.kernels.launching import DEFAULT_MULTIPROCESSORS
-
-META = torch.device("meta")
 FP8 = torch.float8_e4m3fn
-ALL = os.environ.get("QUIRE_SM90") == "all"
+ALL = os.environ.get("QUIRE_MACHINE_CODE") == "all"
 
 LLAMA_8B = Shape(32, 8, 128)
 LLAMA_1B = Shape(32, 8, 64, hidden=2048, intermediate=8192)
@@ -75,7 +74,7 @@ def compiled(work: Callable[[], object], kernel: str) -> tuple[Launch, MachineCo
     code = compile_launch(launch)
     print(kernel, code.summary())
     assert code.spills == 0, code.summary()
-    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert code.shared_bytes <= H100.limits.shared_memory_bytes
     return launch, code
 
 
@@ -115,11 +114,20 @@ def test_all_programs_of_a_decode_fit_the_gpu_at_once(shape: Shape) -> None:
 
     _, code = compiled(work, "paged_decode_kernel")
     programs = plans[0].num_programs * shape.num_kv_heads
-    assert programs <= DEFAULT_MULTIPROCESSORS * code.programs_per_multiprocessor, code.summary()
+    assert programs <= H100.limits.num_multiprocessors * code.programs_per_multiprocessor, code.summary()
 
 
-LONG, SHORT = 2048, 20
-"""Prompts that fill tiles of 128 and of 64 rows."""
+@pytest.mark.parametrize("head_dim", [64, 120, 128, 256])
+def test_decode_of_an_fp8_cache_leaves_time_for_waiting(head_dim: int) -> None:
+    """Below 0.7 instructions a cycle and scheduler at full bandwidth: 1.1 with keys as bfloat16, more than there is."""
+    shape = Shape(32, 8, head_dim, kv_dtype=FP8)
+    launch, code = compile_decode(shape, H100)
+    share = instructions_per_cycle(launch, code, shape)
+    print(f"{share:.2f} instructions a cycle and scheduler")
+    assert share < 0.7
+    assert code.count(r"LDS\.U8") == 0, "values are read byte by byte"
+
+
 PROMPTS = (
     [(name, count) for name in SHAPES for count in (LONG, SHORT)]
     if ALL

@@ -1,11 +1,11 @@
-"""Kernels compiled for sm_90 (H100, H200) on a machine without a GPU, and what their machine code says.
+"""Kernels compiled for five GPUs on a machine without one, and what their machine code says.
 
-Launchers run as they are, on tensors of the meta device, with a stand-in for the GPU's driver: Triton specialises
-the arguments as it would on the GPU, and what it would compile is recorded instead of launched. So a test compiles what
-would run, and counts what would compile.
+Launchers run as they are, on tensors of the meta device, with a stand-in for the GPU's driver and with the limits of
+the GPU in question: they choose the tiles and Triton specialises the arguments as on that GPU, and what Triton would
+compile is recorded instead of launched. So a test compiles what would run, and counts what would compile.
 
-    launches = recorded(lambda: paged_decode(...))      what would be launched, in order
-    code = compile_launch(launches[0])                 registers, spills, shared memory, instructions, loops
+    launches = recorded(lambda: paged_decode(...), H100)    what would be launched there, in order
+    code = compile_launch(launches[0])                      registers, spills, shared memory, instructions, loops
 """
 
 from __future__ import annotations
@@ -25,17 +25,57 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 << 10
-"""Of one program on sm_90: 228 KB a multiprocessor, of which the system keeps 1."""
-SM_SHARED_BYTES = 228 << 10
-SM_REGISTERS = 65_536
-SM_WARPS = 64
+from quire.kernels import launching
+from quire.kernels.launching import DeviceLimits
+
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SM_REGISTERS = 65_536
 
 
-class Sm90Driver(DriverBase):
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """A kind of GPU: what launchers know of it, and the warps that one of its multiprocessors can hold.
+
+    The figures are those of CUDA's programming guide, table "Technical Specifications per Compute Capability".
+    """
+
+    name: str
+    limits: DeviceLimits
+    sm_warps: int
+
+    @property
+    def arch(self) -> str:
+        """sm_90 and the like."""
+        major, minor = self.limits.capability
+        return f"sm_{major}{minor}"
+
+    @property
+    def target(self) -> GPUTarget:
+        major, minor = self.limits.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    @property
+    def sm_shared_bytes(self) -> int:
+        return self.limits.shared_memory_bytes + 1024
+
+
+def _gpu(name: str, capability: tuple[int, int], num_multiprocessors: int, shared_kib: int, sm_warps: int) -> GPU:
+    return GPU(name, DeviceLimits(capability, num_multiprocessors, shared_kib << 10), sm_warps)
+
+
+A100 = _gpu("A100", (8, 0), 108, 163, 64)
+L4 = _gpu("L4", (8, 9), 58, 99, 48)
+H100 = _gpu("H100", (9, 0), 132, 227, 64)
+B200 = _gpu("B200", (10, 0), 148, 227, 64)
+RTX_5090 = _gpu("RTX 5090", (12, 0), 170, 99, 48)
+GPUS = (A100, L4, H100, B200, RTX_5090)
+
+
+class StandInDriver(DriverBase):
     """Enough of a driver for Triton to specialise a launch; nothing can be launched with it."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self._gpu = gpu
 
     @classmethod
     def is_active(cls) -> bool:
@@ -45,7 +85,7 @@ class Sm90Driver(DriverBase):
         raise NotImplementedError(f"nothing is launched here, also not with {ty}")
 
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return self._gpu.target
 
     def get_active_torch_device(self) -> Any:
         raise NotImplementedError("there is no device here")
@@ -55,7 +95,7 @@ class Sm90Driver(DriverBase):
 
     def get_current_device(self) -> str:
         """Not a number, so that Triton keeps what it knows of real devices apart."""
-        return "sm_90"
+        return self._gpu.arch
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -72,14 +112,15 @@ class Launch:
     constants: dict[tuple[int, ...], Any] = field(compare=False, repr=False)
     attributes: dict[tuple[int, ...], Any] = field(compare=False, repr=False)
     options: dict[str, Any] = field(compare=False, repr=False)
+    gpu: GPU = field(compare=False)
 
     def constant(self, name: str) -> Any:
         """The value of a constexpr parameter. Raises KeyError if there is none of that name."""
         return self.constants[(self.kernel.arg_names.index(name),)]
 
 
-def recorded(work: Callable[[], object]) -> list[Launch]:
-    """What `work` launches, in order; a GPU that has compiled nothing yet would compile each key once."""
+def recorded(work: Callable[[], object], gpu: GPU = H100) -> list[Launch]:
+    """What `work` launches on that GPU, in order; a GPU that has compiled nothing yet would compile each key once."""
     launches: list[Launch] = []
 
     def record(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -92,11 +133,12 @@ def recorded(work: Callable[[], object]) -> list[Launch]:
                 constants=compile["constants"],
                 attributes=compile["configs"][0],
                 options=_options(compile["specialization_data"]),
+                gpu=gpu,
             )
         )
         return True  # skips the compilation, and with it the launch
 
-    with _driver(), _cache_hook(record):
+    with _driver(gpu), _cache_hook(record), launching.chosen_for(gpu.limits):
         work()
     return launches
 
@@ -108,10 +150,10 @@ def _options(specialization_data: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _driver() -> Iterator[None]:
+def _driver(gpu: GPU) -> Iterator[None]:
     config = triton.runtime.driver
     before = config._active
-    config.set_active(Sm90Driver())
+    config.set_active(StandInDriver(gpu))
     try:
         yield
     finally:
@@ -158,6 +200,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
+    gpu: GPU
     registers: int
     shared_bytes: int
     num_warps: int
@@ -176,9 +219,10 @@ class MachineCode:
 
     @property
     def programs_per_multiprocessor(self) -> int:
-        by_shared = SM_SHARED_BYTES // (self.shared_bytes + 1024)
-        by_registers = SM_REGISTERS // (max(self.registers, 1) * 32 * self.num_warps)
-        return min(by_shared, by_registers, SM_WARPS // self.num_warps)
+        by_shared = self.gpu.sm_shared_bytes // (self.shared_bytes + 1024)
+        registers = -(-max(self.registers, 1) // 8) * 8  # given out in eights
+        by_registers = SM_REGISTERS // (registers * 32 * self.num_warps)
+        return min(by_shared, by_registers, self.gpu.sm_warps // self.num_warps)
 
     @property
     def copy_loops(self) -> tuple[Loop, ...]:
@@ -189,7 +233,8 @@ class MachineCode:
         """One line of figures."""
         waits = [loop.copies_outstanding for loop in self.copy_loops]
         return (
-            f"{self.registers} registers, {self.shared_bytes / 1024:.1f} KiB shared, {self.spills} spills, "
+            f"{self.gpu.arch}: {self.registers} registers, {self.shared_bytes / 1024:.1f} KiB shared, "
+            f"{self.spills} spills, "
             f"{self.programs_per_multiprocessor} programs/SM, LDGSTS {self.count('LDGSTS')}, "
             f"HMMA {self.count('HMMA')}, HGMMA {self.count('HGMMA')}, copies outstanding {waits}"
         )
@@ -201,11 +246,21 @@ def count(instructions: tuple[Instruction, ...], pattern: str) -> int:
 
 
 def compile_launch(launch: Launch) -> MachineCode:
-    """Compile for sm_90 and read the machine code. Half a second to several; Triton's cache is used."""
+    """Compile for the launch's GPU, and read the machine code, once. Half a second to several; Triton caches it too."""
+    known = (launch.gpu.arch, launch.key)
+    if known not in _compiled:
+        _compiled[known] = _compile(launch)
+    return _compiled[known]
+
+
+_compiled: dict[tuple[str, str], MachineCode] = {}
+
+
+def _compile(launch: Launch) -> MachineCode:
     source = ASTSource(
         fn=launch.kernel, signature=launch.signature, constexprs=launch.constants, attrs=launch.attributes
     )
-    compiled = triton.compile(source, target=TARGET, options=launch.options)
+    compiled = triton.compile(source, target=launch.gpu.target, options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -216,6 +271,7 @@ def compile_launch(launch: Launch) -> MachineCode:
     if found is None or not instructions:
         raise ValueError(f"cuobjdump says nothing of {launch.name}: {usage}")
     return MachineCode(
+        gpu=launch.gpu,
         registers=int(found[1]),
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
