@@ -235,7 +235,7 @@ def _device_limits(index: int) -> DeviceLimits:
     return DeviceLimits(
         capability=(properties.major, properties.minor),
         num_multiprocessors=properties.multi_processor_count,
-        shared_memory_bytes=properties.shared_memory_per_block_optin,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 

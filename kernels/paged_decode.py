@@ -72,7 +72,7 @@ from quire.kernels.launching import (
 RESIDENT = 2
 
 # By the bytes of a key in registers: keys of a tile and stages, the first choice first.
-_BLOCK_N_AND_STAGES = {
+_BLOCK_N_AND_STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     128: ((64, 4), (64, 3)),
     256: ((64, 3), (32, 3)),
     512: ((32, 3), (16, 3)),

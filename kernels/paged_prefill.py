@@ -236,7 +236,7 @@ def busy_tiles(num_rows: int, *, num_seqs: int, block_m: int) -> int:
 
 def choose_num_splits(num_programs: int, *, max_keys: int, multiprocessors: int) -> int:
     """Parts to take keys in: 1 if the busy programs fill the GPU, and none of fewer than MIN_SPLIT keys."""
-    return max(1, min(multiprocessors // num_programs, max_keys // MIN_SPLIT, MAX_SPLITS))
+    return max(1, min(multiprocessors // max(1, num_programs), max_keys // MIN_SPLIT, MAX_SPLITS))
 
 
 def prefill_variant(
