@@ -27,6 +27,8 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP
   QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
 
 CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
+# In the interpreter, which Triton chooses when it is imported: in a process of their own.
+KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --quiet
 # A file's tests run in one process, one after the other: they share services.
 PARALLEL = --numprocesses 2 --dist loadfile
 
@@ -47,19 +49,20 @@ demo: venv  ## start both services with the model that ships here, generate, sho
 	@$(BIN)/quire demo $(ARGS)
 
 check: venv  ## a minute's check: style of what changed, the crate's tests, unit tests without torch, a short state machine
-	@changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
+	@$(if $(ARGS),exit 0;) changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
 	  [ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
-	@$(CRATE_TESTS)
+	@$(if $(ARGS),true,$(CRATE_TESTS))
 	@QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
-	  $$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py) $(ARGS)
+	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py))
 
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
 	@$(if $(ARGS),true,$(CRATE_TESTS))
+	@$(if $(ARGS),true,$(KERNEL_TESTS) -m sample)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m 'not verify')
 
 verify: venv typecheck-links  ## everything else: model, packages, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
-	@$(MAKE) --no-print-directory model check-packages ARGS=
-	@TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels $(PARALLEL) --quiet
+	@$(if $(ARGS),true,$(MAKE) --no-print-directory model check-packages)
+	@$(if $(ARGS),true,$(KERNEL_TESTS) $(PARALLEL))
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import forking
 import pytest
 
 DEFAULTS = {
@@ -33,6 +34,8 @@ VERIFY = (
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
 
+forking.install()
+
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
@@ -42,6 +45,13 @@ def environment() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def started_by_exec() -> Iterator[None]:
+    """Start the test's processes as a user does: nothing is imported before."""
+    with forking.started_by_exec():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ are 8 tokens, so that short sequences feel them; no end token is in reach, so th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,7 @@ def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
     )
     tokens: list[int] = out[0].tolist()
     return tokens
+
+
+if __name__ == "__main__":  # a family and the folder to save it in
+    save(sys.argv[1], Path(sys.argv[2]))

@@ -13,12 +13,12 @@ import pytest
 from certificates import Authority, sha256
 from conformance import page
 from conformance.foreign import ROOT, find
+from deadlines import DEADLINE_S
 
 from quire.client.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 PAGE = ROOT / "docs/grpcurl.md"
 TOKEN = "t-client"
-PATIENCE_S = 5.0
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str
 
 def ask(shell: page.Shell, command: page.Command) -> str:
     """What a command says. One that only looks gets a while: a worker's report of a step comes after its answer."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + DEADLINE_S
     said = shell.run(command.text)
     while command.only_looks and not command.agrees_with(said) and time.monotonic() < deadline:
         said = shell.run(command.text)

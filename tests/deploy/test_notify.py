@@ -15,13 +15,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 
 from quire.client.launch import ServiceProcess
 from quire.serving.systemd import ServiceManager
 
-TIMEOUT_S = 20.0
-LOAD_TIMEOUT_S = 120.0
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")
 DEMO_MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
 WATCHDOG_US = 200_000
@@ -50,14 +49,14 @@ class Systemd:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(address)
 
-    def next(self, timeout_s: float = TIMEOUT_S) -> Message:
+    def next(self, timeout_s: float = DEADLINE_S) -> Message:
         """The next message. Raises TimeoutError."""
         self._socket.settimeout(timeout_s)
         return dict(line.split("=", 1) for line in self._socket.recv(65536).decode().split("\n"))
 
     def await_message(self, name: str) -> tuple[Message, list[Message]]:
         """The next message with this variable, and those before it. Raises TimeoutError, whatever else comes."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         before: list[Message] = []
         while name not in (message := self.next(max(deadline - time.monotonic(), 0.001))):
             before.append(message)
@@ -65,7 +64,7 @@ class Systemd:
 
     def read_until(self, holds: Callable[[], bool]) -> list[Message]:
         """The messages that come until it is so. Raises TimeoutError."""
-        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         found: list[Message] = []
         while not holds():
             found.append(self.next(max(deadline - time.monotonic(), 0.001)))
@@ -130,7 +129,7 @@ def health_of(server: ServiceProcess) -> int:
         call = channel.unary_unary(
             check, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
         )
-        answer: health_pb2.HealthCheckResponse = call(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        answer: health_pb2.HealthCheckResponse = call(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     return answer.status
 
 
@@ -161,7 +160,7 @@ def test_cachemgr_is_ready_fed_and_stopping(systemd: Systemd, start: Start) -> N
     send_signal(server, signal.SIGTERM)
     stopping, _ = systemd.await_message("STOPPING")
     assert stopping == {"STOPPING": "1", "STATUS": "draining, for at most 30 s"}
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
     assert server.returncode == 0
     assert not [message for message in systemd.drain() if "READY" in message or "STOPPING" in message]
 
@@ -192,7 +191,7 @@ def test_ready_comes_with_health_and_not_with_the_port(systemd: Systemd, start: 
     writing.start()
     systemd.await_message("READY")
     assert health_of(server) == health_pb2.HealthCheckResponse.SERVING
-    writing.join(TIMEOUT_S)
+    writing.join(DEADLINE_S)
 
 
 def test_a_stuck_loop_stops_feeding(systemd: Systemd, start: Start) -> None:
@@ -233,7 +232,7 @@ def test_the_drain_is_fed(systemd: Systemd, start: Start, folder: Path) -> None:
     for _ in range(3):
         assert systemd.next() == {"WATCHDOG": "1"}
     write_fifo(fifo)
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
 
 
 def test_a_server_that_fails_says_so(systemd: Systemd, start: Start) -> None:
@@ -244,9 +243,9 @@ def test_a_server_that_fails_says_so(systemd: Systemd, start: Start) -> None:
     with grpc.insecure_channel(server.address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         echo = channel.unary_unary("/quire.test.StandIn/Echo", StringValue.SerializeToString, StringValue.FromString)
         with pytest.raises(grpc.RpcError):
-            echo(StringValue(value="broken"), timeout=TIMEOUT_S)
+            echo(StringValue(value="broken"), timeout=DEADLINE_S)
     assert systemd.await_message("STOPPING")[0]["STATUS"] == "failed, see the log"
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
     assert server.returncode == 1
 
 
@@ -279,7 +278,7 @@ def test_a_server_serves_though_nobody_listens(
     monkeypatch.setenv("NOTIFY_SOCKET", address.format(folder=folder))
     monkeypatch.setenv("WATCHDOG_USEC", str(WATCHDOG_US))
     server = start(STAND_IN)
-    server.wait_serving(TIMEOUT_S)
+    server.wait_serving(DEADLINE_S)
     assert server.terminate() == 0
     assert server.log_path is not None
     assert ("systemd" in server.log_path.read_text()) == bool(address)

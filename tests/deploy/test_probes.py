@@ -13,13 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import Authority
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2
 
 from quire.client.launch import ServiceExitedError, ServiceProcess
 
-TIMEOUT_S = 20.0
-LOAD_TIMEOUT_S = 120.0
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")
 DEMO_MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -61,7 +60,7 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def probe(port: int, service: str, *, timeout_s: float = TIMEOUT_S) -> int:
+def probe(port: int, service: str, *, timeout_s: float = DEADLINE_S) -> int:
     """As the kubelet asks: one call, plain text, no credentials."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
@@ -76,7 +75,7 @@ def probe(port: int, service: str, *, timeout_s: float = TIMEOUT_S) -> int:
 
 def await_that(holds: Callable[[], bool]) -> None:
     """Asks until it is so. Raises TimeoutError."""
-    deadline = time.monotonic() + LOAD_TIMEOUT_S
+    deadline = time.monotonic() + DEADLINE_S
     while not holds():
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -92,7 +91,7 @@ def test_a_worker_without_a_cachemgr_is_alive_and_not_ready(start: Start, folder
     worker = start(
         "quire.worker", "--model", DEMO_MODEL, "--num-blocks", "16", "--cachemgr", f"unix:{folder}/1.sock", *health
     )
-    assert probe(port, LIVENESS, timeout_s=LOAD_TIMEOUT_S) == SERVING
+    assert probe(port, LIVENESS, timeout_s=DEADLINE_S) == SERVING
     assert probe(port, READINESS) == NOT_SERVING
     await_that(lambda: probe(port, LIVENESS) != SERVING or " listening addresses=" in log_of(worker))
     assert (probe(port, LIVENESS), probe(port, READINESS)) == (SERVING, NOT_SERVING)
@@ -100,7 +99,7 @@ def test_a_worker_without_a_cachemgr_is_alive_and_not_ready(start: Start, folder
     assert log.index(" quire.serving.server health address=") < log.index(" quire.worker model ")
 
     cachemgr = start("quire.cachemgr")
-    worker.wait_serving(TIMEOUT_S)
+    worker.wait_serving(DEADLINE_S)
     assert (probe(port, LIVENESS), probe(port, READINESS)) == (SERVING, SERVING)
     cachemgr.kill()
     assert (probe(port, LIVENESS), probe(port, READINESS)) == (SERVING, SERVING)
@@ -110,7 +109,7 @@ def test_probes_need_no_certificate_where_everything_else_does(start: Start, fol
     authority = Authority(folder)
     flags = (*authority.issue("localhost").flags(), "--tls-client-ca", str(authority.path))
     server = start("quire.cachemgr", "--listen", "127.0.0.1:0", *flags, "--health-listen", f"127.0.0.1:{port}")
-    server.wait_serving(TIMEOUT_S)
+    server.wait_serving(DEADLINE_S)
     assert probe(port, READINESS) == SERVING
     listening = log_of(server).partition(" listening addresses=")[2].splitlines()[0]
     with pytest.raises(grpc.RpcError):
@@ -119,13 +118,13 @@ def test_probes_need_no_certificate_where_everything_else_does(start: Start, fol
 
 def test_nothing_but_health_is_answered_there(start: Start, port: int) -> None:
     server = start(STAND_IN, "--health-listen", f"127.0.0.1:{port}")
-    server.wait_serving(TIMEOUT_S)
+    server.wait_serving(DEADLINE_S)
     methods = ("/quire.test.StandIn/Echo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         for method in methods:
             call = channel.unary_unary(method, StringValue.SerializeToString, StringValue.FromString)
             with pytest.raises(grpc.RpcError) as refused:
-                call(StringValue(value="x"), timeout=TIMEOUT_S)
+                call(StringValue(value="x"), timeout=DEADLINE_S)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -133,19 +132,19 @@ def test_a_drain_is_answered_to_its_end(start: Start, folder: Path, port: int) -
     fifo = folder / "fifo"
     os.mkfifo(fifo)
     server = start(STAND_IN, "--model", f"drain:{fifo}", "--health-listen", f"127.0.0.1:{port}")
-    server.wait_serving(TIMEOUT_S)
+    server.wait_serving(DEADLINE_S)
     os.kill(server.pid or 0, signal.SIGTERM)
     await_that(lambda: " draining signal=SIGTERM" in log_of(server) and probe(port, READINESS) == NOT_SERVING)
     assert server.is_running
     fifo.write_text("go")
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
     assert server.returncode == 0
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "somewhere"])
 def test_health_is_served_on_a_port_only(start: Start, address: str) -> None:
     server = start("quire.cachemgr", "--health-listen", address)
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
     assert server.returncode == 2
     assert "--health-listen" in log_of(server)
 
@@ -156,4 +155,4 @@ def test_a_port_that_is_taken_is_a_start_that_fails(start: Start, port: int) -> 
         taken.listen()
         server = start("quire.cachemgr", "--health-listen", f"127.0.0.1:{port}")
         with pytest.raises(ServiceExitedError, match="another process is listening there"):
-            server.wait_serving(TIMEOUT_S)
+            server.wait_serving(DEADLINE_S)

@@ -19,8 +19,12 @@ import logging
 import signal
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# isort: split
 from faults.schedule import LEASE_TTL_S
 from faults.workload import MAX_STEP_TOKENS, make_requests
 

@@ -60,12 +60,15 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
-    # Who has threads must not fork.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
     "GRPC_VERBOSITY": "NONE",
 }
-NURSERY = Path(__file__).with_name("nursery.py")
+GUARDED = Path(__file__).parents[2] / "client" / "guarded.py"
+MODEL_ZOO = Path(__file__).parents[1] / "model_zoo.py"
+TARGETS = {
+    "cachemgr": "quire.cachemgr",
+    "worker": "quire.worker",
+    "client": str(Path(__file__).with_name("client.py")),
+}
 STATE_DIR_FLAG = "--state-dir"
 
 
@@ -89,77 +92,61 @@ class Outcome:
 
 
 class Children:
-    """The nursery's side here: starts children and hears of their ends."""
+    """Processes that end with this one."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ids = itertools.count()
-        self._started: dict[int, asyncio.Future[int]] = {}
-        self._ended: dict[int, asyncio.Future[int]] = {}
+    def __init__(self) -> None:
+        self._guard_read, self._guard_write = os.pipe()
+        self._started: list[Child] = []
 
     async def __aenter__(self) -> Self:
-        with (self._folder / "nursery.log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(NURSERY), str(self._folder)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=os.environ | ENVIRONMENT,
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        ready = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
-        if not ready:
-            raise HarnessError(f"the nursery does not start: {(self._folder / 'nursery.log').read_text()[-2000:]}")
-        self._listening = asyncio.create_task(self._listen())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), 10)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        self._listening.cancel()
+        for child in self._started:
+            await child.kill()
+        os.close(self._guard_read)
+        os.close(self._guard_write)
 
     async def start(self, kind: str, arguments: list[str], log: Path) -> Child:
-        number = next(self._ids)
-        self._started[number] = asyncio.get_running_loop().create_future()
-        self._say(start=number, kind=kind, arguments=arguments, log=str(log))
-        pid = await asyncio.wait_for(self._started[number], START_TIMEOUT_S)
-        return Child(self, pid, self._ended.setdefault(pid, asyncio.get_running_loop().create_future()), log)
+        command = [sys.executable, "-P", str(GUARDED), str(self._guard_read), TARGETS[kind], *arguments]
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._guard_read,),
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._started.append(Child(process, asyncio.ensure_future(process.wait()), log))
+        return self._started[-1]
 
-    def signal(self, pid: int, number: int) -> None:
-        self._say(pid=pid, signal=number)
 
-    def _say(self, **order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-
-    async def _listen(self) -> None:
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            event = json.loads(line)
-            if "started" in event:
-                self._ended[event["pid"]] = asyncio.get_running_loop().create_future()
-                self._started.pop(event["started"]).set_result(event["pid"])
-            else:
-                self._ended[event["ended"]].set_result(event["status"])
+async def make_model(folder: Path) -> Path:
+    """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
+    command = [sys.executable, str(MODEL_ZOO), "llama", str(folder)]
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | ENVIRONMENT)
+    if await process.wait():
+        raise HarnessError("the model can't be made")
+    return folder / "llama"
 
 
 @dataclass(eq=False)
 class Child:
-    """One process."""
+    """One process; `ended` has its exit status, negative for a signal."""
 
-    children: Children
-    pid: int
+    process: asyncio.subprocess.Process
     ended: asyncio.Future[int]
     log: Path
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def send(self, number: int) -> None:
-        self.children.signal(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
 
     async def kill(self) -> None:
         self.send(signal.SIGKILL)
@@ -311,7 +298,8 @@ class Harness:
             self._stack.enter_context(self._disk)
         elif self._state_dir is not None:
             self._state_dir.mkdir(mode=0o700)
-        self._children = await self._stack.enter_async_context(Children(self.folder))
+        self._children = await self._stack.enter_async_context(Children())
+        self._model = await make_model(self.folder)
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")
         self._stack.callback(server.close)
@@ -358,7 +346,7 @@ class Harness:
 
     async def _start_worker(self, slot: int) -> Child:
         arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
-        arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self.folder / "llama")]
+        arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += ["--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS)]

@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # isort: split
 import click
+import forking
 from faults.disk import can_mount
-from faults.harness import Harness, HarnessError, Outcome, knows_state_dir
+from faults.harness import ENVIRONMENT, Harness, HarnessError, Outcome, knows_state_dir
 from faults.schedule import WEIGHTS, FaultKind, make_schedule
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -89,6 +90,8 @@ async def run_one(harness: Harness, seed: int, settings: Settings) -> Outcome:
 def work(seeds: list[int], settings: Settings, outcomes: Any) -> None:
     """A job: a process with a harness of its own, which ends what it has started also if it is told to stop."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.update(ENVIRONMENT)
+    forking.install()
     threading.Thread(target=stop_with_parent, daemon=True).start()
     try:
         with contextlib.suppress(KeyboardInterrupt):

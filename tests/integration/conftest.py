@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.lone_cachemgr import ROOMY_POOL, SMALL_POOL, Begin, Bookkeeper, LoneCachemgr, Serve, Tenant, call
 from integration.protocol_client import (
     FAULTY_WORKER,
@@ -68,7 +69,7 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
     """The shared processes with an empty prefix cache. After the test every block has to be back (I8)."""
     epoch = shared_pair.pool().epoch
     cache_service = shared_pair.cache
-    cache_service.ResetPrefixCache(cache_service_pb2.ResetPrefixCacheRequest(pool="default"), timeout=10)
+    cache_service.ResetPrefixCache(cache_service_pb2.ResetPrefixCacheRequest(pool="default"), timeout=DEADLINE_S)
     yield shared_pair
     await_all_blocks_back(shared_pair)
     assert shared_pair.violations() == []

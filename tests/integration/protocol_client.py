@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from deadlines import DEADLINE_S
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,7 +32,6 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
 from quire.client.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
-DEADLINE_S = 20.0
 CACHE_SERVICE = "quire.cache.v1.CacheService"
 WORKER_SERVICE = "quire.compute.v1.WorkerService"
 BLOCK_SIZE = 4

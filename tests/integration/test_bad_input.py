@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from integration.protocol_client import (
@@ -525,10 +526,10 @@ def send_bytes(pair: Pair, service: str, method: Any, data: bytes) -> RefusedErr
     path = f"/{service}/{method.name}"
     try:
         if method.client_streaming:
-            for _ in channel.stream_stream(path)(iter([data]), timeout=10):
+            for _ in channel.stream_stream(path)(iter([data]), timeout=DEADLINE_S):
                 pass
         else:
-            channel.unary_unary(path)(data, timeout=10)
+            channel.unary_unary(path)(data, timeout=DEADLINE_S)
     except grpc.RpcError as error:
         return RefusedError.of_call(error)
     return None
@@ -607,12 +608,12 @@ def test_the_last_byte_missing_is_invalid(service: str, method: Any, pair: Pair)
 def test_an_unknown_method_is_answered(pair: Pair) -> None:
     for channel, service in ((pair.cache_channel, CACHE_SERVICE), (pair.worker_channel, WORKER_SERVICE)):
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/{service}/Nothing")(b"", timeout=10)
+            channel.unary_unary(f"/{service}/Nothing")(b"", timeout=DEADLINE_S)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_unknown_fields_are_passed_over(pair: Pair, running: LeaseHolder, still_right: None) -> None:
     request: Message = cache_service_pb2.GetPoolRequest(pool="default")
     data = request.SerializeToString() + b"\xa2\x7d\x05later"
-    answer = pair.cache_channel.unary_unary(f"/{CACHE_SERVICE}/GetPool")(data, timeout=10)
+    answer = pair.cache_channel.unary_unary(f"/{CACHE_SERVICE}/GetPool")(data, timeout=DEADLINE_S)
     assert cache_service_pb2.GetPoolResponse.FromString(answer).pool.name == "default"

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import NUM_BLOCKS, WORKER_ARGS, LeaseHolder, Pair, draw_tokens
 
 from quire.client.launch import LocalServices, ServiceProcess
 
 CLOCK_SET_BACK = str(Path(__file__).with_name("clock_set_back.py"))
-START_TIMEOUT_S = 60.0
 PROMPT = draw_tokens(21, seed=1)
 
 
@@ -36,7 +36,7 @@ def test_a_worker_is_ruled_again_after_the_clock_was_set_back(
         services.cachemgr.kill()
         try:
             behind.start()
-            behind.wait_serving(START_TIMEOUT_S)
+            behind.wait_serving(DEADLINE_S)
             pair.await_attached()
             second = pair.pool()
             assert second.term > first.term
@@ -48,7 +48,7 @@ def test_a_worker_is_ruled_again_after_the_clock_was_set_back(
         finally:
             behind.kill()
         services.cachemgr.start()
-        services.cachemgr.wait_serving(START_TIMEOUT_S)
+        services.cachemgr.wait_serving(DEADLINE_S)
         pair.await_attached()
         assert pair.pool().term > second.term
         pair.close()

@@ -19,16 +19,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import DEADLINE_S
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
-TIMEOUT_S = 60.0
 CTRL_C = b"\x03"
 NUM_BLOCKS = 65
 LONG = ("--samples", "8", "--max-tokens", "1500")
-# Becomes the command with the terminal on its stdin as controlling terminal, so that Ctrl-C reaches it as a signal.
-TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
+TAKE_TERMINAL = str(Path(__file__).with_name("take_terminal.py"))
 SMALL_PROMPTS = {
     "system": "A list of arguments. " * 8,
     "join": "\n",
@@ -70,7 +67,7 @@ def piped(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env={**environment(folder), "COLUMNS": "80"},
     )
-    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
     watchdog.start()
     try:
         with process:
@@ -86,12 +83,12 @@ class Terminal:
     def __init__(self, folder: Path, *arguments: str, width: int, height: int) -> None:
         self._main, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-        command = [sys.executable, "-c", TAKE_TERMINAL, QUIRE, "demo", *arguments]
+        command = [sys.executable, TAKE_TERMINAL, QUIRE, "demo", *arguments]
         self._process = subprocess.Popen(
             command, stdin=side, stdout=side, stderr=side, env=environment(folder), start_new_session=True
         )
         os.close(side)
-        self._watchdog = threading.Timer(TIMEOUT_S, self._process.kill)
+        self._watchdog = threading.Timer(DEADLINE_S, self._process.kill)
         self._watchdog.start()
         self.seen = ""
 
@@ -116,7 +113,7 @@ class Terminal:
         """Reads the rest and waits for the end."""
         while self._read():
             pass
-        return self._process.wait(TIMEOUT_S)
+        return self._process.wait(DEADLINE_S)
 
     def _read(self) -> bool:
         try:
@@ -222,6 +219,7 @@ def test_ctrl_c_at_the_end_leaves_nothing(folder: Path) -> None:
     assert nothing_left(folder)
 
 
+@pytest.mark.usefixtures("started_by_exec")
 def test_ctrl_c_pressed_again_and_again(folder: Path) -> None:
     with Terminal(folder, width=80, height=24) as terminal:
         terminal.read_until("loading")
@@ -231,6 +229,7 @@ def test_ctrl_c_pressed_again_and_again(folder: Path) -> None:
     assert nothing_left(folder)
 
 
+@pytest.mark.usefixtures("started_by_exec")
 def test_sigterm_while_starting_leaves_nothing(folder: Path) -> None:
     with piped(folder) as process:
         while len(psutil.Process(process.pid).children()) < 2:

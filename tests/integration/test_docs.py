@@ -21,6 +21,7 @@ from typing import Any
 import pages
 import pytest
 from conformance.foreign import build_grpcurl, find
+from deadlines import DEADLINE_S
 from pages import ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2 as pb
@@ -30,7 +31,6 @@ from quire.client.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S
 THIS = "tests/integration/test_docs.py"
 MODEL = ROOT / "deploy/demo/model"
 TIMEOUT_S = 120
-PATIENCE_S = 20
 DEFAULT_FOLDER = "/run/quire"
 SECURITY_PORTS = ("7070", "7071", "7080", "7081", "9400")
 
@@ -103,7 +103,7 @@ def test_a_copy_of_the_blocks_is_kept(services: LocalServices) -> None:
         try:
             async with Engine.connect(services.cachemgr_address) as engine:
                 await engine.complete(["Each thread holds a lock while it reads"], SamplingParams(max_tokens=40))
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 while not blocks or blocks != await listed(cache):
                     await asyncio.sleep(0.02)
                 await cache.reset_prefix_cache()

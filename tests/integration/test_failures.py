@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 from integration.protocol_client import (
     CACHE_SERVICE,
@@ -37,7 +38,6 @@ from quire.compute.v1 import worker_service_pb2
 
 CreateLease = Callable[..., LeaseHolder]
 Generate = Callable[[list[int], int], list[int]]
-START_TIMEOUT_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PROMPT = draw_tokens(21, seed=1)
@@ -100,7 +100,7 @@ def test_the_blocks_of_a_killed_client_come_back(pair: Pair, create_lease: Creat
         assert len(pair.blocks(lease_id=lease_id)) == 6
         client.send_signal(signal.SIGKILL)
     other.go_on(1, num_steps=1)
-    await_that("the lease is gone", lambda: not pair.has_lease(lease_id), timeout_s=5)
+    await_that("the lease is gone", lambda: not pair.has_lease(lease_id))
     held = {block.block_id for block in pair.blocks(lease_id=other.lease_id)}
     counts = pair.counts()
     assert counts.free_count + counts.cached_count == NUM_BLOCKS - 1 - len(held)
@@ -112,7 +112,7 @@ def test_the_blocks_of_a_killed_client_come_back(pair: Pair, create_lease: Creat
 def test_a_client_that_wakes_after_its_lease_is_told(pair: Pair, create_lease: CreateLease, generate: Generate) -> None:
     sleeper = create_lease(ttl_s=1.0)
     plan = sleeper.admit((1, PROMPT))
-    await_that("the lease is gone", lambda: not pair.has_lease(sleeper.lease_id), timeout_s=5)
+    await_that("the lease is gone", lambda: not pair.has_lease(sleeper.lease_id))
     other = create_lease()
     other.run(other.admit((1, draw_tokens(80, seed=3))))  # takes over what the sleeper held
     with pair.untouched():
@@ -187,9 +187,9 @@ def services(model_dir: Path, folder: Path, wire: Wire, port: int) -> Iterator[L
 def mortals(services: LocalServices) -> Iterator[Pair]:
     """The processes, both alive and attached, without any lease; what an earlier test has ended is started again."""
     if not services.cachemgr.is_running:
-        services.cachemgr.restart(START_TIMEOUT_S)
+        services.cachemgr.restart(DEADLINE_S)
     if not services.worker.is_running:
-        services.worker.restart(START_TIMEOUT_S)
+        services.worker.restart(DEADLINE_S)
     pair = Pair(services)
     await_that("the worker is attached", lambda: pair.worker_statistics().attached)
     yield pair
@@ -211,7 +211,7 @@ def await_attached(pair: Pair, *, not_epoch: int) -> None:
 
 def restarted(process: ServiceProcess) -> None:
     process.start()
-    process.wait_serving(START_TIMEOUT_S)
+    process.wait_serving(DEADLINE_S)
 
 
 def assert_whole_after(pair: Pair, *holders: LeaseHolder) -> None:
@@ -387,7 +387,7 @@ def test_a_second_cachemgr_can_not_bind_what_the_first_has(mortals: Pair, port: 
         )
         try:
             second.start()
-            assert second.wait_exited(START_TIMEOUT_S)
+            assert second.wait_exited(DEADLINE_S)
         finally:
             second.kill()
         assert second.returncode == 1
@@ -420,7 +420,7 @@ def test_a_second_worker_of_a_pool_is_refused_until_the_first_is_gone(
     try:
         second.start()
         refusal = f"a worker with epoch {holder.epoch} is attached"
-        await_that("it is refused", lambda: refusal in second.log_tail(), timeout_s=START_TIMEOUT_S)
+        await_that("it is refused", lambda: refusal in second.log_tail(), timeout_s=DEADLINE_S)
         with grpc.insecure_channel(address) as channel:
             run_without_a_cachemgr(channel)
         assert second.terminate() == 0
@@ -460,14 +460,14 @@ def signal_and_watch(process: ServiceProcess, watch: Any) -> None:
     """Sends SIGTERM; returns when health has gone from SERVING to NOT_SERVING."""
     assert next(watch).status == SERVING
     assert process.pid is not None
-    threading.Thread(target=process.terminate, args=(START_TIMEOUT_S,), daemon=True).start()
+    threading.Thread(target=process.terminate, args=(DEADLINE_S,), daemon=True).start()
     assert next(watch).status == NOT_SERVING
 
 
 def stay_open(requests: Iterable[Any], process: ServiceProcess) -> Iterator[Any]:
     """A stream's requests; the stream is not ended from here while the process lives."""
     yield from requests
-    process.wait_exited(START_TIMEOUT_S)
+    process.wait_exited(DEADLINE_S)
 
 
 def test_a_cachemgr_that_is_told_to_stop_ends_its_streams_and_leaves(mortals: Pair, generate: Generate) -> None:
@@ -475,7 +475,7 @@ def test_a_cachemgr_that_is_told_to_stop_ends_its_streams_and_leaves(mortals: Pa
     plans = [holder.extend(1) for _ in range(2)]
     cachemgr = mortals.services.cachemgr
     request = cache_service_pb2.PlanStepsRequest(plan=holder.plan_request())
-    stream = mortals.cache.PlanSteps(stay_open([request], cachemgr), timeout=START_TIMEOUT_S)
+    stream = mortals.cache.PlanSteps(stay_open([request], cachemgr), timeout=DEADLINE_S)
     assert next(stream).plan.step_number == plans[-1].step_number + 1
     watch = mortals.health(mortals.cache_channel, CACHE_SERVICE)
     with mortals.held() as hold:
@@ -486,7 +486,7 @@ def test_a_cachemgr_that_is_told_to_stop_ends_its_streams_and_leaves(mortals: Pa
             next(stream)
         error = RefusedError.of_call(ended.value)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
-        assert cachemgr.wait_exited(START_TIMEOUT_S)
+        assert cachemgr.wait_exited(DEADLINE_S)
     assert cachemgr.returncode == 0
     assert not Path(mortals.services.cachemgr_address.removeprefix("unix:")).exists()
     holder.finish(running)  # was granted
@@ -503,7 +503,7 @@ def test_a_worker_that_is_told_to_stop_finishes_what_runs(mortals: Pair, generat
         running = holder.start(plans[0])
         hold.await_running()
         sent = [worker_service_pb2.RunStepsRequest(step=holder.step(plan)) for plan in plans[1:3]]
-        answers = mortals.worker.RunSteps(stay_open(sent, worker), timeout=START_TIMEOUT_S)
+        answers = mortals.worker.RunSteps(stay_open(sent, worker), timeout=DEADLINE_S)
         await_that("all are in line", lambda: mortals.worker_statistics().step_in_flight_count == 3)
         signal_and_watch(worker, watch)
         with pytest.raises(RefusedError) as caught:
@@ -517,7 +517,7 @@ def test_a_worker_that_is_told_to_stop_finishes_what_runs(mortals: Pair, generat
         next(answers)
     assert RefusedError.of_call(ended.value).reason == "SHUTTING_DOWN"
     assert holder.tokens[1] == PROMPT + generate(PROMPT, 6)
-    assert worker.wait_exited(START_TIMEOUT_S)
+    assert worker.wait_exited(DEADLINE_S)
     assert worker.returncode == 0
     assert not Path(mortals.services.worker_address.removeprefix("unix:")).exists()
     await_that("cachemgr has noticed", lambda: not mortals.pool().attached)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import (
     FAULTY_WORKER,
     NUM_BLOCKS,
@@ -25,7 +26,6 @@ from quire.client import Completion, Engine, EngineConfig, EngineStatistics, Sam
 from quire.client.launch import LocalServices
 
 Generate = Callable[[list[int], int], list[int]]
-START_TIMEOUT_S = 60.0
 HOST_MEMORY = ("--host-memory", "128K")
 PROMPT = draw_tokens(21, seed=1)
 NUM_NEW = 10
@@ -221,7 +221,7 @@ def test_a_cachemgr_that_comes_back_knows_who_is_in_the_host_tier(pair: Pair, ge
     before = holder.sequence(1)
     pair.services.cachemgr.kill()
     pair.services.cachemgr.start()
-    pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
+    pair.services.cachemgr.wait_serving(DEADLINE_S)
     pair.await_attached()
     assert holder.sequence(1) == before
     overwrite(pair)

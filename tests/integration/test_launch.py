@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.client.launch import (
     LaunchError,
@@ -25,7 +26,6 @@ from quire.client.launch import (
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 STAND_INS: dict[str, Any] = {"cachemgr_target": STAND_IN, "worker_target": STAND_IN}
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def gone(pids: list[int]) -> bool:
 
 def _is_gone(pid: int) -> bool:
     try:
-        psutil.Process(pid).wait(TIMEOUT_S)
+        psutil.Process(pid).wait(DEADLINE_S)
     except psutil.NoSuchProcess:
         return True
     except psutil.TimeoutExpired:
@@ -111,7 +111,7 @@ def test_kill_and_restart(folder: Path) -> None:
         first = services.worker.pid
         assert services.worker.kill() == -signal.SIGKILL
         assert services.wait() is services.worker
-        services.worker.restart(TIMEOUT_S)
+        services.worker.restart(DEADLINE_S)
         assert services.worker.is_running
         assert services.worker.pid != first
         assert services.worker.terminate() == 0
@@ -252,7 +252,7 @@ def test_a_signal_to_the_parent_ends_the_children(
     pids = pids_printed(parent)
     assert len(pids) == 2
     parent.send_signal(number)
-    assert parent.wait(TIMEOUT_S) == status
+    assert parent.wait(DEADLINE_S) == status
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not left_in(folder)
 
@@ -266,7 +266,7 @@ def test_a_signal_during_the_start_ends_the_children(
         pids = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
         assert len(pids) == 2
         parent.send_signal(number)
-        assert parent.wait(TIMEOUT_S) == status
+        assert parent.wait(DEADLINE_S) == status
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not left_in(folder)
 
@@ -297,7 +297,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(folder: Path, parent
     """
     for line in range(1, 1000, 10):
         parent = start_parent(parents, str(line), source)
-        status = parent.wait(TIMEOUT_S)
+        status = parent.wait(DEADLINE_S)
         assert not processes_of(folder), f"signal before line {line}"
         assert not left_in(folder), f"signal before line {line}"
         if status == 7:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from integration.protocol_client import (
     BLOCK_SIZE,
@@ -30,7 +31,6 @@ from quire.client.launch import LocalServices, ServiceProcess
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "/quire.test.StandIn"
-DEADLINE_S = 20.0
 ID = ("x-request-id", "of-the-caller")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -49,7 +50,7 @@ def text_of(server: ServiceProcess) -> str:
     assert server.log_path is not None
     (address,) = re.findall(r" metrics address=(\S+)", server.log_path.read_text())
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}/metrics", timeout=20) as page:
+    with opener.open(f"http://{address}/metrics", timeout=DEADLINE_S) as page:
         return str(page.read().decode())
 
 
@@ -190,7 +191,7 @@ def test_refused_calls_and_plans_on_streams_are_counted(measured: Pair) -> None:
         with pytest.raises(RefusedError):
             gone.renew()
     plans = [cache_service_pb2.PlanStepsRequest(plan=gone.plan_request())] * 2
-    answers = list(measured.cache.PlanSteps(iter(plans), timeout=20))
+    answers = list(measured.cache.PlanSteps(iter(plans), timeout=DEADLINE_S))
     assert [answer.error.reason for answer in answers] == ["LEASE_NOT_FOUND"] * 2
     # A call may end a moment after its answer.
     await_that("only the worker's stream is open", lambda: page_of(cachemgr)["quire_cache_open_calls{}"] == 1)

@@ -7,6 +7,7 @@ messages of one request, MARKED by its seed and its prompt, on the way.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import struct
 from collections.abc import Callable, Iterator
@@ -53,6 +54,12 @@ def leave_input(entry: worker_service_pb2.SequenceInput) -> None:
 
 def leave_plan(request: cache_service_pb2.PlanStepRequest, admission: cache_service_pb2.Admission) -> None:
     """Nothing."""
+
+
+@pytest.fixture(autouse=True)
+def said(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep the engine's warnings, whatever level another test has left: they say from what it recovers."""
+    caplog.set_level(logging.WARNING, logger="quire.client.engine")
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import (
     BLOCK_SIZE,
     MAX_STEP_TOKENS,
@@ -698,7 +699,7 @@ def test_a_repeated_lease_that_has_ended_is_not_answered(pair: Pair, create_leas
 
 def test_repeated_leases_that_are_asked_for_together_are_one(pair: Pair, create_lease: CreateLease) -> None:
     request = cache_service_pb2.CreateLeaseRequest(pool="default", request_id="together")
-    calls = [pair.cache.CreateLease.future(request, timeout=10) for _ in range(8)]
+    calls = [pair.cache.CreateLease.future(request, timeout=DEADLINE_S) for _ in range(8)]
     answers = [call.result() for call in calls]
     assert all(answer == answers[0] for answer in answers)
     LeaseHolder(pair, answers[0].lease_id, 0, 0).delete()

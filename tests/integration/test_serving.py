@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
@@ -27,7 +28,6 @@ from quire.serving.receiving import MAX_MESSAGE_BYTES, SMALL_MESSAGE_BYTES
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "quire.test.StandIn"
-TIMEOUT_S = 20.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -70,7 +70,7 @@ def start(prepare: Start) -> Start:
     def start(*arguments: str, name: str = "a") -> ServiceProcess:
         server = prepare(*arguments, name=name)
         server.start()
-        server.wait_serving(TIMEOUT_S)
+        server.wait_serving(DEADLINE_S)
         return server
 
     return start
@@ -105,14 +105,14 @@ def dial(address: str) -> grpc.Channel:
 
 def call(channel: grpc.Channel, method: str, text: str) -> str:
     stub = channel.unary_unary(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
-    answer: StringValue = stub(StringValue(value=text), timeout=TIMEOUT_S)
+    answer: StringValue = stub(StringValue(value=text), timeout=DEADLINE_S)
     return answer.value
 
 
 def call_raw(channel: grpc.Channel, method: str, data: bytes) -> grpc.StatusCode:
     """The status of a call whose request is these bytes."""
     try:
-        channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=TIMEOUT_S)
+        channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=DEADLINE_S)
     except grpc.RpcError as error:
         return status_of(error)[0]
     return grpc.StatusCode.OK
@@ -134,7 +134,7 @@ def watch_health(channel: grpc.Channel, service: str = "") -> Iterator[int]:
         health_pb2.HealthCheckRequest.SerializeToString,
         health_pb2.HealthCheckResponse.FromString,
     )
-    for answer in stub(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=TIMEOUT_S):
+    for answer in stub(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=DEADLINE_S):
         yield answer.status
 
 
@@ -144,7 +144,7 @@ def send_signal(server: ServiceProcess, number: int) -> None:
 
 
 def exit_status(server: ServiceProcess) -> int | None:
-    assert server.wait_exited(TIMEOUT_S)
+    assert server.wait_exited(DEADLINE_S)
     return server.returncode
 
 
@@ -166,7 +166,7 @@ def test_a_port_in_use_is_said_clearly(start: Start, prepare: Start) -> None:
     second = prepare("--listen", tcp_address, name="b")
     second.start()
     with pytest.raises(ServiceExitedError, match=f"{tcp_address}: another process is listening there"):
-        second.wait_serving(TIMEOUT_S)
+        second.wait_serving(DEADLINE_S)
     assert second.returncode == 1
     assert not Path(second.address.removeprefix("unix:")).exists()
 
@@ -175,7 +175,7 @@ def test_an_address_of_another_machine_is_said_clearly(prepare: Start) -> None:
     server = prepare("--listen", "192.0.2.1:7070", "--allow-plaintext")
     server.start()
     with pytest.raises(ServiceExitedError, match=r"192\.0\.2\.1:7070: can't listen there: Cannot assign"):
-        server.wait_serving(TIMEOUT_S)
+        server.wait_serving(DEADLINE_S)
 
 
 def test_a_socket_in_use_is_refused_and_its_server_goes_on(start: Start, prepare: Start) -> None:
@@ -192,7 +192,7 @@ def test_of_servers_that_start_together_one_gets_the_socket(prepare: Start) -> N
     for server in servers:
         server.start()
     with ThreadPoolExecutor(len(servers)) as pool:
-        ends = {pool.submit(server.wait_exited, 3 * TIMEOUT_S): server for server in servers}
+        ends = {pool.submit(server.wait_exited, 3 * DEADLINE_S): server for server in servers}
         losers = [ends[end] for end in itertools.islice(as_completed(ends), len(servers) - 1)]
         (winner,) = set(servers) - set(losers)
         with dial(winner.address) as channel:
@@ -206,7 +206,7 @@ def test_a_killed_server_leaves_a_socket_that_the_next_replaces(start: Start) ->
     server = start()
     server.kill()
     assert Path(server.address.removeprefix("unix:")).is_socket()
-    server.restart(TIMEOUT_S)
+    server.restart(DEADLINE_S)
     with dial(server.address) as channel:
         assert call(channel, "Echo", "again") == "again"
 
@@ -240,7 +240,7 @@ def test_reflection_lists_the_services(start: Start) -> None:
             reflection_pb2.ServerReflectionResponse.FromString,
         )
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = stub(iter([request]), timeout=TIMEOUT_S)
+        (answer,) = stub(iter([request]), timeout=DEADLINE_S)
     names = {service.name for service in answer.list_services_response.service}
     assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
@@ -271,7 +271,7 @@ def test_a_defect_is_internal_and_nothing_of_the_request_gets_out(start: Start) 
 def test_a_defect_ends_a_stream_with_internal(start: Start, method: str) -> None:
     with dial(start().address) as channel:
         stub = channel.stream_stream(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
-        answers = stub(iter([StringValue(value="a"), StringValue(value="defect")]), timeout=TIMEOUT_S)
+        answers = stub(iter([StringValue(value="a"), StringValue(value="defect")]), timeout=DEADLINE_S)
         assert next(answers).value == "a"
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)
@@ -292,10 +292,10 @@ TRUNCATED = StringValue(value="a text of some length").SerializeToString()[:-3]
 def test_a_truncated_message_is_an_invalid_argument(start: Start) -> None:
     with dial(start().address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/{SERVICE}/Echo")(TRUNCATED, timeout=TIMEOUT_S)
+            channel.unary_unary(f"/{SERVICE}/Echo")(TRUNCATED, timeout=DEADLINE_S)
         assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", {"field": "request"})
         for method in ("EchoStream", "EchoWrites"):
-            answers = channel.stream_stream(f"/{SERVICE}/{method}")(iter([b"", TRUNCATED]), timeout=TIMEOUT_S)
+            answers = channel.stream_stream(f"/{SERVICE}/{method}")(iter([b"", TRUNCATED]), timeout=DEADLINE_S)
             assert next(answers) == b""
             with pytest.raises(grpc.RpcError) as caught:
                 next(answers)
@@ -323,12 +323,12 @@ def test_a_message_too_large_for_its_method_is_refused_with_the_limit(start: Sta
         stub = channel.unary_unary(f"/{SERVICE}/WhoAmI", StringValue.SerializeToString, StringValue.FromString)
         fits = StringValue(value="x" * (SMALL_MESSAGE_BYTES - 4))
         assert fits.ByteSize() == SMALL_MESSAGE_BYTES
-        stub(fits, timeout=TIMEOUT_S)
+        stub(fits, timeout=DEADLINE_S)
         with pytest.raises(grpc.RpcError) as caught:
-            stub(StringValue(value="x" * (SMALL_MESSAGE_BYTES - 3)), timeout=TIMEOUT_S)
+            stub(StringValue(value="x" * (SMALL_MESSAGE_BYTES - 3)), timeout=DEADLINE_S)
         metadata = {"field": "request", "value": "65537 bytes", "limit": "at most 65536 bytes"}
         assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", metadata)
-        answers = channel.stream_stream(f"/{SERVICE}/EchoStream")(iter([bytes(65537)]), timeout=TIMEOUT_S)
+        answers = channel.stream_stream(f"/{SERVICE}/EchoStream")(iter([bytes(65537)]), timeout=DEADLINE_S)
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)
         assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", metadata)
@@ -338,14 +338,14 @@ def test_a_call_without_a_message_is_an_invalid_argument(start: Start) -> None:
     with dial(start().address) as channel:
         call = channel.stream_unary(f"/{SERVICE}/Echo", StringValue.SerializeToString, StringValue.FromString)
         with pytest.raises(grpc.RpcError) as caught:
-            call(iter(()), timeout=TIMEOUT_S)
+            call(iter(()), timeout=DEADLINE_S)
         assert status_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", {"field": "request"})
 
 
 def test_bytes_that_are_no_http2_hurt_nobody(start: Start) -> None:
     server = start()
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(TIMEOUT_S)
+        peer.settimeout(DEADLINE_S)
         peer.connect(server.address.removeprefix("unix:"))
         peer.sendall(random.Random(3).randbytes(4096))
         while peer.recv(4096):
@@ -364,7 +364,7 @@ def test_a_call_that_has_begun_finishes_after_the_signal(start: Start, fifo: Pat
         health = watch_health(channel)
         assert next(health) == SERVING
         stub = channel.unary_unary(f"/{SERVICE}/Hold", StringValue.SerializeToString, StringValue.FromString)
-        held = stub.future(StringValue(value=str(fifo)), timeout=TIMEOUT_S)
+        held = stub.future(StringValue(value=str(fifo)), timeout=DEADLINE_S)
         with fifo.open("wb") as release:  # opens when the call is reading
             send_signal(server, number)
             assert next(health) == NOT_SERVING
@@ -393,7 +393,7 @@ def test_open_streams_end_with_a_reason_and_do_not_hold_up_the_stop(start: Start
     requests: queue.SimpleQueue[StringValue | None] = queue.SimpleQueue()
     with dial(server.address) as channel:
         stub = channel.stream_stream(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
-        answers = stub(iter(requests.get, None), timeout=TIMEOUT_S)
+        answers = stub(iter(requests.get, None), timeout=DEADLINE_S)
         requests.put(StringValue(value="a"))
         assert next(answers).value == "a"
         send_signal(server, signal.SIGTERM)
@@ -409,7 +409,7 @@ def test_streams_that_are_busy_end_too(start: Start, method: str) -> None:
     server = start("--drain-timeout", "1000")
     with dial(server.address) as channel:
         stub = channel.stream_stream(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
-        answers = stub(itertools.repeat(StringValue(value="a")), timeout=TIMEOUT_S)
+        answers = stub(itertools.repeat(StringValue(value="a")), timeout=DEADLINE_S)
         assert len(list(itertools.islice(answers, 200))) == 200
         send_signal(server, signal.SIGTERM)
         with pytest.raises(grpc.RpcError) as caught:
@@ -457,11 +457,11 @@ def test_the_metrics_port_answers_health_and_nothing_unknown(start: Start) -> No
     (line,) = [line for line in log_of(server).splitlines() if " metrics address=" in line]
     address = line.rpartition("=")[2]
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}/healthz", timeout=TIMEOUT_S) as page:
+    with opener.open(f"http://{address}/healthz", timeout=DEADLINE_S) as page:
         assert (page.status, page.read()) == (200, b"ok\n")
     for path in ("/", "/health", "/metrics/", "/healthz/x"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            opener.open(f"http://{address}{path}", timeout=TIMEOUT_S)
+            opener.open(f"http://{address}{path}", timeout=DEADLINE_S)
 
 
 def test_the_metrics_page_has_our_families_and_the_process(start: Start, prepare: Start) -> None:
@@ -469,7 +469,7 @@ def test_the_metrics_page_has_our_families_and_the_process(start: Start, prepare
     (line,) = [line for line in log_of(server).splitlines() if " metrics address=" in line]
     address = line.rpartition("=")[2]
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    page = opener.open(f"http://{address}/metrics", timeout=TIMEOUT_S).read().decode()
+    page = opener.open(f"http://{address}/metrics", timeout=DEADLINE_S).read().decode()
     assert "\nquire_stand_in_pages_total 7.0\n" in page
     assert "\nprocess_resident_memory_bytes " in page
     second = prepare("--metrics-listen", address, name="b")

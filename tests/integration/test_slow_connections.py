@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.client import launch
 from quire.client.channel import CHANNEL_OPTIONS
@@ -24,7 +25,6 @@ DIALERS: dict[str, Options] = {
 }
 # Gives a connection up after a tenth of a second: the least that gRPC allows.
 IMPATIENT: Options = (("grpc.enable_http_proxy", 0), ("grpc.min_reconnect_backoff_ms", 100))
-TIMEOUT_S = 60.0
 
 
 class SilentListener:
@@ -72,7 +72,7 @@ def dial(folder: Path, options: Options) -> tuple[grpc.aio.Channel, Callable[[],
     method = channel.unary_unary(f"/{SERVICE}/{METHOD}")
 
     async def call() -> bytes:
-        answer: bytes = await method(b"hello", timeout=TIMEOUT_S)
+        answer: bytes = await method(b"hello", timeout=DEADLINE_S)
         return answer
 
     return channel, call
@@ -92,4 +92,4 @@ def test_a_connection_that_is_accepted_late_fails_no_call(options: Options, tmp_
                 listener.speak.set()
                 assert await answer == b"hello"
 
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

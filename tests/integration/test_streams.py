@@ -9,9 +9,9 @@ from zlib import crc32
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import (
     CACHE_SERVICE,
-    DEADLINE_S,
     WORKER_SERVICE,
     LeaseHolder,
     Pair,
@@ -308,7 +308,7 @@ def test_a_pool_that_can_not_be_is_not_attached(registration: dict[str, Any], pa
 
 
 def ask_pools(pair: Pair) -> list[str]:
-    return [pool.name for pool in pair.cache.ListPools(cache_service_pb2.ListPoolsRequest(), timeout=10).pools]
+    return [pool.name for pool in pair.cache.ListPools(cache_service_pb2.ListPoolsRequest(), timeout=DEADLINE_S).pools]
 
 
 def test_a_worker_registers_first(pair: Pair, attach: Attach) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import (
     FAULTY_WORKER,
     NUM_BLOCKS,
@@ -35,7 +36,6 @@ from integration.protocol_client import (
 from quire.client import Engine, EngineConfig, EngineStatistics, SamplingParams
 from quire.client.launch import LocalServices
 
-START_TIMEOUT_S = 60.0
 DISTURBED_AFTER = 3
 """Tokens of one stream."""
 NUM_NEW = 20
@@ -156,7 +156,7 @@ async def run(stage: Stage, disturb: Disturb | None = None, **config: Any) -> tu
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S):
+    async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -180,7 +180,7 @@ def assert_all_back(stage: Stage) -> None:
         counts = pool.block_counts
         return pool.attached and not pool.lease_count and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
 
-    await_that("every block is back", is_all_back, timeout_s=START_TIMEOUT_S)
+    await_that("every block is back", is_all_back, timeout_s=DEADLINE_S)
     assert stage.pair.violations() == []
 
 
@@ -195,7 +195,7 @@ def test_killed_processes_cost_no_token(stage: Stage, undisturbed: Streams, kill
         for process in processes:
             process.start()
         for process in processes:
-            await asyncio.to_thread(process.wait_serving, START_TIMEOUT_S)
+            await asyncio.to_thread(process.wait_serving, DEADLINE_S)
 
     streams, statistics = asyncio.run(run(stage, kill_and_start))
     assert streams == undisturbed
@@ -211,7 +211,7 @@ def test_a_killed_cachemgr_that_kept_its_books_costs_nothing_but_time(model_dir:
         for _ in range(2):
             stage.services.cachemgr.kill()
             stage.services.cachemgr.start()
-            await asyncio.to_thread(stage.services.cachemgr.wait_serving, START_TIMEOUT_S)
+            await asyncio.to_thread(stage.services.cachemgr.wait_serving, DEADLINE_S)
         hold.release()
         await until(lambda: engine.statistics().num_requests < len(REQUESTS))
         leases.extend(stage.pair.leases())
@@ -284,9 +284,9 @@ def test_a_client_that_was_paused_past_its_lease_goes_on(stage: Stage, undisturb
                     hold.await_running()
                     client.send_signal(signal.SIGSTOP)
                     hold.release()
-                    await_that("the lease is gone", lambda: not stage.pair.leases(), timeout_s=START_TIMEOUT_S)
+                    await_that("the lease is gone", lambda: not stage.pair.leases(), timeout_s=DEADLINE_S)
                     client.send_signal(signal.SIGCONT)
-            assert client.wait(START_TIMEOUT_S) == 0
+            assert client.wait(DEADLINE_S) == 0
         finally:
             client.kill()
             if hold is not None:

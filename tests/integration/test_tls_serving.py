@@ -18,6 +18,7 @@ import grpc
 import pytest
 from certificates import Authority, Pair, sha256
 from cryptography import x509
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -27,7 +28,6 @@ from quire.client.launch import ServiceExitedError, ServiceProcess
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "quire.test.StandIn"
-TIMEOUT_S = 20.0
 
 Start = Callable[..., ServiceProcess]
 
@@ -79,7 +79,7 @@ def start(prepare: Start) -> Start:
     def start(*arguments: str) -> ServiceProcess:
         server = prepare(*arguments)
         server.start()
-        server.wait_serving(TIMEOUT_S)
+        server.wait_serving(DEADLINE_S)
         return server
 
     return start
@@ -89,7 +89,7 @@ def refusal_of_start(server: ServiceProcess) -> str:
     """What a server says that does not start."""
     server.start()
     with pytest.raises(ServiceExitedError):
-        server.wait_serving(TIMEOUT_S)
+        server.wait_serving(DEADLINE_S)
     return log_of(server)
 
 
@@ -132,7 +132,7 @@ def call(channel: grpc.Channel, method: str, text: str = "", *, token: str | Non
     """The answer. Raises RefusedError."""
     stub = channel.unary_unary(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
     try:
-        answer: StringValue = stub(StringValue(value=text), timeout=TIMEOUT_S, metadata=metadata(token))
+        answer: StringValue = stub(StringValue(value=text), timeout=DEADLINE_S, metadata=metadata(token))
     except grpc.RpcError as error:
         raise RefusedError.of_call(error) from None
     return answer.value
@@ -158,7 +158,7 @@ class EchoStream:
     def __init__(self, channel: grpc.Channel, *, method: str = "EchoStream", token: str | None = None) -> None:
         self._texts: queue.SimpleQueue[StringValue] = queue.SimpleQueue()
         stub = channel.stream_stream(f"/{SERVICE}/{method}", StringValue.SerializeToString, StringValue.FromString)
-        self._answers: Any = stub(iter(self._texts.get, None), metadata=metadata(token), timeout=TIMEOUT_S)
+        self._answers: Any = stub(iter(self._texts.get, None), metadata=metadata(token), timeout=DEADLINE_S)
 
     def echo(self, text: str) -> str:
         self._texts.put(StringValue(value=text))
@@ -296,10 +296,10 @@ def test_tokens(start: Start, folder: Path) -> None:
         assert EchoStream(channel, method="EchoWrites", token="a-token").end().reason == "ROLE_MISSING"
 
         health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status == 1
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        assert next(reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)).list_services_response.service
+        assert next(reflection.ServerReflectionInfo(iter([asked]), timeout=DEADLINE_S)).list_services_response.service
 
         stream = EchoStream(channel, token="a-token")
         assert stream.echo("open") == "open"
@@ -373,7 +373,7 @@ def page(port: int, authority: Authority | None, client: Pair | None = None) -> 
     if context is not None and client is not None:
         context.load_cert_chain(client.cert, client.key)
     scheme = "http" if context is None else "https"
-    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S, context=context) as found:
+    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=DEADLINE_S, context=context) as found:
         text: str = found.read().decode()
         return text
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from integration.protocol_client import WORKER_ARGS, RefusedError, ask
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc, grant_pb2
@@ -20,7 +21,6 @@ from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 KEY = b"k" * 32
 LEASES = ("lease-of-alice", "lease-of-bob")
-START_TIMEOUT_S = 120.0
 
 
 class LyingCachemgr(cache_service_pb2_grpc.CacheServiceServicer):
@@ -64,7 +64,7 @@ def worker(cachemgr: LyingCachemgr, model_dir: Path, tmp_path: Path) -> Iterator
     )
     worker.start()
     try:
-        worker.wait_serving(START_TIMEOUT_S)
+        worker.wait_serving(DEADLINE_S)
         yield worker
     finally:
         worker.terminate()
@@ -111,13 +111,13 @@ def test_a_block_handed_out_twice_ends_the_worker(cachemgr: LyingCachemgr, worke
     with pytest.raises(RefusedError) as caught:
         run_step(worker, cachemgr.epoch, LEASES[0], 2, tokens=[6], start=5, blocks=[])
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
-    assert worker.wait_exited(START_TIMEOUT_S)
+    assert worker.wait_exited(DEADLINE_S)
     assert worker.returncode == 1
     said = (
         "I5 violated: block 1 does not hold what the sequence had in it (position 0); lease lease-of sequence 1 step 2"
     )
     assert said in worker.log_tail()
-    assert [cachemgr.reports.get(timeout=START_TIMEOUT_S).lease_id for _ in range(2)] == list(LEASES)
+    assert [cachemgr.reports.get(timeout=DEADLINE_S).lease_id for _ in range(2)] == list(LEASES)
     assert cachemgr.reports.empty()
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 from integration.lone_cachemgr import BLOCK_SIZE, Bookkeeper, LoneCachemgr, Tenant, call, prompt
 from integration.protocol_client import (
-    DEADLINE_S,
     FAULTY_WORKER,
     NUM_BLOCKS,
     WORKER_ARGS,
@@ -32,7 +32,6 @@ from quire.cachemgr.state import seal, unseal
 from quire.client.launch import LocalServices
 
 Generate = Callable[[list[int], int], list[int]]
-START_TIMEOUT_S = 60.0
 PROMPT = draw_tokens(21, seed=1)
 NUM_NEW = 10
 
@@ -76,7 +75,7 @@ def kill(pair: Pair) -> None:
 
 def start(pair: Pair) -> None:
     pair.services.cachemgr.start()
-    pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
+    pair.services.cachemgr.wait_serving(DEADLINE_S)
     pair.await_attached()
 
 
@@ -216,7 +215,7 @@ def test_a_lease_that_was_ended_stays_so_and_its_blocks_come_back(pair: Pair) ->
         holder.delete()
         kill(pair)
         pair.services.cachemgr.start()
-        pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
+        pair.services.cachemgr.wait_serving(DEADLINE_S)
         await_that("the worker is back", lambda: pair.pool().attached)
         assert pair.has_lease(holder.lease_id)
         assert pair.counts().active_count > 0
@@ -243,8 +242,8 @@ def test_a_worker_that_died_meanwhile_is_a_new_epoch(pair: Pair, generate: Gener
     pair.services.worker.kill()
     pair.services.cachemgr.start()
     pair.services.worker.start()
-    pair.services.cachemgr.wait_serving(START_TIMEOUT_S)
-    pair.services.worker.wait_serving(START_TIMEOUT_S)
+    pair.services.cachemgr.wait_serving(DEADLINE_S)
+    pair.services.worker.wait_serving(DEADLINE_S)
     pair.await_attached()
     with pytest.raises(RefusedError) as caught:
         holder.extend(1)
@@ -414,7 +413,7 @@ def test_a_directory_is_for_one_cachemgr_at_a_time(pair: Pair) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=START_TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert second.returncode == 1
@@ -428,7 +427,7 @@ def test_a_directory_that_cant_be_is_told(tmp_path: Path) -> None:
         [sys.executable, "-m", "quire.cachemgr", "--state-dir", str(tmp_path / "file" / "state")],
         capture_output=True,
         text=True,
-        timeout=START_TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert refused.returncode == 1

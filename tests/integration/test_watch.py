@@ -118,7 +118,7 @@ class Replica:
                 return self.blocks == listed
 
         try:
-            await_that("the copy is complete", is_equal, timeout_s=5)
+            await_that("the copy is complete", is_equal)
         except AssertionError:
             with self._lock:
                 assert self.blocks == listed

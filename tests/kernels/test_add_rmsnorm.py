@@ -91,6 +91,7 @@ def test_eps_counts_where_values_are_small(device: torch.device) -> None:
     assert not add_rmsnorm(zeros, weight, eps=EPS).any()
 
 
+@pytest.mark.sample
 def test_norm_is_of_the_rounded_sum(device: torch.device) -> None:
     x, residual, weight = inputs((16, 64), torch.bfloat16, device)
     out = add_rmsnorm(x, weight, eps=EPS, residual=residual)

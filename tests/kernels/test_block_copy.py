@@ -75,6 +75,7 @@ def test_copies_bit_for_bit(layout: Callable[[torch.device], list[Tensor]], devi
         assert torch.equal(bits(pool), bits(wanted))
 
 
+@pytest.mark.sample
 def test_pairs_with_a_negative_source_are_skipped(device: torch.device) -> None:
     pools = tensor_per_layer(device)
     fill(pools)

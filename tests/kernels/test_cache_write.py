@@ -79,6 +79,7 @@ def test_equals_the_reference_bit_for_bit(
     assert torch.equal(bits(v_pool), bits(want_v))
 
 
+@pytest.mark.sample
 def test_reads_views_of_the_projection(device: torch.device) -> None:
     qkv = torch.randn(10, 8, 32, device=device)
     k, v = qkv[:, 4:6], qkv[:, 6:8]

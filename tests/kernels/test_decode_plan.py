@@ -156,6 +156,7 @@ def test_more_programs_and_splits_than_lanes(device: torch.device) -> None:
     assert plan.seq_splits.tolist() == [[0, 300]]
 
 
+@pytest.mark.sample
 def test_long_and_short_sequences_load_programs_alike(device: torch.device) -> None:
     seq_lens = [LONGEST, 1, 1, 1, LONGEST // 2]
     loads = tiles_of_programs(build(seq_lens, device, num_programs=5))

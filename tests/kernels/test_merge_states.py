@@ -57,6 +57,7 @@ def test_lses_far_apart_and_far_from_zero(device: torch.device) -> None:
         assert (merge_states(outs, parts).double() - expected).abs().max() <= 1e-6
 
 
+@pytest.mark.sample
 def test_strided_parts_and_result(device: torch.device) -> None:
     outs, lses = make_states(2, device=device)
     room = torch.full((5, 2, 4, 40), NAN, device=device)

@@ -69,6 +69,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@pytest.mark.sample
 def test_layouts_take_both_ways(device: torch.device) -> None:
     def ways(layout: Layout) -> bool:
         blocks = block_runs(layout(device))

@@ -317,6 +317,7 @@ def test_several_queries_per_sequence(device: torch.device, heads_per_kv: int) -
     check(case)
 
 
+@pytest.mark.sample
 def test_more_queries_than_keys(device: torch.device) -> None:
     check(make_case(device, [1, 70], q_lens=[8, 5]))
 

@@ -244,6 +244,7 @@ def test_the_tile_of_long_prompts(device: torch.device) -> None:
     make_case(device, [(150, 130)], heads_per_kv=8, window=40).check()
 
 
+@pytest.mark.sample
 def test_a_prompt_in_parts_is_the_prompt_at_once(device: torch.device) -> None:
     whole = make_case(device, [(80, 80)], dtype=torch.float32)
     want = whole.run()[0]

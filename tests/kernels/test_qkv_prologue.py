@@ -146,6 +146,7 @@ def test_the_tile_of_long_steps(device: torch.device, monkeypatch: pytest.Monkey
     step.check(step.run())
 
 
+@pytest.mark.sample
 def test_strided_projection_pool_and_result(device: torch.device) -> None:
     step = make_step(device, heads_first=True)
     wide = torch.full((9, step.qkv.shape[1] + 64), float("nan"), device=device)

@@ -249,6 +249,7 @@ def test_bfloat16_logits_with_many_ties(device: torch.device) -> None:
     assert draw(logits, rows) == expected(logits, rows)
 
 
+@pytest.mark.sample
 def test_top_k(device: torch.device) -> None:
     # By falling logit; 2, 3 and 4 tie.
     logits = [0.6, -0.4, -2.4, -2.4, -2.4, -5.4]

@@ -41,6 +41,7 @@ def test_against_float64(shape: tuple[int, int], dtype: torch.dtype, device: tor
     assert surroundings.isnan().all(), "something beside the rows was written"
 
 
+@pytest.mark.sample
 def test_in_place(device: torch.device) -> None:
     gate, up = packed((3, 48), torch.float32, device)
     out = silu_mul(gate, up)

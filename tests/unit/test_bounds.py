@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cachemgr import messages
@@ -125,7 +126,7 @@ def creation(request_id: str, pool: str = "p") -> pb.CreateLeaseRequest:
 
 
 def run(body: Any) -> None:
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
 
 
 def ask(answers: LeaseAnswers, request_id: str, *, tenant: str = "a", now: float = 0.0) -> asyncio.Future[Any]:

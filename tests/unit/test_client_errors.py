@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
@@ -241,7 +242,7 @@ def with_server(tmp_path: Path, body: Callable[[str, Cache, Worker], Awaitable[N
         server.add_insecure_port(address)
         await server.start()
         try:
-            await asyncio.wait_for(body(address, cache, worker), 20)
+            await asyncio.wait_for(body(address, cache, worker), DEADLINE_S)
         finally:
             await server.stop(None)
 
@@ -514,7 +515,7 @@ def test_a_server_that_never_says_a_word_is_late(tmp_path: Path, timeout_s: floa
     async def body() -> None:
         client = WorkerClient(f"unix:{tmp_path}/s", retry=QUICK, step_timeout_s=timeout_s)
         for _ in range(2):
-            step = await asyncio.wait_for(client.run(step_request(b"a")), 20)
+            step = await asyncio.wait_for(client.run(step_request(b"a")), DEADLINE_S)
             with pytest.raises(Unavailable, match="no answer within"):
                 await step.result()
         await client.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
+from deadlines import DEADLINE_S
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -270,7 +271,7 @@ def with_engine(body: Callable[[Engine, Services], Awaitable[None]], **config: A
         async with Engine(
             services, lambda _: services, config=EngineConfig(verify=True, **config), tokenizer=TOKENIZER
         ) as engine:
-            await asyncio.wait_for(body(engine, services), 30)
+            await asyncio.wait_for(body(engine, services), DEADLINE_S)
         assert services.open_leases == []
         assert services.closed == 2
         return services
@@ -632,7 +633,7 @@ def test_steps_in_flight_are_taken_while_a_plan_is_not_answered() -> None:
             services.gate.set()
             tokens = list((await first).token_ids)
             while len(tokens) < services.steps_sent:
-                tokens += (await asyncio.wait_for(anext(chunks), 30)).token_ids
+                tokens += (await asyncio.wait_for(anext(chunks), DEADLINE_S)).token_ids
             assert tokens == RECITED[: services.steps_sent]
             services.plan_gate.set()
             tokens += [token for chunk in await read(chunks) for token in chunk.token_ids]
@@ -741,7 +742,7 @@ def test_services_that_do_not_answer_at_all_fail_the_requests_in_time() -> None:
             await body(engine, services)
             services.lease_gate.clear()  # closing does not wait for it either
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_closing_the_engine_ends_the_repetitions_at_once() -> None:
@@ -761,7 +762,7 @@ def test_closing_the_engine_ends_the_repetitions_at_once() -> None:
         await turns()
         assert len(services.asked) == num_asked
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_an_error_says_what_was_delivered_and_the_rest_can_be_asked_for() -> None:
@@ -802,7 +803,7 @@ def test_every_error_of_a_request_says_what_was_delivered(gives_up: str) -> None
             assert tokens == RECITED[: len(tokens)]
             assert caught.value.delivered_token_counts == (len(tokens),)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_a_higher_priority_is_served_first() -> None:

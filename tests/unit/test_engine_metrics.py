@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 
 import pytest
+from deadlines import DEADLINE_S
 from prometheus_client.parser import text_string_to_metric_families
 from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
@@ -63,7 +64,7 @@ def measured(body: Callable[[Engine, Services], Awaitable[None]]) -> None:
         services = Services()
         config = EngineConfig(verify=True, metrics_listen="127.0.0.1:0")
         async with Engine(services, lambda _: services, config=config, tokenizer=TOKENIZER) as engine:
-            await asyncio.wait_for(body(engine, services), 30)
+            await asyncio.wait_for(body(engine, services), DEADLINE_S)
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
 from quire.client import Engine, EngineConfig, QuireError, RequestFailed, Unavailable
@@ -53,7 +54,7 @@ def spans_of(body: Body) -> dict[str, list[Any]]:
         async with Engine(
             services, lambda _: services, config=EngineConfig(verify=True), tokenizer=TOKENIZER, tracing=tracing
         ) as engine:
-            await asyncio.wait_for(body(engine, services), 30)
+            await asyncio.wait_for(body(engine, services), DEADLINE_S)
 
     with kept() as (provider, exporter):
         asyncio.run(main(provider))
@@ -187,4 +188,4 @@ def test_a_step_is_sent_once_it_is_in_line_and_before_it_has_ended(tmp_path: Pat
             await (await worker.run(worker_service_pb2.RunStepRequest())).result()
         await worker.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

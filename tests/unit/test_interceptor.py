@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -64,7 +65,7 @@ def with_server(tmp_path: Path, body: Callable[[grpc.aio.Channel, HandlerGuard, 
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-                await asyncio.wait_for(body(channel, guard, held), 20)
+                await asyncio.wait_for(body(channel, guard, held), DEADLINE_S)
         finally:
             await server.stop(None)
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.worker.model_source import HUB_TIMEOUT_S, ModelNotFound, find_folder
 
-TIMEOUT_S = 60.0
 CHECK_HUB = "import sys; from quire.worker.model_source import check_hub; check_hub(sys.argv[1])"
 
 
@@ -70,7 +70,7 @@ def ask(hub_id: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(Path.cwd()), **environment},
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 1, done.stderr

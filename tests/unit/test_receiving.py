@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -83,7 +84,7 @@ def with_server(
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
-                await asyncio.wait_for(body(channel, guard, handlers), 20)
+                await asyncio.wait_for(body(channel, guard, handlers), DEADLINE_S)
         finally:
             await server.stop(None)
 
@@ -187,7 +188,7 @@ def test_requests_that_do_not_arrive_give_way_to_others() -> None:
         outcomes = await asyncio.gather(*stuck[1:], return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [TimeoutError] * MAX_ARRIVING
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_the_limits_are_of_methods_that_are_there() -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 from unit.test_looking import admit, attach, cache
 
 from quire.cache.v1 import cache_service_pb2
@@ -36,7 +37,7 @@ async def watching(
 
 async def soon(answers: Watch) -> Answer:
     """The next answer."""
-    answer: Answer = await asyncio.wait_for(anext(answers), 10)
+    answer: Answer = await asyncio.wait_for(anext(answers), DEADLINE_S)
     return answer
 
 
