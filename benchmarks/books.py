@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, StepRequest
 
 AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
 VOCAB = 2**31 - 1
@@ -56,11 +56,13 @@ class Books:
         """One more sequence, like none before, computed at once; whether there was room."""
         tokens = np.arange(num_tokens, dtype="<i4")
         tokens[0] = VOCAB - 1 - self._num_admitted
-        request = StepRequest(admissions=[Admission(self._num_admitted, tokens.tobytes())])
-        plan = self.ledger.plan(LEASE, EPOCH, request, now=0.0)
-        computed = list(plan.run_seq_ids)
+        request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
+        request.admissions.add(sequence_id=self._num_admitted, token_ids=tokens.tolist())
+        plan = self.ledger.plan(request.SerializeToString(), now=0.0)
+        answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
+        computed = list(answer.run_sequence_ids)
         self.ledger.settle(
-            *(LEASE, plan.step_number, StepOutcome.COMPUTED),
+            *(LEASE, answer.step_number, StepOutcome.COMPUTED),
             seq_ids=computed,
             token_counts=[num_tokens] * len(computed),
             sampled_ids=computed,

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from report import Findings, benchmark, percent, plain, table
 from rich.progress import Progress
 
-from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
 from quire.cachemgr.ledger import StepOutcome
 from quire.client.messages import decode_outcome, encode_plan
@@ -160,26 +160,26 @@ class Run:
         for admission in asked.admissions if self._reserves else ():
             request = self._requests[plan.sequences[admission.sequence_id].request_id]
             admission.reserved_token_count = request.num_tokens_to_run
-        decoded = messages.decode_plan(asked, self._books.ledger.geometry)
-        planned = self._books.ledger.plan(LEASE, EPOCH, decoded, now=0.0)
+        planned = self._books.ledger.plan(asked.SerializeToString(), now=0.0)
         answer = cache_service_pb2.PlanStepResponse()
         messages.encode_plan(answer, planned)
         step = self._scheduler.on_planned(plan, decode_outcome(answer))
         if step.failed:
             raise RuntimeError(f"a request failed: {step.failed[0].error}")
-        self._flight.append((step, planned))
+        grant = grant_pb2.StepGrant.FromString(planned.encode_grant("", EPOCH, 1, LEASE))
+        self._flight.append((step, grant))
         return True
 
     def _settle(self, on_end: Callable[[], None]) -> None:
         """The oldest step has been computed: a token for each run that samples."""
-        step, planned = self._flight.popleft()
-        runs = list(zip(planned.run_seq_ids, planned.run_samples, strict=True))
+        step, grant = self._flight.popleft()
+        runs = list(zip(grant.run_sequence_ids, grant.run_samples, strict=True))
         sampled = [seq_id for seq_id, samples in runs if samples]
         tokens = [SAMPLED_TOKEN] * len(sampled)
-        ends = [start + count for start, count in zip(planned.run_starts, planned.run_token_counts, strict=True)]
+        ends = [start + count for start, count in zip(grant.run_starts, grant.run_token_counts, strict=True)]
         self._books.ledger.settle(
-            *(LEASE, planned.step_number, StepOutcome.COMPUTED),
-            seq_ids=list(planned.run_seq_ids),
+            *(LEASE, grant.step_number, StepOutcome.COMPUTED),
+            seq_ids=list(grant.run_sequence_ids),
             token_counts=ends,
             sampled_ids=sampled,
             sampled_tokens=tokens,

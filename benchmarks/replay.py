@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import TOKEN_BYTES, Admission, StepRequest
 
 TRACES = Path(__file__).parent / "traces"
 EPOCH = 1
 VOCAB = 2**31 - 1
-TAIL = (VOCAB - 1).to_bytes(TOKEN_BYTES, "little")
+TAIL = VOCAB - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,26 @@ class Replay:
         return Outcome(num_hits, self._ledger.statistics().num_evicted)
 
     def _serve(self, request: Request) -> int:
-        prompt = tokens_of(request.block_ids[: self._capacity], self._block_size) + TAIL
-        step = StepRequest(releases=[1], admissions=[Admission(1, prompt)])
-        plan = self._ledger.plan("lease", EPOCH, step, now=0.0)
-        if plan.refusals:
+        prompt = [*tokens_of(request.block_ids[: self._capacity], self._block_size), TAIL]
+        step = cache_service_pb2.PlanStepRequest(lease_id="lease", epoch=EPOCH, release_sequence_ids=[1])
+        step.admissions.add(sequence_id=1, token_ids=prompt)
+        plan = self._ledger.plan(step.SerializeToString(), now=0.0)
+        if plan.has_refusals:
             raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
+        answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
         self._ledger.settle(
-            *("lease", plan.step_number, StepOutcome.COMPUTED),
+            *("lease", answer.step_number, StepOutcome.COMPUTED),
             seq_ids=[1],
-            token_counts=[len(prompt) // TOKEN_BYTES],
+            token_counts=[len(prompt)],
             sampled_ids=[1],
             sampled_tokens=[0],
         )
-        found = plan.admitted_cached_counts[0] // self._block_size
+        found = answer.admitted_cached_token_counts[0] // self._block_size
         return min(found, (request.num_tokens - 1) // self._block_size)
 
 
-def tokens_of(block_ids: list[int], block_size: int) -> bytes:
+def tokens_of(block_ids: list[int], block_size: int) -> list[int]:
     """Different tokens for different ids."""
     first = np.array(block_ids, dtype="<i4")[:, None] * block_size
-    return (first + np.arange(block_size, dtype="<i4")).tobytes()
+    tokens: list[int] = (first + np.arange(block_size, dtype="<i4")).ravel().tolist()
+    return tokens

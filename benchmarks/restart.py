@@ -26,16 +26,17 @@ from matplotlib.figure import Figure
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
+from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr._core import StepPlan
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, StepRequest
 
 BLOCK_SIZE, PROMPT_TOKENS, NUM_RUNNING = 16, 4096, 64
 SEQUENCES = (1, 32, 256)
 LEASE, EPOCH, POOL = "lease", 1, "benchmark"
 RECORDS_PER_LOG = 20_000
 Samples = dict[str, list[float]]
+PlanStepRequest = cache_service_pb2.PlanStepRequest
 
 
 class Steps:
@@ -50,26 +51,31 @@ class Steps:
     def admit(self, first: int, count: int, num_tokens: int) -> None:
         """Sequences of tokens that are like no other's, computed at once."""
         prompts = self._generator.integers(0, 50_000, (count, num_tokens), dtype="<i4")
-        admissions = [Admission(first + index, prompt.tobytes()) for index, prompt in enumerate(prompts)]
-        self.run(StepRequest(admissions=admissions))
+        request = PlanStepRequest()
+        for index, prompt in enumerate(prompts):
+            request.admissions.add(sequence_id=first + index, token_ids=prompt.tolist())
+        self.run(request)
 
-    def run(self, request: StepRequest) -> tuple[float, float]:
+    def run(self, request: PlanStepRequest) -> tuple[float, float]:
         """A step from plan to report; how long each took, in µs."""
         self._num_plans += 1
+        request.lease_id, request.epoch, request.request_id = LEASE, EPOCH, str(self._num_plans)
+        body = request.SerializeToString()
         start = time.perf_counter()
-        plan = self.ledger.plan(LEASE, EPOCH, request, now=0.0, request_id=str(self._num_plans), digest=bytes(32))
+        plan = self.ledger.plan(body, now=0.0)
         planned = time.perf_counter()
         report = report_of(plan)
         reported = time.perf_counter()
-        self.ledger.settle(LEASE, plan.step_number, StepOutcome.COMPUTED, report_number=self._num_plans, **report)
+        self.ledger.settle(LEASE, self._num_plans, StepOutcome.COMPUTED, report_number=self._num_plans, **report)
         return (planned - start) * 1e6, (time.perf_counter() - reported) * 1e6
 
 
 def report_of(plan: StepPlan) -> dict[str, Any]:
-    ends = np.array(plan.run_starts, "<i4") + np.array(plan.run_token_counts, "<i4")
-    sampled = np.array(plan.run_seq_ids, "<i4")[np.array(plan.run_samples, bool)]
+    grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
+    ends = np.array(grant.run_starts, "<i4") + np.array(grant.run_token_counts, "<i4")
+    sampled = np.array(grant.run_sequence_ids, "<i4")[np.array(grant.run_samples, bool)]
     return {
-        "seq_ids": np.array(plan.run_seq_ids, "<i4").tobytes(),
+        "seq_ids": np.array(grant.run_sequence_ids, "<i4").tobytes(),
         "token_counts": ends.tobytes(),
         "sampled_ids": sampled.tobytes(),
         "sampled_tokens": np.ones(len(sampled), "<i4").tobytes(),
@@ -89,9 +95,9 @@ def geometry(num_blocks: int) -> Geometry:
     )
 
 
-def decode_of(num_sequences: int) -> StepRequest:
-    ids = np.arange(num_sequences, dtype="<i4").tobytes()
-    return StepRequest(extend_ids=ids, extend_token_counts=np.ones(num_sequences, "<i4").tobytes())
+def decode_of(num_sequences: int) -> PlanStepRequest:
+    extends = cache_service_pb2.Extends(sequence_ids=range(num_sequences), token_counts=[1] * num_sequences)
+    return PlanStepRequest(extends=extends)
 
 
 def cost_in_books(num_sequences: int, num_steps: int, *, kept: bool) -> tuple[float, float]:
@@ -124,7 +130,7 @@ def recovery(num_blocks: int, num_rounds: int, num_records: int) -> dict[str, An
         num_filling = max(1, (num_blocks - 8 * NUM_RUNNING) * BLOCK_SIZE // PROMPT_TOKENS)
         for number in range(num_filling):  # all of them cached in the end
             steps.admit(NUM_RUNNING + number, 1, PROMPT_TOKENS - BLOCK_SIZE)
-            steps.run(StepRequest(releases=[NUM_RUNNING + number]))
+            steps.run(PlanStepRequest(release_sequence_ids=[NUM_RUNNING + number]))
         steps.admit(0, NUM_RUNNING, BLOCK_SIZE)
         request, log = decode_of(NUM_RUNNING), last_log(folder)
         while num_records == RECORDS_PER_LOG and last_log(folder) == log:

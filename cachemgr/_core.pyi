@@ -1,14 +1,14 @@
 """The core, in Rust (`core/src`): the books of a pool of KV blocks.
 
-Token ids, sequence ids and counts go in as bytes, 4 each, little-endian.
+Plans go in and come out as serialised messages. Token ids, sequence ids and counts of other calls go in as bytes, 4
+each, little-endian.
 """
 
 from pathlib import Path
 from typing import final
 
-from quire.cachemgr.blocks import BlockCounts, HostBlockCounts
+from quire.cache.v1.cache_service_pb2 import PlanItem
 from quire.cachemgr.errors import Refusal
-from quire.cachemgr.plans import Admission, RefusedItem, StepRequest
 
 POLICIES: list[str]
 """Eviction policies; the first is the default."""
@@ -19,9 +19,21 @@ MAX_STEPS_IN_FLIGHT: int
 REMEMBERED_PLANS: int
 """Answers kept per lease for a repeated request_id."""
 
-LEAST_WORTH: int
-MOST_WORTH: int
-"""The lowest and the highest priority of advice."""
+MAX_PLAN_ITEMS: int
+"""Of each kind in one plan, also if the pool has room for more sequences."""
+
+MAX_PLAN_TOKENS: int
+"""Of all admissions of a plan together, and of all appended tokens: or as many as one sequence can have, if more."""
+
+MAX_FORKED_TOKENS: int
+"""The tokens that the children of a plan's forks begin with, all together; or as many as one sequence can have, if
+more."""
+
+MAX_REQUEST_ID_BYTES: int
+MAX_SALT_BYTES: int
+
+MAX_RANGES: int
+"""Of an admission's retention."""
 
 NUM_CLASSES: int
 NUM_TIMES: int
@@ -31,77 +43,43 @@ def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
 @final
+class StepRequest:
+    """A request for a step, decoded and checked."""
+
+    def __new__(cls, body: bytes, *, max_sequences: int, max_tokens: int) -> StepRequest:
+        """Of a serialised PlanStepRequest, for a pool with so many sequences, of so many tokens each.
+
+        Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together, are too long, and for values out of
+        range; ValueError for bytes that are no message.
+        """
+
+    @property
+    def lease_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+
+@final
+class Admission:
+    """An admission that is asked about, decoded and checked."""
+
+    def __new__(cls, body: bytes, most_tokens: int) -> Admission:
+        """Of a serialised Admission, for pools whose sequences have at most `most_tokens`. Raises as StepRequest."""
+
+@final
 class StepPlan:
-    """What one step may touch and is to compute.
+    """What one step may touch and is to compute."""
 
-    Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
-    """
-
-    @property
-    def step_number(self) -> int: ...
-    @property
-    def known_step(self) -> int: ...
-    @property
-    def released_ids(self) -> list[int]: ...
-    @property
-    def offloaded_ids(self) -> list[int]: ...
-    @property
-    def fork_parent_ids(self) -> list[int]: ...
-    @property
-    def fork_child_ids(self) -> list[int]: ...
-    @property
-    def write_seq_ids(self) -> list[int]: ...
-    @property
-    def write_first_indexes(self) -> list[int]: ...
-    @property
-    def write_block_counts(self) -> list[int]: ...
-    @property
-    def write_block_ids(self) -> list[int]: ...
-    @property
-    def copy_sources(self) -> list[int]: ...
-    @property
-    def copy_targets(self) -> list[int]: ...
-    @property
-    def offload_sources(self) -> list[int]: ...
-    @property
-    def offload_targets(self) -> list[int]: ...
-    @property
-    def restore_sources(self) -> list[int]: ...
-    @property
-    def restore_targets(self) -> list[int]: ...
-    @property
-    def run_seq_ids(self) -> list[int]: ...
-    @property
-    def run_starts(self) -> list[int]: ...
-    @property
-    def run_token_counts(self) -> list[int]: ...
-    @property
-    def run_samples(self) -> list[bool]: ...
-    @property
-    def given_run_indexes(self) -> list[int]: ...
-    @property
-    def given_digests(self) -> bytes: ...
-    @property
-    def admitted_ids(self) -> list[int]: ...
-    @property
-    def admitted_cached_counts(self) -> list[int]: ...
-    @property
-    def restored_ids(self) -> list[int]: ...
-    @property
-    def restored_counts(self) -> list[int]: ...
-    @property
-    def has_refusals(self) -> bool: ...
-    @property
-    def refusals(self) -> list[RefusedItem]: ...
-    @property
-    def counts(self) -> BlockCounts: ...
-    @property
-    def host_counts(self) -> HostBlockCounts | None: ...
     def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
         """A serialised StepGrant."""
 
     def encode_answer(self) -> bytes:
         """A serialised PlanStepResponse, without its grant and its refusals."""
+
+    @property
+    def has_refusals(self) -> bool: ...
+    @property
+    def refusals(self) -> list[tuple[PlanItem.ValueType, int, Refusal]]:
+        """Of each item that was refused: its kind, its sequence, and why."""
 
 @final
 class SequenceView:
@@ -248,28 +226,11 @@ class Books:
         """Its blocks stay until it is closed."""
 
     def close_lease(self, lease_id: str) -> None: ...
-    def plan(
-        self,
-        lease_id: str,
-        request: StepRequest,
-        now: float,
-        *,
-        extend_ids: bytes,
-        extend_token_counts: bytes,
-        appends: list[bytes] | None,
-        request_id: str = "",
-        digest: bytes = b"",
-    ) -> StepPlan:
-        """Plans the lease's next step at a time, in seconds. The extends are those of the arguments, each of another
-        sequence. With a request_id the answer is remembered.
+    def plan(self, request: StepRequest, now: float) -> StepPlan:
+        """Plans the lease's next step at a time, in seconds. With a request_id the answer is remembered.
 
-        Raises CallRefused (TOO_MANY_STEPS, INVALID_ARGUMENT).
-        """
-
-    def recall(self, lease_id: str, request_id: str, digest: bytes) -> StepPlan | None:
-        """The answer given to this request_id, if it is one of the last eight.
-
-        Raises CallRefused (REQUEST_ID_REUSED) if it was given to a request of another digest.
+        The request_id of one of the last eight answers gets the same answer. Raises CallRefused (TOO_MANY_STEPS,
+        INVALID_ARGUMENT, REQUEST_ID_REUSED), KeyError for a lease that is not open here.
         """
 
     def settle(
@@ -306,9 +267,6 @@ class Books:
 
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash."""
-
-    def worth(self, block_id: int) -> tuple[int, int]:
-        """Priority by what was said of the block, and its prefix pins."""
 
     def set_shares(self, default: tuple[int, int, int, int], by_name: dict[str, tuple[int, int, int, int]]) -> None:
         """Floor, quota, limit and pin budget in blocks: of everybody, and of others by name."""
@@ -352,6 +310,9 @@ class Books:
     def explain(self, tokens: bytes, salt: bytes, tenant: str, *, with_other_tenants: bool) -> Explanation: ...
     def reset_prefix_cache(self, first: int, end: int, now: float) -> int:
         """From the first block on it takes all pins back, too."""
+
+    def refusals(self) -> dict[str, int]:
+        """Items of plans that were refused, by the name of the reason."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""

@@ -9,11 +9,11 @@ import grpc
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
+from quire.cachemgr._core import Admission
 from quire.cachemgr.attachments import pool_detached
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, invalid
 from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, Inspection, in_turns, refusing, sees_all
-from quire.cachemgr.plans import Admission
 from quire.serving.access import caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,7 +33,7 @@ class Keeping(Inspection):
         messages.require_not_negative("admission_reserve_block_count", reserve)
         pools = self._pools(request.pool)
         most_tokens = max((pool.ledger.geometry.max_tokens for pool in pools), default=0)
-        admission = messages.decode_admission(request.admission, most_tokens, "admission")
+        admission = Admission(messages.known_bytes(request.admission), most_tokens)
         parts = [partial(check_admission, pool, admission, reserve) for pool in pools]
         checks = [check async for check in in_turns(parts)]
         checks.sort(key=lambda check: (not check.accepted, -check.cached_token_count))

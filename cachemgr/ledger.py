@@ -19,12 +19,21 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.cachemgr._core import POLICIES, Books, Explanation, PinView, SequenceView, StepPlan, StepView
+from quire.cachemgr._core import (
+    POLICIES,
+    Admission,
+    Books,
+    Explanation,
+    PinView,
+    SequenceView,
+    StepPlan,
+    StepRequest,
+    StepView,
+)
 from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
-from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, Refusal, invalid, lease_not_found, refuse
+from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason, Refusal, lease_not_found, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import ExpiryQueue, Lease, LeaseOrder, LeaseState, page_key
-from quire.cachemgr.plans import Admission, StepRequest
 
 ID_BYTES = 4
 
@@ -177,7 +186,6 @@ class Ledger:
         self._lease_order = LeaseOrder()
         self._expiry = ExpiryQueue()
         self._num_expired = 0
-        self._refusals: Counter[Reason] = Counter()
 
     @classmethod
     def recover(
@@ -295,35 +303,17 @@ class Ledger:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def plan(
-        self, lease_id: str, epoch: int, request: StepRequest, *, now: float, request_id: str = "", digest: bytes = b""
-    ) -> StepPlan:
-        """Plans the lease's next step and renews the lease.
+    def plan(self, body: bytes, *, now: float) -> StepPlan:
+        """Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
 
-        `digest` identifies the request for `request_id`. Raises CallRefused (LEASE_NOT_FOUND, EPOCH_CHANGED,
-        REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with nothing changed.
+        Raises CallRefused (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with
+        nothing changed.
         """
-        lease = self.lease(lease_id)
-        lease.renew(now)
-        self._require_epoch(epoch)
-        if request_id and (known := self._books.recall(lease_id, request_id, digest)) is not None:
-            return known
-        extend_ids, token_counts = as_bytes(request.extend_ids), as_bytes(request.extend_token_counts)
-        if len(extend_ids) != len(token_counts):
-            limit = f"{len(extend_ids) // ID_BYTES} entries, as extends.sequence_ids"
-            raise CallRefused(invalid("extends.token_counts", f"{len(token_counts) // ID_BYTES} entries", limit))
-        plan = self._books.plan(
-            lease_id,
-            request,
-            now,
-            extend_ids=extend_ids,
-            extend_token_counts=token_counts,
-            appends=appends_in_order(request, extend_ids) if request.appends else None,
-            request_id=request_id,
-            digest=digest,
-        )
-        if plan.has_refusals:
-            self._refusals.update(refused.refusal.reason for refused in plan.refusals)
+        sizes = self.geometry
+        request = StepRequest(body, max_sequences=sizes.max_sequences, max_tokens=sizes.max_tokens)
+        self.lease(request.lease_id).renew(now)
+        self._require_epoch(request.epoch)
+        plan = self._books.plan(request, now)
         self._changed()
         return plan
 
@@ -456,7 +446,7 @@ class Ledger:
         return view
 
     def tokens(self, lease_id: str, seq_id: int) -> bytes:
-        """All known tokens of a sequence, TOKEN_BYTES each; none if there is no such sequence."""
+        """All known tokens of a sequence, ID_BYTES each; none if there is no such sequence."""
         return self._books.tokens(lease_id, seq_id) or b""
 
     def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
@@ -539,7 +529,7 @@ class Ledger:
             num_sequences=sum(map(self._books.num_sequences, self._leases)),
             num_held_tokens=self._books.num_held_tokens(),
             expired_leases=self._num_expired,
-            refusals=dict(self._refusals),
+            refusals={Reason(name): count for name, count in self._books.refusals().items()},
             **dict(self._books.counters()),
         )
 
@@ -571,11 +561,6 @@ class Ledger:
             self.check_invariants()
         for tell in self._listeners:
             tell()
-
-
-def appends_in_order(request: StepRequest, extend_ids: bytes) -> list[bytes]:
-    """What is appended to each of the sequences."""
-    return [request.appends.get(seq_id, b"") for seq_id in np.frombuffer(extend_ids, "<i4").tolist()]
 
 
 def as_bytes(values: IdsLike) -> bytes:

@@ -1,45 +1,36 @@
-"""Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning."""
+"""Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning.
+
+The core decodes and checks plans itself (core/src/wire).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
+from itertools import starmap
 
 import numpy as np
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cachemgr import statuses
-from quire.cachemgr._core import LEAST_WORTH, MOST_WORTH, Explanation, PinView, SequenceView, StepPlan
+from quire.cachemgr._core import (
+    MAX_REQUEST_ID_BYTES,
+    MAX_SALT_BYTES,
+    Explanation,
+    PinView,
+    SequenceView,
+    StepPlan,
+)
 from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, LeaseState
 from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome, TenantUse
-from quire.cachemgr.plans import (
-    TOKEN_BYTES,
-    Admission,
-    Fork,
-    PlanItem,
-    RefusedItem,
-    Restore,
-    Retention,
-    ReturnHint,
-    StepRequest,
-    Trim,
-)
 from quire.serving.errors import to_message
 
-MAX_REQUEST_ID_BYTES = 64
-MAX_SALT_BYTES = 64
-MAX_PLAN_ITEMS = 8_192
-"""Of each kind in one plan, also if the pool has room for more sequences."""
-MAX_PLAN_TOKENS = 262_144
-"""Of all admissions of a plan together, and of all appended tokens: or as many as one sequence can have, if more."""
-MAX_FORKED_TOKENS = 8_388_608
-"""That the children of a plan's forks begin with, all together; or as many as one sequence can have, if more."""
 MAX_BLOCKS = 2**24
 """Of a pool. Its books take some 100 bytes a block, all of them at once when it is attached."""
 MAX_POOL_NAME_LENGTH = 128
@@ -50,18 +41,7 @@ MAX_OPEN_LEASES = 131_072
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 PIN_ID = "[0-9a-f]{32}"
-MAX_RANGES = 16
-MAX_RETENTION_S = 86_400.0
-MAX_EXPECTED_S = 86_400.0
 
-PLAN_ITEMS = {
-    PlanItem.OFFLOAD: cache_service_pb2.PLAN_ITEM_OFFLOAD,
-    PlanItem.TRIM: cache_service_pb2.PLAN_ITEM_TRIM,
-    PlanItem.FORK: cache_service_pb2.PLAN_ITEM_FORK,
-    PlanItem.EXTEND: cache_service_pb2.PLAN_ITEM_EXTEND,
-    PlanItem.RESTORE: cache_service_pb2.PLAN_ITEM_RESTORE,
-    PlanItem.ADMISSION: cache_service_pb2.PLAN_ITEM_ADMISSION,
-}
 BLOCK_STATES = {
     BlockState.FREE: cache_service_pb2.BLOCK_STATE_FREE,
     BlockState.CACHED: cache_service_pb2.BLOCK_STATE_CACHED,
@@ -96,169 +76,26 @@ def int32_bytes(values: Iterable[int]) -> bytes:
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-def digest_of(request: cache_service_pb2.PlanStepRequest) -> bytes:
-    """Tells this request from any other one; empty if it has no request_id."""
-    return sha256(request.SerializeToString(deterministic=True)).digest() if request.request_id else b""
+def known_bytes(message: Message) -> bytes:
+    """The bytes of a message for the core, without its unknown fields.
 
-
-def decode_plan(request: cache_service_pb2.PlanStepRequest, geometry: Geometry) -> StepRequest:
-    """Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together and values out of range."""
-    check_request_id(request.request_id)
-    check_plan_size(request, geometry)
-    require_parallel("trim_token_counts", request.trim_token_counts, "trim_sequence_ids", request.trim_sequence_ids)
-    require_not_negative("admission_token_budget", request.admission_token_budget)
-    require_not_negative("admission_reserve_block_count", request.admission_reserve_block_count)
-    extends = request.extends
-    trims = zip(request.trim_sequence_ids, request.trim_token_counts, strict=True)
-    return StepRequest(
-        releases=request.release_sequence_ids,
-        return_hints=[decode_return_hint(hint) for hint in request.return_hints],
-        offloads=request.offload_sequence_ids,
-        trims=[Trim(seq_id, num_tokens) for seq_id, num_tokens in trims],
-        forks=[decode_fork(fork) for fork in request.forks],
-        extend_ids=int32_bytes(extends.sequence_ids),
-        extend_token_counts=int32_bytes(extends.token_counts),
-        appends=decode_appends(extends),
-        restores=[decode_restore(restore) for restore in request.restores],
-        admissions=[decode_admission(admission, geometry.max_tokens) for admission in request.admissions],
-        admission_token_budget=request.admission_token_budget,
-        admission_reserve=request.admission_reserve_block_count,
-    )
-
-
-def check_plan_size(request: cache_service_pb2.PlanStepRequest, geometry: Geometry) -> None:
-    """Raises CallRefused (INVALID_ARGUMENT) if there are more items of a kind, or more tokens, than a plan may have.
-
-    Cost: O(forks + admissions), at most MAX_PLAN_ITEMS of each are counted through.
+    A known field of another wire type is an unknown field to protobuf. The core's decoder would refuse it.
     """
-    most = min(geometry.max_sequences, MAX_PLAN_ITEMS)
-    extends = request.extends
-    sizes = {
-        "release_sequence_ids": request.release_sequence_ids,
-        "return_hints": request.return_hints,
-        "offload_sequence_ids": request.offload_sequence_ids,
-        "trim_sequence_ids": request.trim_sequence_ids,
-        "forks": request.forks,
-        "extends.sequence_ids": extends.sequence_ids,
-        "extends.token_counts": extends.token_counts,
-        "restores": request.restores,
-        "admissions": request.admissions,
-    }
-    for name, values in sizes.items():
-        check_count(name, len(values), most)
-    check_count("forks.child_sequence_ids", sum(len(fork.child_sequence_ids) for fork in request.forks), most)
-    num_forked = sum(len(fork.child_sequence_ids) * max(0, fork.token_count) for fork in request.forks)
-    most_forked = max(geometry.max_tokens, MAX_FORKED_TOKENS)
-    if num_forked > most_forked:
-        raise CallRefused(
-            invalid("forks.token_count", f"{num_forked} tokens", f"at most {most_forked} of all children")
-        )
-    most_tokens = max(geometry.max_tokens, MAX_PLAN_TOKENS)
-    check_count("extends.append_token_ids", len(extends.append_token_ids), most_tokens)
-    check_count("admissions.token_ids", sum(len(each.token_ids) for each in request.admissions), most_tokens)
-
-
-def check_count(name: str, size: int, most: int) -> None:
-    """Raises CallRefused (INVALID_ARGUMENT) if a list has more entries than it may have."""
-    if size > most:
-        raise CallRefused(invalid(name, f"{size} entries", f"at most {most} entries"))
-
-
-def decode_fork(fork: cache_service_pb2.Fork) -> Fork:
-    if not fork.child_sequence_ids:
-        raise CallRefused(invalid("forks.child_sequence_ids", "empty", "at least one sequence"))
-    return Fork(fork.parent_sequence_id, fork.child_sequence_ids, fork.token_count)
-
-
-def decode_appends(extends: cache_service_pb2.Extends) -> dict[int, bytes]:
-    counts = extends.append_token_counts
-    if not counts and not extends.append_token_ids:
-        return {}
-    require_parallel("extends.append_token_counts", counts, "extends.sequence_ids", extends.sequence_ids)
-    if min(counts, default=0) < 0 or sum(counts) != len(extends.append_token_ids):
-        limit = f"the {len(extends.append_token_ids)} append_token_ids, none negative"
-        raise CallRefused(invalid("extends.append_token_counts", f"{sum(counts)} in sum", limit))
-    tokens, appends, start = int32_bytes(extends.append_token_ids), {}, 0
-    for seq_id, count in zip(extends.sequence_ids, counts, strict=True):
-        end = start + count * TOKEN_BYTES
-        appends[seq_id] = tokens[start:end]
-        start = end
-    return appends
-
-
-def decode_return_hint(hint: cache_service_pb2.ReturnHint) -> ReturnHint:
-    match hint.WhichOneof("hint"):
-        case "expected_in":
-            seconds = seconds_of(hint.expected_in)
-            if not 0 <= seconds <= MAX_EXPECTED_S:
-                raise CallRefused(invalid("return_hints.expected_in", f"{seconds} s", f"0 s to {MAX_EXPECTED_S:g} s"))
-            return ReturnHint(hint.sequence_id, seconds)
-        case "not_expected" if hint.not_expected:
-            return ReturnHint(hint.sequence_id, None)
-    raise CallRefused(invalid("return_hints.hint", "not set", "expected_in, or not_expected: true"))
-
-
-def decode_restore(restore: cache_service_pb2.Restore) -> Restore:
-    require_not_negative("restores.max_compute_token_count", restore.max_compute_token_count)
-    return Restore(restore.sequence_id, restore.max_compute_token_count)
-
-
-def decode_admission(admission: cache_service_pb2.Admission, most_tokens: int, name: str = "admissions") -> Admission:
-    """An admission to a pool whose sequences have at most `most_tokens`.
-
-    A longer prompt is not read: its first token stands for it, with a reservation of its length, which is refused.
-    """
-    num_tokens, reserved_tokens = len(admission.token_ids), admission.reserved_token_count
-    require_not_negative(f"{name}.max_compute_token_count", admission.max_compute_token_count)
-    require_not_negative(f"{name}.reserved_token_count", admission.reserved_token_count)
-    check_salt(f"{name}.salt", admission.salt)
-    is_too_long = num_tokens > most_tokens
-    return Admission(
-        admission.sequence_id,
-        int32_bytes(admission.token_ids[:1] if is_too_long else admission.token_ids),
-        max_compute=admission.max_compute_token_count,
-        salt=admission.salt,
-        reserved_tokens=max(num_tokens, reserved_tokens) if is_too_long else reserved_tokens,
-        retention=decode_retention(admission.retention, f"{name}.retention") if admission.retention else (),
-        resumed=admission.resumed,
-    )
-
-
-def decode_retention(ranges: Sequence[cache_service_pb2.Retention], name: str) -> list[Retention]:
-    """Raises CallRefused (INVALID_ARGUMENT)."""
-    check_count(name, len(ranges), MAX_RANGES)
-    last = len(ranges) - 1
-    return [decode_range(part, name, is_last=index == last) for index, part in enumerate(ranges)]
-
-
-def decode_range(part: cache_service_pb2.Retention, name: str, *, is_last: bool) -> Retention:
-    num_tokens, priority, ttl_s = part.token_count, part.priority, None
-    require_not_negative(f"{name}.token_count", num_tokens)
-    if num_tokens == 0 and not is_last:
-        raise CallRefused(invalid(f"{name}.token_count", 0, "at least 1 but in the last range"))
-    if not LEAST_WORTH <= priority <= MOST_WORTH:
-        raise CallRefused(invalid(f"{name}.priority", priority, f"{LEAST_WORTH} to {MOST_WORTH}"))
-    if part.HasField("ttl"):
-        ttl_s = seconds_of(part.ttl)
-        if not 0 < ttl_s <= MAX_RETENTION_S:
-            limit = f"more than 0 s, at most {MAX_RETENTION_S:g} s"
-            raise CallRefused(invalid(f"{name}.ttl", f"{ttl_s} s", limit))
-    return Retention(num_tokens, priority, ttl_s)
+    message.DiscardUnknownFields()
+    return message.SerializeToString(deterministic=True)
 
 
 def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: StepPlan) -> None:
     """Adds all of a plan but its grant to an answer."""
     answer.MergeFromString(plan.encode_answer())
     if plan.has_refusals:
-        answer.refusals.extend(map(encode_refused, plan.refusals))
+        answer.refusals.extend(starmap(encode_refused, plan.refusals))
 
 
-def encode_refused(refused: RefusedItem) -> cache_service_pb2.Refusal:
-    return cache_service_pb2.Refusal(
-        item=PLAN_ITEMS[refused.item],
-        sequence_id=refused.seq_id,
-        error=encode_refusal(refused.refusal),
-    )
+def encode_refused(
+    item: cache_service_pb2.PlanItem.ValueType, seq_id: int, refusal: Refusal
+) -> cache_service_pb2.Refusal:
+    return cache_service_pb2.Refusal(item=item, sequence_id=seq_id, error=encode_refusal(refusal))
 
 
 def encode_plan_error(refusal: Refusal) -> cache_service_pb2.PlanStepsResponse:
@@ -544,6 +381,12 @@ def decode_lease_state(name: str, value: int) -> LeaseState | None:
         if number == value:
             return state
     raise CallRefused(invalid(name, value, "a LeaseState"))
+
+
+def check_count(name: str, size: int, most: int) -> None:
+    """Raises CallRefused (INVALID_ARGUMENT) if a list has more entries than it may have."""
+    if size > most:
+        raise CallRefused(invalid(name, f"{size} entries", f"at most {most} entries"))
 
 
 def check_request_id(request_id: str) -> None:

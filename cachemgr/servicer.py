@@ -36,7 +36,6 @@ from quire.cachemgr.grants import sign_grant
 from quire.cachemgr.inspection import refusing
 from quire.cachemgr.keeping import Keeping
 from quire.cachemgr.leases import TICK_S, UNNOTICED_S, HeldTime
-from quire.cachemgr.plans import StepRequest
 from quire.cachemgr.statuses import to_error_status
 from quire.serving.access import caller
 from quire.serving.errors import CallEnded
@@ -337,8 +336,7 @@ class CacheServicer(Keeping):
 
     def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
         """Plans one step and fills an empty answer with it and its signed grant. Raises CallRefused."""
-        wanted = self._decode(request)
-        pool, plan = self._plan(request, wanted)
+        pool, plan = self._plan(request)
         self._answer(request, pool, plan, answer)
 
     async def _plan_in_parts(
@@ -347,33 +345,15 @@ class CacheServicer(Keeping):
         """The same; other calls go on between the parts that can be long."""
         if request.admissions or request.restores:
             await self._turns.turn()
-        wanted = self._decode(request)
-        if request.admissions:
-            await asyncio.sleep(0)
-        pool, plan = self._plan(request, wanted)
+        pool, plan = self._plan(request)
         if plan.has_refusals:
             await asyncio.sleep(0)
         self._answer(request, pool, plan, answer)
 
-    def _decode(self, request: cache_service_pb2.PlanStepRequest) -> tuple[StepRequest, bytes]:
-        """The request and its digest."""
-        geometry = self._own_pool(request.lease_id).ledger.geometry
-        return messages.decode_plan(request, geometry), messages.digest_of(request)
-
-    def _plan(
-        self, request: cache_service_pb2.PlanStepRequest, wanted: tuple[StepRequest, bytes]
-    ) -> tuple[AttachedPool, StepPlan]:
+    def _plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[AttachedPool, StepPlan]:
         self._refuse_if_draining()
-        pool, (step, digest) = self._own_pool(request.lease_id), wanted
-        plan = pool.ledger.plan(
-            request.lease_id,
-            request.epoch,
-            step,
-            now=self._clock(),
-            request_id=request.request_id,
-            digest=digest,
-        )
-        return pool, plan
+        pool = self._own_pool(request.lease_id)
+        return pool, pool.ledger.plan(messages.known_bytes(request), now=self._clock())
 
     def _answer(
         self,

@@ -2,7 +2,7 @@
 
     lock                     held by the process that uses the directory
     POOL@EPOCH/pool.json     which pool it is, the key of its grants, and the terms that have ruled it
-    POOL@EPOCH/log-, books-  its books: see core/src/store.rs
+    POOL@EPOCH/log-, books-  its books: see core/src/store
 
 It guards against the end of the process, not of the machine: what is written is not forced to the disk, and what was
 written before the machine was started anew is not used.

@@ -1,7 +1,7 @@
 """Quire's core as a subject: the only file of this benchmark that calls the ledger.
 
-Requests are built outside of the timed regions, as the servicer's decoding would have left them; so are the worker's
-reports. Nothing is subtracted: a step's own cost (the row "empty step") is in every row.
+The bytes of requests are made outside of the timed regions, and so are the worker's reports. The call that plans
+a request decodes it. Nothing is subtracted: a step's own cost (the row "empty step") is in every row.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr import messages
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr._core import StepPlan
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import StepRequest
 
 EPOCH = 1
 TTL_S = 1e9
@@ -49,29 +47,35 @@ def make_ledger(num_blocks: int, *, max_sequences: int = 1 << 20) -> Ledger:
     return Ledger("benchmark", EPOCH, make_geometry(num_blocks, max_sequences=max_sequences))
 
 
-LARGEST = make_geometry(1 << 20)
-"""Its limits are those of every request."""
-
-
 # -- requests, and the worker's reports -----------------------------------------------------------------------------
 
 
-def decoded(**items: Any) -> StepRequest:
-    """A request as the servicer decodes it: ids and counts are a message's own packed arrays."""
-    return messages.decode_plan(cache_service_pb2.PlanStepRequest(**items), LARGEST)
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """The items of a request. Its bytes are made for a lease, outside of the timed regions."""
+
+    message: cache_service_pb2.PlanStepRequest
+
+    def body(self, lease_id: str) -> bytes:
+        self.message.lease_id, self.message.epoch = lease_id, EPOCH
+        return self.message.SerializeToString()
+
+
+def asked(**items: Any) -> StepRequest:
+    return StepRequest(cache_service_pb2.PlanStepRequest(**items))
 
 
 def admission(seq_id: int, tokens: list[int]) -> StepRequest:
-    return decoded(admissions=[cache_service_pb2.Admission(sequence_id=seq_id, token_ids=tokens)])
+    return asked(admissions=[cache_service_pb2.Admission(sequence_id=seq_id, token_ids=tokens)])
 
 
 def extension(seq_ids: list[int]) -> StepRequest:
     """One token of each."""
-    return decoded(extends=cache_service_pb2.Extends(sequence_ids=seq_ids, token_counts=[1] * len(seq_ids)))
+    return asked(extends=cache_service_pb2.Extends(sequence_ids=seq_ids, token_counts=[1] * len(seq_ids)))
 
 
 def releases(*seq_ids: int) -> StepRequest:
-    return decoded(release_sequence_ids=seq_ids)
+    return asked(release_sequence_ids=seq_ids)
 
 
 def forking(parent_id: int, child_ids: list[int], num_tokens: int) -> StepRequest:
@@ -79,7 +83,7 @@ def forking(parent_id: int, child_ids: list[int], num_tokens: int) -> StepReques
     fork = cache_service_pb2.Fork(parent_sequence_id=parent_id, child_sequence_ids=child_ids, token_count=num_tokens)
     seq_ids = [parent_id, *child_ids]
     extends = cache_service_pb2.Extends(sequence_ids=seq_ids, token_counts=[1] * len(seq_ids))
-    return decoded(forks=[fork], extends=extends)
+    return asked(forks=[fork], extends=extends)
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class Wishes:
             cache_service_pb2.Admission(sequence_id=seq_id, token_ids=tokens, max_compute_token_count=most)
             for seq_id, tokens, most in self.admissions
         ]
-        return decoded(
+        return asked(
             release_sequence_ids=self.releases,
             trim_sequence_ids=[seq_id for seq_id, _ in self.trims],
             trim_token_counts=[num_tokens for _, num_tokens in self.trims],
@@ -125,12 +129,14 @@ class Report:
     """What the worker says of a step that it computed: everything planned, and a token for every run that samples."""
 
     def __init__(self, plan: StepPlan) -> None:
-        runs = zip(plan.run_seq_ids, plan.run_samples, strict=True)
-        sampled_ids = [int(seq_id) for seq_id, samples in runs if samples]
-        starts_and_counts = zip(plan.run_starts, plan.run_token_counts, strict=True)
-        self.step_number = plan.step_number
+        grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
+        runs = zip(grant.run_sequence_ids, grant.run_samples, strict=True)
+        sampled_ids = [seq_id for seq_id, samples in runs if samples]
+        starts_and_counts = zip(grant.run_starts, grant.run_token_counts, strict=True)
+        self.step_number = grant.step_number
+        self.num_copies = len(grant.copy_target_block_ids)
         self._message = attach_pb2.StepReport(
-            sequence_ids=plan.run_seq_ids,
+            sequence_ids=grant.run_sequence_ids,
             computed_token_counts=[int(start) + int(count) for start, count in starts_and_counts],
             sampled_sequence_ids=sampled_ids,
             sampled_token_ids=[SAMPLED_TOKEN] * len(sampled_ids),
@@ -162,8 +168,9 @@ class Report:
 
 def plan(ledger: Ledger, lease_id: str, request: StepRequest, *, now: float = 1.0) -> tuple[StepPlan, int]:
     """Plans a step; returns the plan and nanoseconds."""
+    body = request.body(lease_id)
     start = clock()
-    planned = ledger.plan(lease_id, EPOCH, request, now=now)
+    planned = ledger.plan(body, now=now)
     return planned, clock() - start
 
 
@@ -282,7 +289,7 @@ class Core:
 
     def empty_step(self) -> int:
         """Timed: `plan` of a request without items and `settle` of its step."""
-        return step(self.ledger, LEASE, StepRequest())
+        return step(self.ledger, LEASE, asked())
 
     def begin_batch(self, seq_ids: list[int]) -> None:
         """Untimed: plans one step of all of them and leaves it in flight."""
@@ -316,8 +323,9 @@ class Core:
         """Timed: `plan` of three forks and of one token of the parent and of each child: the children compute the
         prompt's last token again, each into a copy of the half-full last block. The `settle` is outside."""
         planned, taken = plan(self.ledger, LEASE, forking(seq_id, child_ids, self._fork_tokens[seq_id]))
-        assert len(planned.copy_targets) == len(child_ids)
-        Report(planned).settle(self.ledger, LEASE)
+        report = Report(planned)
+        assert report.num_copies == len(child_ids)
+        report.settle(self.ledger, LEASE)
         return taken
 
     def num_free(self) -> int:

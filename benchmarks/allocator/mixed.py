@@ -255,8 +255,8 @@ class MixedLoad:
             lambda _: describe(wishes),
         )
         client.in_flight.append(Report(planned))
-        client.give_up({refused.seq_id for refused in planned.refusals})
-        self.num_refused.update(refused.refusal.reason.value for refused in planned.refusals)
+        client.give_up({seq_id for _, seq_id, _ in planned.refusals})
+        self.num_refused.update(refusal.reason.value for _, _, refusal in planned.refusals)
 
     def _settle(self, client: Client) -> None:
         report = client.in_flight.popleft()

@@ -13,7 +13,7 @@ from fuzz import names
 from fuzz.surface import Method
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr import messages
+from quire.cachemgr import _core, messages
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.gate import MAX_UNSIGNED_BYTES
 from quire.worker.servicer import MAX_CHECKSUM_BLOCKS
@@ -41,7 +41,7 @@ def tokens(rng: random.Random, bound: int = MAX_TOKENS) -> list[int]:
 
 def admission(rng: random.Random, seq_id: int, bound: int = MAX_TOKENS) -> dict[str, Any]:
     ranges = [{"token_count": BLOCK_SIZE, "priority": 1 + number % 9} for number in range(near(rng, 16))]
-    salt = bytes(near(rng, messages.MAX_SALT_BYTES)) if rng.random() < 0.3 else b""
+    salt = bytes(near(rng, _core.MAX_SALT_BYTES)) if rng.random() < 0.3 else b""
     return {"sequence_id": seq_id, "token_ids": tokens(rng, bound), "salt": salt, "retention": ranges}
 
 
@@ -51,7 +51,7 @@ def _admissions(rng: random.Random) -> dict[str, Any]:
 
 def _long_admissions(rng: random.Random) -> dict[str, Any]:
     """As many tokens as a plan may bring, in prompts of which each is too long."""
-    return {"admissions": [admission(rng, seq_id, messages.MAX_PLAN_TOKENS // MAX_SEQUENCES) for seq_id in ids(rng)]}
+    return {"admissions": [admission(rng, seq_id, _core.MAX_PLAN_TOKENS // MAX_SEQUENCES) for seq_id in ids(rng)]}
 
 
 def _extends(rng: random.Random) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _extends(rng: random.Random) -> dict[str, Any]:
 
 
 def _forks(rng: random.Random) -> dict[str, Any]:
-    count = rng.choice((1, MAX_TOKENS, messages.MAX_FORKED_TOKENS // MAX_SEQUENCES))
+    count = rng.choice((1, MAX_TOKENS, _core.MAX_FORKED_TOKENS // MAX_SEQUENCES))
     return {"forks": [{"parent_sequence_id": 1, "child_sequence_ids": ids(rng), "token_count": count}]}
 
 
@@ -92,7 +92,7 @@ def plan(rng: random.Random) -> cache_service_pb2.PlanStepRequest:
     for part in rng.sample(PLAN_PARTS, rng.choice((1, 1, 2, len(PLAN_PARTS)))):
         fields |= part(rng)
     if rng.random() < 0.3:
-        fields["request_id"] = "r" * near(rng, messages.MAX_REQUEST_ID_BYTES)
+        fields["request_id"] = "r" * near(rng, _core.MAX_REQUEST_ID_BYTES)
     return cache_service_pb2.PlanStepRequest(**fields)
 
 
@@ -143,7 +143,7 @@ def step(rng: random.Random) -> worker_service_pb2.RunStepRequest:
 
 
 def prefix(rng: random.Random) -> dict[str, Any]:
-    return _POOLED | {"token_ids": tokens(rng), "salt": bytes(near(rng, messages.MAX_SALT_BYTES))}
+    return _POOLED | {"token_ids": tokens(rng), "salt": bytes(near(rng, _core.MAX_SALT_BYTES))}
 
 
 LARGE: Mapping[str, Callable[[random.Random], Any]] = {
@@ -154,7 +154,7 @@ LARGE: Mapping[str, Callable[[random.Random], Any]] = {
     "ExplainPrefix": lambda rng: cache_service_pb2.ExplainPrefixRequest(**prefix(rng)),
     "PinPrefix": lambda rng: cache_service_pb2.PinPrefixRequest(**prefix(rng)),
     "CheckAdmission": lambda rng: cache_service_pb2.CheckAdmissionRequest(
-        **_POOLED, admission=admission(rng, 1, rng.choice((MAX_TOKENS, messages.MAX_PLAN_TOKENS)))
+        **_POOLED, admission=admission(rng, 1, rng.choice((MAX_TOKENS, _core.MAX_PLAN_TOKENS)))
     ),
     "ListBlocks": lambda rng: cache_service_pb2.ListBlocksRequest(**_POOLED, page_size=near(rng, 10_000)),
     "ListSequences": lambda rng: cache_service_pb2.ListSequencesRequest(**_POOLED, page_size=near(rng, 1_000)),

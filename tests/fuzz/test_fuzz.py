@@ -18,6 +18,7 @@ from fuzz.run import fuzz
 from fuzz.subject import OWN_GEOMETRY, Changed, Subject
 from fuzz.surface import CACHEMGR, CODES, WORKER, Method, methods
 from google.protobuf.message import DecodeError
+from planning import decode_plan
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cachemgr import messages
@@ -110,7 +111,7 @@ def test_messages_near_the_bounds_are_among_them_and_most_are_valid() -> None:
     refused = 0
     for plan in plans:
         try:
-            messages.decode_plan(plan, OWN)
+            decode_plan(plan, OWN)
         except CallRefused:
             refused += 1
     assert 20 < refused < 150

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
+from planning import Planned, decode_plan
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cachemgr import messages
+from quire.cachemgr import _core, messages
 from quire.cachemgr.bounds import MAX_WAITING_ADMISSIONS, RECOUNT_INTERVAL_S, LeaseCounts, Places
 from quire.cachemgr.catalog import Catalog, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal
@@ -284,40 +285,40 @@ PLANS: dict[str, Callable[[range], dict[str, Any]]] = {
 
 def refuse_plan(plan: pb.PlanStepRequest, geometry: Geometry) -> dict[str, str]:
     """Field, value and limit."""
-    refusal = refusal_of(lambda: messages.decode_plan(plan, geometry))
+    refusal = refusal_of(lambda: decode_plan(plan, geometry))
     assert refusal.reason is Reason.INVALID_ARGUMENT
     return refusal.metadata
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_has_at_most_as_many_items_of_a_kind_as_the_pool_has_room_for_sequences(name: str) -> None:
-    messages.decode_plan(pb.PlanStepRequest(**PLANS[name](range(MOST))), SMALL)
+    decode_plan(pb.PlanStepRequest(**PLANS[name](range(MOST))), SMALL)
     refused = refuse_plan(pb.PlanStepRequest(**PLANS[name](range(MOST + 1))), SMALL)
     assert refused == {"field": name, "value": f"{MOST + 1} entries", "limit": f"at most {MOST} entries"}
 
 
 @pytest.mark.parametrize("name", sorted(PLANS.keys() - {"extends.token_counts"}))
 def test_a_pool_for_more_sequences_takes_no_larger_plans(name: str) -> None:
-    most = messages.MAX_PLAN_ITEMS
-    messages.decode_plan(pb.PlanStepRequest(**PLANS[name](range(most))), LARGE)
+    most = _core.MAX_PLAN_ITEMS
+    decode_plan(pb.PlanStepRequest(**PLANS[name](range(most))), LARGE)
     refused = refuse_plan(pb.PlanStepRequest(**PLANS[name](range(most + 1))), LARGE)
     assert refused == {"field": name, "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
 
 
 def test_the_children_of_a_plans_forks_begin_with_so_many_tokens_together() -> None:
-    most = messages.MAX_FORKED_TOKENS
+    most = _core.MAX_FORKED_TOKENS
 
     def forks(*children: tuple[int, int]) -> pb.PlanStepRequest:
         made = [pb.Fork(child_sequence_ids=range(count), token_count=num_tokens) for count, num_tokens in children]
         return pb.PlanStepRequest(forks=made)
 
-    messages.decode_plan(forks((4, most // 4)), SMALL)
+    decode_plan(forks((4, most // 4)), SMALL)
     for plan in (forks((3, most // 4), (1, most // 4 + 1)), forks((4, most // 4), (1, 1), (1, -most))):
         refused = refuse_plan(plan, SMALL)
         value, limit = f"{most + 1} tokens", f"at most {most} of all children"
         assert refused == {"field": "forks.token_count", "value": value, "limit": limit}
     longest = replace(SMALL, num_blocks=2**23, max_sequence_tokens=most + 1)
-    messages.decode_plan(forks((1, most + 1)), longest)
+    decode_plan(forks((1, most + 1)), longest)
 
 
 TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -337,10 +338,24 @@ TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("longest", [24, 300_000])
 def test_a_plan_brings_tokens_up_to_a_number_or_one_prompt_of_the_greatest_length(name: str, longest: int) -> None:
     geometry = replace(SMALL, num_blocks=2**20, max_sequence_tokens=longest)
-    most = max(longest, messages.MAX_PLAN_TOKENS)
-    messages.decode_plan(pb.PlanStepRequest(**TOKENS[name](most)), geometry)
+    most = max(longest, _core.MAX_PLAN_TOKENS)
+    decode_plan(pb.PlanStepRequest(**TOKENS[name](most)), geometry)
     refused = refuse_plan(pb.PlanStepRequest(**TOKENS[name](most + 1)), geometry)
     assert refused == {"field": name, "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\x12\x03abc", id="a string for the epoch"),
+        pytest.param(b"\x0a\x01a\x58\x01", id="a number for a return hint"),
+        pytest.param(b"\xa0\x06\x01", id="a field of a later version"),
+    ],
+)
+def test_fields_that_are_not_known_or_of_another_type_do_not_count(body: bytes) -> None:
+    request = pb.PlanStepRequest.FromString(body)
+    decoded = _core.StepRequest(messages.known_bytes(request), max_sequences=1, max_tokens=1)
+    assert (decoded.lease_id, decoded.epoch) == (request.lease_id, 0)
 
 
 @pytest.mark.parametrize("reserved", [0, 30, 60])
@@ -350,9 +365,8 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length_and_not_read(reserve
     ledger.open_lease("a", ttl_s=30.0, now=0.0)
     long = pb.Admission(sequence_id=1, token_ids=[-1] * 40, reserved_token_count=reserved)
     plan = pb.PlanStepRequest(admissions=[long, pb.Admission(sequence_id=2, token_ids=[1, 2])])
-    decoded = messages.decode_plan(plan, SMALL)
-    assert len(decoded.admissions[0].tokens) == 4
-    planned = ledger.plan("a", 1, decoded, now=0.0)
+    plan.lease_id, plan.epoch = "a", 1
+    planned = Planned(ledger.plan(plan.SerializeToString(), now=0.0))
     (refused,) = planned.refusals
     assert (refused.seq_id, refused.refusal.reason) == (1, Reason.SEQUENCE_TOO_LONG)
     length = {"value": str(max(40, reserved)), "limit": "24", "limited_by": "model"}

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import Admission, StepRequest, plan_step
 
 from quire.cachemgr.catalog import MAX_TERM, AttachedPool, Catalog, NewEpoch, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import LeaseState
 from quire.cachemgr.ledger import StepOutcome
-from quire.cachemgr.plans import Admission, StepRequest
 
 GEOMETRY = Geometry(
     block_size=2,
@@ -204,7 +204,7 @@ def test_open_leases_go_on_in_a_new_epoch_without_their_sequences(catalog: Catal
     catalog.open_lease(pool, "open", ttl_s=10.0, now=0.0, tenant="acme")
     catalog.open_lease(pool, "ended", ttl_s=10.0, now=0.0)
     admission = Admission(1, bytes(12))
-    plan = pool.ledger.plan("open", 1, StepRequest(admissions=[admission]), now=1.0, request_id="r", digest=b"d")
+    plan = plan_step(pool.ledger, "open", StepRequest(admissions=[admission]), epoch=1, now=1.0, request_id="r")
     assert plan.step_number == 1
     pool.ledger.end_lease("ended")
     pool.is_attached = False
@@ -217,9 +217,9 @@ def test_open_leases_go_on_in_a_new_epoch_without_their_sequences(catalog: Catal
     lease = fresh.ledger.lease("open")
     assert (lease.tenant, lease.state, lease.expires_at) == ("acme", LeaseState.OPEN, 11.0)
     assert fresh.ledger.sequence_ids("open") == []
-    old = lambda: fresh.ledger.plan("open", 1, StepRequest(), now=2.0, request_id="r", digest=b"d")  # noqa: E731
+    old = lambda: plan_step(fresh.ledger, "open", StepRequest(), epoch=1, now=2.0, request_id="r")  # noqa: E731
     assert refusal_of(old) is Reason.EPOCH_CHANGED
-    again = fresh.ledger.plan("open", 2, StepRequest(admissions=[admission]), now=2.0, request_id="r", digest=b"d")
+    again = plan_step(fresh.ledger, "open", StepRequest(admissions=[admission]), epoch=2, now=2.0, request_id="r")
     assert (again.step_number, again.admitted_cached_counts) == (1, [0])
     assert fresh.ledger.expire_leases(12.0) == [lease]
 
@@ -245,7 +245,9 @@ def saved(tmp_path: Path) -> SavedPool:
     for lease_id in ("lease", "other", "ended"):
         before.open_lease(pool, lease_id, ttl_s=10.0, now=0.0, tenant="t")
     pool.ledger.end_lease("ended")
-    plan = pool.ledger.plan("lease", 1, StepRequest(admissions=[Admission(1, bytes(12))]), now=1.0, request_id="r")
+    plan = plan_step(
+        pool.ledger, "lease", StepRequest(admissions=[Admission(1, bytes(12))]), epoch=1, now=1.0, request_id="r"
+    )
     pool.ledger.settle(
         *("lease", 1, StepOutcome.COMPUTED),
         seq_ids=plan.run_seq_ids,
@@ -254,7 +256,7 @@ def saved(tmp_path: Path) -> SavedPool:
         sampled_tokens=[5],
         report_number=1,
     )
-    pool.ledger.plan("lease", 1, StepRequest(extend_ids=[1], extend_token_counts=[1]), now=2.0)
+    plan_step(pool.ledger, "lease", StepRequest(extend_ids=[1], extend_token_counts=[1]), epoch=1, now=2.0)
     return SavedPool("a", 1, GEOMETRY, "unix:/a", b"kept", (TERM, TERM + 1))
 
 
@@ -276,7 +278,9 @@ def test_what_was_kept_goes_on(recovered: Catalog) -> None:
         "other": (LeaseState.OPEN, "t", 110.0),
     }
     assert pool.ledger.holdings("lease")[:3] == (3, 1, 1)
-    again = pool.ledger.plan("lease", 1, StepRequest(admissions=[Admission(1, bytes(12))]), now=101.0, request_id="r")
+    again = plan_step(
+        pool.ledger, "lease", StepRequest(admissions=[Admission(1, bytes(12))]), epoch=1, now=101.0, request_id="r"
+    )
     assert again.step_number == 1
     assert [lease.lease_id for lease in pool.ledger.expire_leases(110.5)] == ["other"], "the plan has renewed its lease"
 

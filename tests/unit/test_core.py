@@ -7,13 +7,14 @@ from hashlib import sha256
 from random import Random
 
 import pytest
+from planning import Admission, Fork, Planned, Restore, StepRequest, Trim, body_of, plan_step
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr._core import POLICIES, Books, StepPlan, root_hash
+from quire.cachemgr import _core
+from quire.cachemgr._core import POLICIES, Books, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, Restore, StepRequest, Trim
 
 SIZES = {
     "num_blocks": 400,
@@ -29,11 +30,15 @@ def make_books(**changes: object) -> Books:
     return Books(**(SIZES | {"model_fingerprint": "m", "policy": "lru"} | changes))  # type: ignore[arg-type]
 
 
+def decoded(request: StepRequest, lease_id: str = "lease") -> _core.StepRequest:
+    return _core.StepRequest(body_of(request, lease_id), max_sequences=100, max_tokens=100)
+
+
 def tokens(rng: Random, count: int) -> bytes:
     return b"".join(rng.randrange(2**31 - 1).to_bytes(4, "little") for _ in range(count))
 
 
-def plans() -> Iterator[StepPlan]:
+def plans() -> Iterator[Planned]:
     """Plans with something in every list, refusals too."""
     geometry = Geometry(**SIZES, block_bytes=1, model="m", model_fingerprint="m")  # type: ignore[arg-type]
     ledger, rng = Ledger("pool", 7, geometry), Random(0)
@@ -52,7 +57,7 @@ def plans() -> Iterator[StepPlan]:
             restores=[Restore(step + 18)],
             admissions=[Admission(step, prompts[step - 1]), Admission(step + 20, prompts[0] + prompts[step - 1])],
         )
-        plan = ledger.plan("lease", 7, request, now=0.0)
+        plan = plan_step(ledger, "lease", request, now=0.0)
         ledger.reset_prefix_cache()  # so that restores copy
         yield plan
         ends = [start + count for start, count in zip(plan.run_starts, plan.run_token_counts, strict=True)]
@@ -66,68 +71,13 @@ def plans() -> Iterator[StepPlan]:
         )
 
 
-def grant_of(plan: StepPlan) -> grant_pb2.StepGrant:
-    return grant_pb2.StepGrant(
-        pool="pööl",
-        epoch=-(2**63),
-        term=2**63 - 1,
-        lease_id="lease",
-        step_number=plan.step_number,
-        known_step_number=plan.known_step,
-        released_sequence_ids=plan.released_ids,
-        fork_parent_ids=plan.fork_parent_ids,
-        fork_child_ids=plan.fork_child_ids,
-        write_sequence_ids=plan.write_seq_ids,
-        write_first_indexes=plan.write_first_indexes,
-        write_block_counts=plan.write_block_counts,
-        write_block_ids=plan.write_block_ids,
-        copy_source_block_ids=plan.copy_sources,
-        copy_target_block_ids=plan.copy_targets,
-        offloaded_sequence_ids=plan.offloaded_ids,
-        offload_source_block_ids=plan.offload_sources,
-        offload_target_host_block_ids=plan.offload_targets,
-        restore_source_host_block_ids=plan.restore_sources,
-        restore_target_block_ids=plan.restore_targets,
-        run_sequence_ids=plan.run_seq_ids,
-        run_starts=plan.run_starts,
-        run_token_counts=plan.run_token_counts,
-        run_samples=plan.run_samples,
-        given_run_indexes=plan.given_run_indexes,
-        given_token_digests=plan.given_digests,
-    )
-
-
-def answer_of(plan: StepPlan) -> cache_service_pb2.PlanStepResponse:
-    counts, host_counts = plan.counts, plan.host_counts
-    assert host_counts is not None
-    host = {"free_count": host_counts.free, "held_count": host_counts.held, "retired_count": host_counts.retired}
-    return cache_service_pb2.PlanStepResponse(
-        step_number=plan.step_number,
-        run_sequence_ids=plan.run_seq_ids,
-        run_starts=plan.run_starts,
-        run_token_counts=plan.run_token_counts,
-        given_run_indexes=plan.given_run_indexes,
-        admitted_sequence_ids=plan.admitted_ids,
-        admitted_cached_token_counts=plan.admitted_cached_counts,
-        restored_sequence_ids=plan.restored_ids,
-        restored_token_counts=plan.restored_counts,
-        host_block_counts=cache_service_pb2.HostBlockCounts(**host),
-        block_counts=cache_service_pb2.BlockCounts(
-            free_count=counts.free,
-            cached_count=counts.cached,
-            active_count=counts.active,
-            retired_count=counts.retired,
-        ),
-    )
-
-
 def test_a_grants_bytes_are_those_of_the_message() -> None:
     seen: set[str] = set()
     for plan in plans():
-        encoded = plan.encode_grant("pööl", -(2**63), 2**63 - 1, "lease")
+        encoded = plan.core.encode_grant("pööl", -(2**63), 2**63 - 1, "lease")
         grant = grant_pb2.StepGrant.FromString(encoded)
-        assert grant == grant_of(plan)
-        assert encoded == grant_of(plan).SerializeToString(deterministic=True)
+        assert (grant.pool, grant.epoch, grant.term, grant.lease_id) == ("pööl", -(2**63), 2**63 - 1, "lease")
+        assert encoded == grant.SerializeToString(deterministic=True)
         seen |= {field.name for field, _ in grant.ListFields()}
     assert seen == set(grant_pb2.StepGrant.DESCRIPTOR.fields_by_name), "no plan has anything in some field"
 
@@ -135,10 +85,13 @@ def test_a_grants_bytes_are_those_of_the_message() -> None:
 def test_an_answers_bytes_are_those_of_the_message() -> None:
     seen = {"grant", "refusals"}
     for plan in plans():
-        answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
-        assert answer == answer_of(plan)
+        encoded = plan.core.encode_answer()
+        assert encoded == plan.answer.SerializeToString(deterministic=True)
         assert plan.has_refusals
-        seen |= {field.name for field, _ in answer.ListFields()}
+        for field in ("step_number", "run_starts", "run_token_counts", "given_run_indexes"):
+            assert getattr(plan.answer, field) == getattr(plan.grant, field)
+        assert plan.answer.run_sequence_ids == plan.grant.run_sequence_ids
+        seen |= {field.name for field, _ in plan.answer.ListFields()}
     assert seen == set(cache_service_pb2.PlanStepResponse.DESCRIPTOR.fields_by_name)
 
 
@@ -158,8 +111,7 @@ def test_a_call_that_would_leave_the_books_wrong_says_so() -> None:
 
 def test_what_is_not_there_is_told() -> None:
     books = make_books()
-    empty = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}
-    for call in (books.steps_of, books.in_flight, lambda lease_id: books.plan(lease_id, StepRequest(), 0.0, **empty)):
+    for call in (books.steps_of, books.in_flight, lambda lease_id: books.plan(decoded(StepRequest(), lease_id), 0.0)):
         with pytest.raises(KeyError):
             call("lease")
     assert (books.sequence("lease", 1), books.tokens("lease", 1), books.sequence_ids("lease")) == (None, None, [])
@@ -172,7 +124,7 @@ def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
     books = make_books()
     books.open_lease("lease", "", 30.0)
     request = StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))])
-    books.plan("lease", request, 0.0, extend_ids=b"", extend_token_counts=b"", appends=None)
+    books.plan(decoded(request), 0.0)
     before = books.state()
     ids, ones = b"\1\0\0\0\2\0\0\0", b"\1\0\0\0" * 2
     with pytest.raises(CallRefused, match="sampled_token_ids is 1 entries; must be 2 entries"):
@@ -186,6 +138,8 @@ def test_ids_come_in_fours() -> None:
     books = make_books()
     books.open_lease("lease", "", 30.0)
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
-        books.plan("lease", StepRequest(), 0.0, extend_ids=b"12345", extend_token_counts=b"", appends=None)
+        books.num_cached_tokens(b"12345", b"", "")
+    with pytest.raises(ValueError, match="buffer underflow"):
+        _core.StepRequest(b"\x0a\x05abc", max_sequences=1, max_tokens=1)
     with pytest.raises(ValueError, match="is no outcome"):
         books.settle(*("lease", 1, "perhaps"), seq_ids=b"", token_counts=b"", sampled_ids=b"", sampled_tokens=b"")

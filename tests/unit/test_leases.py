@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from planning import Planned, StepRequest, plan_step
 
-from quire.cachemgr._core import REMEMBERED_PLANS, Books, StepPlan
+from quire.cachemgr._core import REMEMBERED_PLANS
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import (
     LET_IN_S,
     SPARE_ENTRIES,
@@ -16,7 +18,7 @@ from quire.cachemgr.leases import (
     Lease,
     LeaseState,
 )
-from quire.cachemgr.plans import StepRequest
+from quire.cachemgr.ledger import Ledger
 
 
 def lease_of(lease_id: str = "a", *, expires_at: float = 10.0) -> Lease:
@@ -113,41 +115,50 @@ def test_a_lease_is_let_in_once_for_each_renewal() -> None:
 # -- what was answered ----------------------------------------------------------------------------------------------
 
 
-def books_with_answers(request_ids: list[str]) -> tuple[Books, list[StepPlan]]:
-    """A lease, and its plans under these request ids with the digest b"1"."""
-    sizes = {
-        "num_blocks": 4,
-        "num_host_blocks": 0,
-        "block_size": 2,
-        "max_sequences": 1,
-        "max_sequence_tokens": 4,
-        "vocab_size": 4,
-    }
-    books = Books(**sizes, model_fingerprint="f", policy="lru")
-    books.open_lease("a", "", 30.0)
-    counts = {"extend_ids": b"", "extend_token_counts": b"", "appends": None}
-    plans = [books.plan("a", StepRequest(), 0.0, **counts, request_id=each, digest=b"1") for each in request_ids]
-    return books, plans
+def ledger_with_answers(request_ids: list[str]) -> tuple[Ledger, list[Planned]]:
+    """A lease, and its empty plans under these request ids."""
+    sizes = Geometry(
+        block_size=2,
+        num_blocks=4,
+        block_bytes=1,
+        max_sequences=1,
+        max_sequence_tokens=4,
+        vocab_size=4,
+        model="m",
+        model_fingerprint="f",
+    )
+    ledger = Ledger("pool", 1, sizes)
+    ledger.open_lease("a", ttl_s=30.0, now=0.0)
+    return ledger, [plan_again(ledger, each) for each in request_ids]
 
 
-def numbers(plans: list[StepPlan | None]) -> list[int | None]:
-    return [None if plan is None else plan.step_number for plan in plans]
+def plan_again(ledger: Ledger, request_id: str) -> Planned:
+    return plan_step(ledger, "a", StepRequest(), now=0.0, request_id=request_id)
 
 
-def test_an_answer_is_recalled_by_its_request_id_for_the_same_request_only() -> None:
-    books, _ = books_with_answers(["r", ""])
-    assert numbers([books.recall("a", each, b"1") for each in ("r", "s", "")]) == [1, None, None]
-    assert books.recall("b", "r", b"1") is None
+def test_an_answer_is_given_again_by_its_request_id_for_the_same_request_only() -> None:
+    ledger, _ = ledger_with_answers(["r", ""])
+    assert [plan_again(ledger, each).step_number for each in ("r", "", "s", "s")] == [1, 3, 4, 4]
     with pytest.raises(CallRefused) as refused:
-        books.recall("a", "r", b"2")
+        plan_step(ledger, "a", StepRequest(releases=[1]), now=0.0, request_id="r")
     assert refused.value.refusal.reason is Reason.REQUEST_ID_REUSED
     assert refused.value.refusal.metadata == {"request_id": "r"}
 
 
+def test_refusals_are_counted_once_however_often_the_answer_is_given() -> None:
+    ledger, _ = ledger_with_answers([])
+    for _ in range(2):
+        plan_step(ledger, "a", StepRequest(offloads=[1]), now=0.0, request_id="r")
+    assert ledger.statistics().refusals == {Reason.SEQUENCE_NOT_FOUND: 1}
+
+
 def test_the_oldest_answers_are_forgotten_first_and_all_with_the_lease() -> None:
     request_ids = [str(number) for number in range(REMEMBERED_PLANS + 1)]
-    books, answers = books_with_answers(request_ids)
-    assert numbers([books.recall("a", each, b"1") for each in request_ids]) == [None, *numbers(answers[1:])]
-    books.close_lease("a")
-    books.open_lease("a", "", 30.0)
-    assert [books.recall("a", each, b"1") for each in request_ids] == [None] * len(request_ids)
+    ledger, answers = ledger_with_answers(request_ids)
+    again = [plan_again(ledger, each).step_number for each in request_ids[1:]]
+    assert again == [answer.step_number for answer in answers[1:]]
+    assert plan_again(ledger, request_ids[0]).step_number == REMEMBERED_PLANS + 2
+    ledger.end_lease("a")
+    ledger.lease_fenced("a")
+    ledger.open_lease("a", ttl_s=30.0, now=1.0)
+    assert plan_again(ledger, request_ids[-1]).step_number == 1

@@ -25,13 +25,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from planning import Admission, Fork, PlanItem, Planned, Restore, StepRequest, Trim, plan_step
 
-from quire.cachemgr._core import NUM_CLASSES, NUM_TIMES, StepPlan
+from quire.cachemgr._core import NUM_CLASSES, NUM_TIMES
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger, StepOutcome
-from quire.cachemgr.plans import Admission, Fork, PlanItem, Restore, StepRequest, Trim
 
 VOCAB = 2
 TTL_S = 10.0
@@ -112,7 +112,7 @@ class PlannedRun:
 class PlannedStep:
     """What the client sends and what the test remembers of the moment at which the grant was made."""
 
-    plan: StepPlan
+    plan: Planned
     runs: list[PlannedRun]
     generations: dict[int, int]
     """How often each block that the step touches had been handed out."""
@@ -154,7 +154,7 @@ class Worker:
             return Report(plan.step_number, outcome, [], {})
         return self.compute(lease, step)
 
-    def apply(self, lease: WorkerLease, plan: StepPlan) -> None:
+    def apply(self, lease: WorkerLease, plan: Planned) -> None:
         for seq_id in plan.released_ids:
             if seq_id in lease.offloaded:
                 lease.offloaded.remove(seq_id)
@@ -186,7 +186,7 @@ class Worker:
         for host, target in zip(plan.restore_sources, plan.restore_targets, strict=True):
             self.slots[target] = list(self.host_slots[host])
 
-    def scribble(self, lease: WorkerLease, plan: StepPlan) -> None:
+    def scribble(self, lease: WorkerLease, plan: Planned) -> None:
         """A model that fails may have written anything where it was allowed to write."""
         for seq_id, start, count in zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, strict=True):
             for position in range(start, start + count):
@@ -294,7 +294,7 @@ class BookLease:
 class Writes:
     """The block table writes of a plan, taken one by one as the books expect them."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: Planned) -> None:
         self.entries = list(zip(plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True))
         self.ids = list(plan.write_block_ids)
         self.copies = list(zip(plan.copy_sources, plan.copy_targets, strict=True))
@@ -464,7 +464,7 @@ class Books:
 
     # planning
 
-    def plan(self, lease: BookLease, request: StepRequest, plan: StepPlan) -> list[PlannedRun]:
+    def plan(self, lease: BookLease, request: StepRequest, plan: Planned) -> list[PlannedRun]:
         """Predicts the plan, taking only the choice of fresh blocks from it."""
         writes = Writes(plan)
         self.refused = []
@@ -762,7 +762,7 @@ class Books:
         tokens = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
         if (reason := self.refuse_new(admission.seq_id)) is not None:
             return reason
-        if 0 < admission.reserved_tokens < len(tokens):
+        if 0 < admission.reserved_tokens < len(tokens) <= self.max_tokens():
             return Reason.INVALID_ARGUMENT
         if not tokens:
             return Reason.EMPTY_PROMPT
@@ -927,7 +927,7 @@ class Client:
         self.to_run: list[PlannedStep] = []
         self.to_report: list[Report] = []
         self.reported: list[Report] = []
-        self.last_call: tuple[str, StepRequest, StepPlan] | None = None
+        self.last_call: tuple[str, StepRequest, Planned] | None = None
         self.is_open = True
 
 
@@ -1106,8 +1106,23 @@ class LedgerMachine(RuleBasedStateMachine):
         while len(client.to_report) > rng.randint(0, self.delay):
             self.do_report(client)
 
+    def within_bounds(self, request):
+        """The request without the items that are too many for one plan."""
+        most = self.ledger.geometry.max_sequences
+        lists = (
+            "releases",
+            "offloads",
+            "trims",
+            "forks",
+            "extend_ids",
+            "extend_token_counts",
+            "restores",
+            "admissions",
+        )
+        return replace(request, **{name: getattr(request, name)[:most] for name in lists})
+
     def do_plan(self, client, request, *, named=False):
-        lease_id = client.lease_id
+        request, lease_id = self.within_bounds(request), client.lease_id
         request_id = f"plan-{next(self.names)}" if named else ""
         before = state_of(self.ledger)
         self.now += 0.01
@@ -1131,8 +1146,7 @@ class LedgerMachine(RuleBasedStateMachine):
             client.last_call = (request_id, request, plan)
 
     def call(self, client, request, *, request_id="", epoch=EPOCH):
-        digest = repr(request).encode()
-        return self.ledger.plan(client.lease_id, epoch, request, now=self.now, request_id=request_id, digest=digest)
+        return plan_step(self.ledger, client.lease_id, request, now=self.now, epoch=epoch, request_id=request_id)
 
     def refused_call(self, reason, call):
         before = state_of(self.ledger)
@@ -1148,10 +1162,9 @@ class LedgerMachine(RuleBasedStateMachine):
         request_id, request, plan = client.last_call
         before = state_of(self.ledger)
         again = self.call(client, request, request_id=request_id)
-        encoded = [each.encode_grant("pool", 1, 1, "lease") + each.encode_answer() for each in (again, plan)]
-        assert encoded[0] == encoded[1]
+        assert (again.grant, again.answer) == (plan.grant, plan.answer)
         assert state_of(self.ledger) == before
-        other = StepRequest(releases=[*request.releases, 99])
+        other = StepRequest(releases=[99])
         self.refused_call(Reason.REQUEST_ID_REUSED, lambda: self.call(client, other, request_id=request_id))
 
     # what a worker does

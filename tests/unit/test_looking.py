@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from planning import Admission, StepRequest, plan_step
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
@@ -19,7 +20,6 @@ from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.leases import Lease, LeaseOrder, LeaseState, page_key
 from quire.cachemgr.ledger import Ledger, StepOutcome
 from quire.cachemgr.messages import int32_bytes
-from quire.cachemgr.plans import Admission, StepRequest
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.errors import CallEnded
@@ -48,7 +48,7 @@ def make_ledger(**leases: str) -> Ledger:
 def admit(ledger: Ledger, lease_id: str, seq_id: int, *tokens: int, salt: bytes = b"", now: float = 1.0) -> None:
     """A step in flight."""
     request = StepRequest(admissions=[Admission(seq_id, int32_bytes(tokens), salt=salt)])
-    assert not ledger.plan(lease_id, EPOCH, request, now=now).has_refusals
+    assert not plan_step(ledger, lease_id, request, now=now).has_refusals
 
 
 def settle(ledger: Ledger, lease_id: str) -> None:
@@ -71,7 +71,7 @@ def cache(ledger: Ledger, lease_id: str, *tokens: int, salt: bytes = b"") -> Non
     """Computed, and let go of."""
     admit(ledger, lease_id, 1, *tokens, salt=salt)
     settle(ledger, lease_id)
-    ledger.plan(lease_id, EPOCH, StepRequest(releases=[1]), now=1.0)
+    plan_step(ledger, lease_id, StepRequest(releases=[1]), now=1.0)
     settle(ledger, lease_id)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from planning import decode_plan
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr import messages
+from quire.cachemgr import _core, messages
 from quire.cachemgr.errors import CallRefused
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Refused
@@ -54,7 +55,7 @@ Beyond = tuple[Callable[[], object], str]
 
 def plan(named: str = "", **fields: Any) -> Beyond:
     request = cache_service_pb2.PlanStepRequest(**fields)
-    return lambda: messages.decode_plan(request, GEOMETRY), named or next(iter(fields))
+    return lambda: decode_plan(request, GEOMETRY), named or next(iter(fields))
 
 
 def extends(named: str, **fields: Any) -> Beyond:
@@ -112,8 +113,8 @@ LISTS: dict[str, Beyond] = {
     "Extends.sequence_ids": extends("sequence_ids", sequence_ids=IDS),
     "Extends.token_counts": extends("token_counts", token_counts=IDS),
     "Extends.append_token_counts": extends("append_token_counts", sequence_ids=[1], append_token_counts=[0, 0]),
-    "Extends.append_token_ids": extends("append_token_ids", append_token_ids=[1] * (messages.MAX_PLAN_TOKENS + 1)),
-    "Admission.token_ids": admission("token_ids", token_ids=[1] * (messages.MAX_PLAN_TOKENS + 1)),
+    "Extends.append_token_ids": extends("append_token_ids", append_token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
+    "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
     "LookupPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planning import Admission, Retention, StepRequest, plan_step
 from unit.test_looking import EPOCH, GEOMETRY, admit, make_ledger, settle
 
 from quire.cache.v1 import cache_service_pb2 as pb
@@ -18,7 +19,6 @@ from quire.cachemgr.__main__ import read_metrics
 from quire.cachemgr.catalog import Catalog, Registration
 from quire.cachemgr.ledger import BlockShare
 from quire.cachemgr.messages import int32_bytes
-from quire.cachemgr.plans import Admission, Retention, StepRequest
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.interceptor import CallStatistics
@@ -84,7 +84,7 @@ class World:
     def _cache(self, tokens: list[int], retention: list[Retention]) -> None:
         admission = Admission(1, int32_bytes(tokens), retention=retention)
         for request in (StepRequest(admissions=[admission]), StepRequest(releases=[1])):
-            assert not self.ledger.plan(LEASE, EPOCH, request, now=self.clock.now).has_refusals
+            assert not plan_step(self.ledger, LEASE, request, now=self.clock.now).has_refusals
             settle(self.ledger, LEASE)
 
     def answer(self, method: str) -> Any:

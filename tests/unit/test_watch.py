@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
+from planning import StepRequest, plan_step
 from unit.test_looking import admit, attach, cache
 
 from quire.cache.v1 import cache_service_pb2
@@ -17,7 +18,6 @@ from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.ledger import BlockShare, Ledger, StepOutcome
 from quire.cachemgr.messages import int32_bytes
-from quire.cachemgr.plans import StepRequest
 from quire.cachemgr.watch import INTERVAL_S, Changes, Place, View, watch_blocks
 
 ALL = View(tenant=None, with_content=False)
@@ -48,7 +48,7 @@ def told(answer: Answer) -> list[tuple[int, int, int]]:
 def churn(ledger: Ledger) -> None:
     """Every block changes a few times, and is free again."""
     admit(ledger, "a", 1, *range(16))
-    ledger.plan("a", EPOCH, StepRequest(releases=[1]), now=0.0)
+    plan_step(ledger, "a", StepRequest(releases=[1]), now=0.0)
     for step in ledger.steps_in_flight("a"):
         ledger.settle("a", step.step_number, StepOutcome.SKIPPED)
 
@@ -164,7 +164,7 @@ def test_a_new_epoch_begins_with_a_snapshot_of_it(catalog: Catalog, pool: Attach
             again = attach(catalog, POOL, epoch=EPOCH + 1)
             answer = await following
             assert (answer.epoch, answer.cleared, told(answer)) == (EPOCH + 1, True, [])
-            again.ledger.plan("a", EPOCH + 1, StepRequest(), now=0.0)
+            plan_step(again.ledger, "a", StepRequest(), now=0.0)
             async with watching(catalog, cursor=cursor) as late:
                 assert await soon(late) == answer
 

@@ -9,31 +9,33 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use prost::Message;
 use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::accounts::Share;
-use crate::advice::{LEAST_WORTH, Level, MOST_WORTH};
-use crate::books::{Geometry, Holdings, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS};
+use crate::books::explain::{Explanation, Miss};
+use crate::books::geometry::Geometry;
+use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
+use crate::books::looking::{BlockFilter, States};
+use crate::books::pins::{Pin, PinId};
+use crate::books::plans::{Admission, RefusedItem, StepPlan, StepRequest};
+use crate::books::sequences::Row;
+use crate::books::settle::{StepOutcome, StepReport};
+use crate::cache::accounts::Share;
+use crate::cache::host::{HostBlockCounts, HostBlockId};
+use crate::cache::losses::Cause;
+use crate::cache::policies::POLICIES;
+use crate::cache::pool::BlockState;
+use crate::cache::prefix::{BlockId, Hash};
+use crate::cache::retention::Choice;
+use crate::cache::tenants::TenantId;
 use crate::errors::{Failure, Refusal, Result, broken};
-use crate::eviction::POLICIES;
-use crate::explain::{Explanation, Miss};
-use crate::host::{HostBlockCounts, HostBlockId};
-use crate::looking::{BlockFilter, States};
-use crate::losses::Cause;
-use crate::pins::{Pin, PinId};
-use crate::plans::{Admission, Extend, Fork, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest, Trim};
-use crate::pool::BlockState;
-use crate::prefix::{BlockId, Hash};
-use crate::record::{Record, Recorder, ReportedBooks};
-use crate::retention::Choice;
-use crate::sequences::Row;
-use crate::settle::{StepOutcome, StepReport};
-use crate::store::{LogLimits, Store};
-use crate::tenants::TenantId;
-use crate::wire::{Grantor, encode_answer, encode_blocks, encode_events, encode_grant};
+use crate::store::changes::Change;
+use crate::store::files::{LogLimits, Store};
+use crate::store::stored_books::StoredBooks;
+use crate::wire::answers::{Grantor, encode_answer, encode_blocks, encode_events, encode_grant, item_number};
+use crate::wire::{bounds, messages, requests};
 
 /// A refusal or a broken book as the exception that Python knows.
 fn to_python(py: Python<'_>, failure: Failure) -> PyErr {
@@ -55,12 +57,6 @@ fn refusal_of<'py>(py: Python<'py>, refusal: &Refusal) -> PyResult<Bound<'py, Py
         metadata.set_item(name.as_ref(), value)?;
     }
     errors.getattr("Refusal")?.call1((reason, &refusal.message, metadata))
-}
-
-fn refused_item<'py>(py: Python<'py>, refused: &RefusedItem) -> PyResult<Bound<'py, PyAny>> {
-    let plans = py.import("quire.cachemgr.plans")?;
-    let item = plans.getattr("PlanItem")?.call1((refused.item.name(),))?;
-    plans.getattr("RefusedItem")?.call1((item, refused.seq_id, refusal_of(py, &refused.refusal)?))
 }
 
 fn ids(bytes: &[u8]) -> PyResult<Vec<i32>> {
@@ -91,103 +87,91 @@ fn position(position: Option<usize>) -> i64 {
     position.map_or(-1, |position| position as i64)
 }
 
-/// What one step may touch and is to compute. Lists named alike belong together by index.
+/// A request for a step, decoded and checked.
+#[pyclass(name = "StepRequest", module = "quire.cachemgr._core", frozen)]
+struct PyStepRequest {
+    #[pyo3(get)]
+    lease_id: String,
+    #[pyo3(get)]
+    epoch: i64,
+    request_id: String,
+    digest: Vec<u8>,
+    items: StepRequest,
+}
+
+#[pymethods]
+impl PyStepRequest {
+    /// Of a serialised PlanStepRequest, for a pool with so many sequences, of so many tokens each. Raises CallRefused.
+    #[new]
+    #[pyo3(signature = (body, *, max_sequences, max_tokens))]
+    fn new(py: Python<'_>, body: &[u8], max_sequences: usize, max_tokens: usize) -> PyResult<PyStepRequest> {
+        let mut request = decoded::<messages::PlanStepRequest>(body)?;
+        let items = requests::step_request(&mut request, max_sequences, max_tokens);
+        Ok(PyStepRequest {
+            items: items.map_err(|refused| to_python(py, refused))?,
+            digest: requests::digest_of(&request, body),
+            lease_id: request.lease_id,
+            epoch: request.epoch,
+            request_id: request.request_id,
+        })
+    }
+}
+
+/// An admission that is asked about, decoded and checked.
+#[pyclass(name = "Admission", module = "quire.cachemgr._core", frozen)]
+struct PyAdmission(Admission);
+
+#[pymethods]
+impl PyAdmission {
+    /// Of a serialised Admission, for pools whose sequences have at most `most_tokens`. Raises CallRefused.
+    #[new]
+    fn new(py: Python<'_>, body: &[u8], most_tokens: usize) -> PyResult<PyAdmission> {
+        let message = decoded::<messages::Admission>(body)?;
+        requests::admission(message, most_tokens, "admission")
+            .map(PyAdmission)
+            .map_err(|refused| to_python(py, refused))
+    }
+}
+
+fn decoded<M: Message + Default>(body: &[u8]) -> PyResult<M> {
+    M::decode(body).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// What one step may touch and is to compute.
 #[pyclass(name = "StepPlan", module = "quire.cachemgr._core", frozen)]
 struct PyStepPlan(Arc<StepPlan>);
 
-macro_rules! lists {
-    ($($name:ident: $type:ty),* $(,)?) => {
-        #[pymethods]
-        impl PyStepPlan {
-            #[getter]
-            fn step_number(&self) -> u64 {
-                self.0.step_number
-            }
+#[pymethods]
+impl PyStepPlan {
+    /// A serialised StepGrant.
+    fn encode_grant<'py>(
+        &self,
+        py: Python<'py>,
+        pool: &str,
+        epoch: i64,
+        term: i64,
+        lease_id: &str,
+    ) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &encode_grant(&self.0, &Grantor { pool, epoch, term, lease_id }))
+    }
 
-            #[getter]
-            fn known_step(&self) -> u64 {
-                self.0.known_step
-            }
+    /// A serialised PlanStepResponse, without its grant and its refusals.
+    fn encode_answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &encode_answer(&self.0))
+    }
 
-            #[getter]
-            fn given_digests<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-                PyBytes::new(py, &self.0.given_digests)
-            }
+    #[getter]
+    fn has_refusals(&self) -> bool {
+        !self.0.refusals.is_empty()
+    }
 
-            #[getter]
-            fn has_refusals(&self) -> bool {
-                !self.0.refusals.is_empty()
-            }
-
-            #[getter]
-            fn refusals<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-                self.0.refusals.iter().map(|refused| refused_item(py, refused)).collect()
-            }
-
-            /// Blocks by state after the step was planned.
-            #[getter]
-            fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-                let counts = self.0.counts;
-                let make = py.import("quire.cachemgr.blocks")?.getattr("BlockCounts")?;
-                make.call1((counts.free, counts.cached, counts.active, counts.retired))
-            }
-
-            /// The same of the host tier; None if there is none.
-            #[getter]
-            fn host_counts<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-                let make = py.import("quire.cachemgr.blocks")?.getattr("HostBlockCounts")?;
-                self.0.host_counts.map(|counts| make.call1((counts.free, counts.held, counts.retired))).transpose()
-            }
-
-            /// A serialised StepGrant.
-            fn encode_grant<'py>(
-                &self,
-                py: Python<'py>,
-                pool: &str,
-                epoch: i64,
-                term: i64,
-                lease_id: &str,
-            ) -> Bound<'py, PyBytes> {
-                PyBytes::new(py, &encode_grant(&self.0, &Grantor { pool, epoch, term, lease_id }))
-            }
-
-            /// A serialised PlanStepResponse, without its grant and its refusals.
-            fn encode_answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-                PyBytes::new(py, &encode_answer(&self.0))
-            }
-
-            $(#[getter]
-            fn $name(&self) -> $type {
-                self.0.$name.clone()
-            })*
-        }
-    };
-}
-
-lists! {
-    released_ids: Vec<i32>,
-    offloaded_ids: Vec<i32>,
-    fork_parent_ids: Vec<i32>,
-    fork_child_ids: Vec<i32>,
-    write_seq_ids: Vec<i32>,
-    write_first_indexes: Vec<u32>,
-    write_block_counts: Vec<u32>,
-    write_block_ids: Vec<BlockId>,
-    copy_sources: Vec<BlockId>,
-    copy_targets: Vec<BlockId>,
-    offload_sources: Vec<BlockId>,
-    offload_targets: Vec<HostBlockId>,
-    restore_sources: Vec<HostBlockId>,
-    restore_targets: Vec<BlockId>,
-    run_seq_ids: Vec<i32>,
-    run_starts: Vec<u32>,
-    run_token_counts: Vec<u32>,
-    run_samples: Vec<bool>,
-    given_run_indexes: Vec<u32>,
-    admitted_ids: Vec<i32>,
-    admitted_cached_counts: Vec<u32>,
-    restored_ids: Vec<i32>,
-    restored_counts: Vec<u32>,
+    /// Of each item that was refused: the number of its kind, its sequence, and why.
+    #[getter]
+    fn refusals<'py>(&self, py: Python<'py>) -> PyResult<Vec<(i32, i64, Bound<'py, PyAny>)>> {
+        let view =
+            |refused: &RefusedItem| Ok((item_number(refused.item), refused.seq_id, refusal_of(py, &refused.refusal)?));
+        self.0.refusals.iter().map(view).collect()
+    }
 }
 
 /// A sequence as it was when it was asked for.
@@ -243,109 +227,12 @@ struct StepView {
     num_released: usize,
 }
 
-/// A StepRequest of Python, but for its extends.
-#[derive(FromPyObject)]
-struct PyStepRequest {
-    releases: Vec<i64>,
-    return_hints: Vec<PyReturnHint>,
-    offloads: Vec<i64>,
-    trims: Vec<PyTrim>,
-    forks: Vec<PyFork>,
-    restores: Vec<PyRestore>,
-    admissions: Vec<PyAdmission>,
-    admission_token_budget: usize,
-    admission_reserve: usize,
-}
-
-#[derive(FromPyObject)]
-struct PyTrim {
-    seq_id: i64,
-    num_tokens: i64,
-}
-
-#[derive(FromPyObject)]
-struct PyFork {
-    parent_id: i64,
-    child_ids: Vec<i64>,
-    num_tokens: i64,
-}
-
-#[derive(FromPyObject)]
-struct PyRestore {
-    seq_id: i64,
-    max_compute: usize,
-}
-
-#[derive(FromPyObject)]
-struct PyAdmission {
-    seq_id: i64,
-    tokens: PyBackedBytes,
-    max_compute: usize,
-    salt: PyBackedBytes,
-    reserved_tokens: usize,
-    retention: Vec<PyRetention>,
-    resumed: bool,
-}
-
-#[derive(FromPyObject)]
-struct PyRetention {
-    num_tokens: usize,
-    priority: Level,
-    ttl_s: Option<f64>,
-}
-
-#[derive(FromPyObject)]
-struct PyReturnHint {
-    seq_id: i64,
-    expected_in_s: Option<f64>,
-}
-
-impl PyAdmission {
-    fn decode(self) -> PyResult<Admission> {
-        let range = |range: PyRetention| Retention {
-            num_tokens: range.num_tokens,
-            level: range.priority.clamp(LEAST_WORTH, MOST_WORTH),
-            ttl: range.ttl_s,
-        };
-        Ok(Admission {
-            seq_id: self.seq_id,
-            tokens: ids(&self.tokens)?,
-            max_compute: self.max_compute,
-            salt: self.salt.to_vec(),
-            reserved_tokens: self.reserved_tokens,
-            retention: self.retention.into_iter().map(range).collect(),
-            resumed: self.resumed,
-        })
-    }
-}
-
-impl PyStepRequest {
-    fn decode(self, extends: Vec<Extend>) -> PyResult<StepRequest> {
-        let hint = |PyReturnHint { seq_id, expected_in_s }| ReturnHint { seq_id, expected_in: expected_in_s };
-        let fork = |PyFork { parent_id, child_ids, num_tokens }| Fork { parent_id, child_ids, num_tokens };
-        let trim = |PyTrim { seq_id, num_tokens }| Trim { seq_id, num_tokens };
-        let restore = |PyRestore { seq_id, max_compute }| Restore { seq_id, max_compute };
-        Ok(StepRequest {
-            releases: self.releases,
-            return_hints: self.return_hints.into_iter().map(hint).collect(),
-            offloads: self.offloads,
-            trims: self.trims.into_iter().map(trim).collect(),
-            forks: self.forks.into_iter().map(fork).collect(),
-            extends,
-            restores: self.restores.into_iter().map(restore).collect(),
-            admissions: self.admissions.into_iter().map(PyAdmission::decode).collect::<PyResult<_>>()?,
-            admission_token_budget: self.admission_token_budget,
-            admission_reserve: self.admission_reserve,
-        })
-    }
-}
-
 #[pyclass(name = "Books", module = "quire.cachemgr._core")]
-struct PyBooks(Recorder);
+struct PyBooks(StoredBooks);
 
 impl PyBooks {
     /// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
-    fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut Recorder) -> Result<T>) -> PyResult<T> {
+    fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
         let told = |panic: Box<dyn Any + Send>| {
             let text = panic.downcast_ref::<String>().cloned();
             text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
@@ -361,7 +248,7 @@ impl PyBooks {
 
     fn row(&self, lease_id: &str, seq_id: i64) -> Option<Row> {
         let seq_id = i32::try_from(seq_id).ok()?;
-        self.0.books().holdings(lease_id)?.sequences.get(&seq_id).copied()
+        self.0.books().lease(lease_id)?.sequences.get(&seq_id).copied()
     }
 
     fn tenant(&self, tenant: TenantId) -> String {
@@ -468,11 +355,11 @@ impl PyBooks {
             model_fingerprint,
             has_recurrent_state,
         };
-        let begin = Record::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
-        let books = ReportedBooks::begin(&begin).ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
-        let mut books = PyBooks(Recorder::new(books, None));
+        let begin = Change::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
+        let books = begin.begin().ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
+        let mut books = PyBooks(StoredBooks::new(books, None));
         if let Some(directory) = directory {
-            books.changing(py, |recorder| recorder.begin_store(&directory, &begin))?;
+            books.changing(py, |books| books.begin_store(&directory, &begin))?;
         }
         Ok(books)
     }
@@ -482,7 +369,7 @@ impl PyBooks {
     fn recover(py: Python<'_>, directory: PathBuf) -> PyResult<PyBooks> {
         let recovered = py.detach(|| Store::recover(&directory, LogLimits::default()));
         let (books, store) = recovered.map_err(PyOSError::new_err)?;
-        Ok(PyBooks(Recorder::new(books, Some(store))))
+        Ok(PyBooks(StoredBooks::new(books, Some(store))))
     }
 
     /// Whether changes are written down.
@@ -492,59 +379,35 @@ impl PyBooks {
 
     /// The number of the last report that was entered.
     fn last_report(&self) -> u64 {
-        self.0.last_report()
+        self.0.books().last_report()
     }
 
     fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str, ttl: f64) -> PyResult<()> {
-        let record = Record::OpenLease { lease_id: lease_id.into(), tenant: tenant.as_bytes().into(), ttl };
-        self.changing(py, |recorder| recorder.make(&record))
+        let record = Change::OpenLease { lease_id: lease_id.into(), tenant: tenant.as_bytes().into(), ttl };
+        self.changing(py, |books| books.make(&record))
     }
 
     fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
-        self.changing(py, |recorder| recorder.make(&Record::EndLease { lease_id: lease_id.into() }))
+        self.changing(py, |books| books.make(&Change::EndLease { lease_id: lease_id.into() }))
     }
 
     fn close_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
-        self.changing(py, |recorder| recorder.make(&Record::CloseLease { lease_id: lease_id.into() }))
+        self.changing(py, |books| books.make(&Change::CloseLease { lease_id: lease_id.into() }))
     }
 
     /// Every lease: its id, its tenant, its time to live in seconds, whether it has ended.
     fn leases(&self) -> Vec<(String, String, f64, bool)> {
-        let view = |(lease_id, holdings): (&String, &Holdings)| {
+        let view = |(lease_id, holdings): (&String, &Lease)| {
             (lease_id.clone(), self.tenant(holdings.tenant), holdings.ttl, holdings.is_ending)
         };
         self.0.books().leases.iter().map(view).collect()
     }
 
-    /// The answer that was given to this request id, if it is remembered.
-    fn recall(&self, py: Python<'_>, lease_id: &str, request_id: &str, digest: &[u8]) -> PyResult<Option<PyStepPlan>> {
-        let known = self.0.books().recall(lease_id, request_id, digest);
-        known.map(|plan| plan.map(PyStepPlan)).map_err(|failure| to_python(py, failure))
-    }
-
-    /// Plans the lease's next step. The extends are those of the arguments; with a request id the answer is remembered.
-    #[pyo3(signature = (lease_id, request, now, *, extend_ids, extend_token_counts, appends, request_id = "", digest = b"".as_slice()))]
-    fn plan(
-        &mut self,
-        py: Python<'_>,
-        lease_id: &str,
-        request: PyStepRequest,
-        now: f64,
-        extend_ids: &[u8],
-        extend_token_counts: &[u8],
-        appends: Option<Vec<PyBackedBytes>>,
-        request_id: &str,
-        digest: &[u8],
-    ) -> PyResult<PyStepPlan> {
-        let extend = |(seq_id, count): (i32, i32)| Extend { seq_id, num_tokens: count.into(), append: Vec::new() };
-        let mut extends: Vec<Extend> =
-            ids(extend_ids)?.into_iter().zip(ids(extend_token_counts)?).map(extend).collect();
-        for (extend, tokens) in extends.iter_mut().zip(appends.unwrap_or_default()) {
-            extend.append = ids(&tokens)?;
-        }
-        let request = request.decode(extends)?;
-        let plan = self.changing(py, |recorder| recorder.plan(lease_id, &request, now, request_id, digest))?;
-        plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
+    /// Plans the lease's next step; a request id that was answered gets the same answer.
+    fn plan(&mut self, py: Python<'_>, request: &PyStepRequest, now: f64) -> PyResult<PyStepPlan> {
+        let PyStepRequest { lease_id, request_id, digest, items, .. } = request;
+        let plan = self.changing(py, |books| books.plan(lease_id, items, now, &RequestKey { request_id, digest }))?;
+        plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.clone()))
     }
 
     #[pyo3(signature = (lease_id, step_number, outcome, *, seq_ids, token_counts, sampled_ids, sampled_tokens, report_number = 0))]
@@ -573,21 +436,22 @@ impl PyBooks {
             token_counts: ids(token_counts)?,
             sampled_ids: ids(sampled_ids)?,
             sampled_tokens: ids(sampled_tokens)?,
+            report_number,
         };
-        self.changing(py, |recorder| recorder.settle(lease_id, &report, report_number))
+        self.changing(py, |books| books.settle(lease_id, &report))
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
 
     /// The next step's number, the last settled one, and how many are in flight.
     fn steps_of(&self, lease_id: &str) -> PyResult<(u64, u64, usize)> {
-        let holdings = self.0.books().holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        let holdings = self.0.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
         Ok((holdings.next_step, holdings.settled_step, holdings.in_flight.len()))
     }
 
     fn in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
-        let holdings = self.0.books().holdings(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
-        let view = |step: &crate::steps::StepInFlight| StepView {
+        let holdings = self.0.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+        let view = |step: &crate::books::steps::StepInFlight| StepView {
             step_number: step.step_number,
             is_doomed: step.is_doomed,
             run_seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
@@ -599,17 +463,13 @@ impl PyBooks {
     }
 
     fn num_sequences(&self, lease_id: &str) -> usize {
-        self.0.books().holdings(lease_id).map_or(0, |holdings| holdings.sequences.len())
+        self.0.books().lease(lease_id).map_or(0, |holdings| holdings.sequences.len())
     }
 
     /// Ids of a lease's sequences, as they were admitted.
     fn sequence_ids(&self, lease_id: &str) -> Vec<i32> {
-        let rows = self
-            .0
-            .books()
-            .holdings(lease_id)
-            .map(|holdings| self.0.books().rows_in_order(holdings))
-            .unwrap_or_default();
+        let rows =
+            self.0.books().lease(lease_id).map(|holdings| self.0.books().rows_in_order(holdings)).unwrap_or_default();
         rows.into_iter().map(|row| self.0.books().sequence(row).seq_id).collect()
     }
 
@@ -658,19 +518,14 @@ impl PyBooks {
         )
     }
 
-    /// What is said of a block's worth, and how many prefix pins it has.
-    fn worth(&self, block_id: BlockId) -> (Level, u32) {
-        (self.0.books().pool().level(block_id), self.0.books().pool().keep_count(block_id))
-    }
-
     // -- tenants ------------------------------------------------------------------------------------------------------
 
     /// What tenants may take from now on: a default, and others by name.
     fn set_shares(&mut self, py: Python<'_>, default: PyShare, by_name: HashMap<String, PyShare>) -> PyResult<()> {
         let by_name: BTreeMap<_, _> =
             by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
-        let record = Record::SetShares { default: share_of(default), by_name: Cow::Owned(by_name) };
-        self.changing(py, |recorder| recorder.make(&record))
+        let record = Change::SetShares { default: share_of(default), by_name: Cow::Owned(by_name) };
+        self.changing(py, |books| books.make(&record))
     }
 
     /// Name, share and use of each tenant.
@@ -691,18 +546,17 @@ impl PyBooks {
         &mut self,
         py: Python<'py>,
         tenant: &str,
-        admission: PyAdmission,
+        admission: &PyAdmission,
         reserve: usize,
     ) -> PyResult<(usize, usize, usize, Option<Bound<'py, PyAny>>)> {
-        let admission = admission.decode()?;
-        let check = self.changing(py, |recorder| recorder.check_admission(tenant.as_bytes(), &admission, reserve))?;
+        let check = self.changing(py, |books| books.check_admission(tenant.as_bytes(), &admission.0, reserve))?;
         let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?;
         Ok((check.num_cached_tokens, check.needed, check.available, refusal))
     }
 
     /// Ends pins and advice whose time is over. False if there are none.
     fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<bool> {
-        self.changing(py, |recorder| recorder.advance(now))
+        self.changing(py, |books| books.advance(now))
     }
 
     /// No pin and no advice ends before this; None if there is none that ends.
@@ -719,14 +573,14 @@ impl PyBooks {
         until: f64,
     ) -> PyResult<PinView> {
         let tokens = ids(tokens)?;
-        let pin = self.changing(py, |recorder| recorder.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
+        let pin = self.changing(py, |books| books.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
         let pin = pin.map_err(|refusal| to_python(py, Failure::Refused(refusal)))?;
         Ok(self.pin_view(&pin))
     }
 
     /// Takes back a pin of the tenant, or of anybody.
     fn unpin_prefix(&mut self, py: Python<'_>, tenant: Option<&str>, pin_id: PinId) -> PyResult<bool> {
-        self.changing(py, |recorder| recorder.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+        self.changing(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
     }
 
     /// At most `most` pins behind one, of one tenant or of all, by id.
@@ -819,15 +673,20 @@ impl PyBooks {
         with_other_tenants: bool,
     ) -> PyResult<PyExplanation> {
         let tokens = ids(tokens)?;
-        let explain = |recorder: &mut Recorder| {
-            Ok(recorder.books_mut().explain(&tokens, salt, tenant.as_bytes(), with_other_tenants))
+        let explain = |books: &mut StoredBooks| {
+            Ok(books.books_mut().explain(&tokens, salt, tenant.as_bytes(), with_other_tenants))
         };
         let explanation = self.changing(py, explain)?;
         Ok(self.tell(explanation))
     }
 
     fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId, now: f64) -> PyResult<usize> {
-        self.changing(py, |recorder| recorder.reset_prefix_cache(first, end, now))
+        self.changing(py, |books| books.reset_prefix_cache(first, end, now))
+    }
+
+    /// How many items of plans were refused, by the name of the reason.
+    fn refusals(&self) -> BTreeMap<&'static str, u64> {
+        self.0.refusals().clone()
     }
 
     /// Rows taken in the worker.
@@ -917,13 +776,13 @@ impl PyBooks {
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{PinView, PyBooks, PyExplanation, PyStepPlan, SequenceView, StepView};
+    use super::{PinView, PyAdmission, PyBooks, PyExplanation, PyStepPlan, PyStepRequest, SequenceView, StepView};
 
     use super::*;
 
     #[pyfunction]
     fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str) -> Hash {
-        crate::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
+        crate::cache::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
     }
 
     #[pymodule_init]
@@ -931,9 +790,13 @@ mod _core {
         module.add("POLICIES", POLICIES.to_vec())?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
         module.add("REMEMBERED_PLANS", REMEMBERED_PLANS)?;
-        module.add("LEAST_WORTH", LEAST_WORTH)?;
-        module.add("MOST_WORTH", MOST_WORTH)?;
-        module.add("NUM_CLASSES", crate::retention::NUM_CLASSES)?;
-        module.add("NUM_TIMES", crate::retention::NUM_TIMES)
+        module.add("MAX_PLAN_ITEMS", bounds::MAX_PLAN_ITEMS)?;
+        module.add("MAX_PLAN_TOKENS", bounds::MAX_PLAN_TOKENS)?;
+        module.add("MAX_FORKED_TOKENS", bounds::MAX_FORKED_TOKENS)?;
+        module.add("MAX_REQUEST_ID_BYTES", bounds::MAX_REQUEST_ID_BYTES)?;
+        module.add("MAX_SALT_BYTES", bounds::MAX_SALT_BYTES)?;
+        module.add("MAX_RANGES", bounds::MAX_RANGES)?;
+        module.add("NUM_CLASSES", crate::cache::retention::NUM_CLASSES)?;
+        module.add("NUM_TIMES", crate::cache::retention::NUM_TIMES)
     }
 }

@@ -1,0 +1,479 @@
+//! Checks the books against themselves: I1 to I4 of the ownership protocol.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::ops::Range;
+
+use crate::books::Books;
+use crate::books::room::Room;
+use crate::books::sequences::Sequence;
+use crate::cache::prefix::BlockId;
+
+impl Books {
+    /// What is wrong, one sentence each. Cost: O(blocks + table entries).
+    pub fn violations(&self) -> Vec<String> {
+        let mut wrong = self.audit(&(0..self.geometry.num_blocks as BlockId));
+        wrong.extend(self.audit_counts());
+        wrong.extend(self.audit_promises());
+        wrong
+    }
+
+    /// What is wrong with the blocks of a range. Cost: O(blocks of the range + table entries + free blocks), so that a
+    /// large pool can be checked in slices with calls between them: each slice is right or wrong by itself.
+    pub fn audit(&self, blocks: &Range<BlockId>) -> Vec<String> {
+        let mut wrong = Vec::new();
+        self.pool.audit(blocks, &mut wrong);
+        self.check_references(blocks, &mut wrong);
+        self.check_pins(blocks, &mut wrong);
+        self.check_sharing(blocks, &mut wrong);
+        wrong
+    }
+
+    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s for all of them.
+    pub fn audit_counts(&self) -> Vec<String> {
+        let mut wrong = Vec::new();
+        self.pool.audit_counts(&mut wrong);
+        let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
+        let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let released: usize = steps.map(|step| step.released_rows.len()).sum();
+        let num_taken = held + released - self.table.num_offloaded().min(held + released);
+        if num_taken != self.num_rows() {
+            wrong.push(format!("{} rows counted in the worker, {num_taken} are taken", self.num_rows()));
+        }
+        self.table.audit(&mut wrong);
+        self.audit_host(&mut wrong);
+        wrong
+    }
+
+    /// What is wrong with tenants' accounts, pins and reservations. Cost: as `audit_counts`.
+    pub fn audit_promises(&self) -> Vec<String> {
+        let mut wrong = Vec::new();
+        self.pool.audit_accounts(&mut wrong);
+        self.audit_pins(&mut wrong);
+        self.audit_reservations(&mut wrong);
+        wrong
+    }
+
+    /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
+    fn audit_host(&self, wrong: &mut Vec<String>) {
+        let blocks = 0..self.host.len() as BlockId;
+        let holders = occurrences(&blocks, self.sequences().filter_map(|sequence| sequence.host_blocks.as_ref()));
+        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host));
+        self.host.audit(&holders, &steps, wrong);
+        for sequence in self.sequences().filter(|sequence| sequence.is_offloaded()) {
+            let num_host_blocks = sequence.host_blocks.as_ref().map_or(0, Vec::len);
+            if !sequence.block_table.is_empty()
+                || num_host_blocks < self.geometry.num_blocks_for(sequence.num_scheduled)
+            {
+                let (seq_id, num_blocks) = (sequence.seq_id, sequence.block_table.len());
+                wrong.push(format!("sequence {seq_id} has {num_host_blocks} host blocks and {num_blocks} of the pool"));
+            }
+        }
+    }
+
+    /// What is reserved is there, and is what the sequences still need.
+    fn audit_reservations(&self, wrong: &mut Vec<String>) {
+        let (num_reserved, num_there) = (self.pool.accounts().num_reserved(), self.pool.num_allocatable());
+        if num_reserved > num_there {
+            wrong.push(format!("{num_reserved} blocks are reserved, {num_there} can be handed out"));
+        }
+        for lease in self.leases.values() {
+            let room = Room { geometry: &self.geometry, pool: &self.pool, tenant: lease.tenant };
+            for row in lease.sequences.values() {
+                let sequence = self.table.get(*row);
+                let (num_reserved, needed) = (sequence.num_reserved, room.num_reserved_for(sequence));
+                if num_reserved != needed {
+                    let seq_id = sequence.seq_id;
+                    wrong.push(format!("sequence {seq_id} may need {needed} blocks, {num_reserved} are reserved"));
+                }
+            }
+        }
+        let rows = self.leases.values().flat_map(|lease| lease.sequences.values());
+        let num_counted: usize = rows.map(|row| self.table.get(*row).num_reserved).sum();
+        if num_counted != num_reserved {
+            wrong.push(format!("{num_reserved} blocks are reserved, {num_counted} for sequences"));
+        }
+    }
+
+    fn sequences(&self) -> impl Iterator<Item = &Sequence> {
+        self.leases.values().flat_map(|lease| lease.sequences.values()).map(|row| self.table.get(*row))
+    }
+
+    /// I2: as many references as table entries.
+    fn check_references(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let holders = occurrences(blocks, self.sequences().map(|sequence| &sequence.block_table));
+        for (block, holders) in blocks.clone().zip(holders) {
+            let references = self.pool.ref_count(block);
+            if references != holders {
+                wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
+            }
+        }
+    }
+
+    fn check_pins(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let steps = occurrences(blocks, in_flight.flat_map(|step| &step.pinned));
+        for (block, steps) in blocks.clone().zip(steps) {
+            let pins = self.pool.pin_count(block);
+            if pins != steps {
+                wrong.push(format!("block {block} is pinned by {steps} steps and has {pins} pins"));
+            }
+        }
+    }
+
+    /// I4: sequences that share a block agree on every token up to the last slot of it that both fill, as steps were
+    /// planned. A block that begins behind what a sequence fills says nothing: it is kept for a reservation, or was for
+    /// tokens that were not computed, and is replaced before the sequence writes to it, as long as it is shared.
+    ///
+    /// Two that agree up to the end of one block agree up to the ends of those before it: each sequence is gone through
+    /// from its end, and compared once with each of those it shares with. Of a block's holders all are compared with the
+    /// one that fills most of it.
+    fn check_sharing(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.ref_count(*block) > 1;
+        if !blocks.clone().any(|block| is_shared(&block)) {
+            return;
+        }
+        let size = self.geometry.block_size;
+        let mut fullest: HashMap<BlockId, (usize, &Sequence, usize)> = HashMap::new(); // its index, its filled tokens
+        for sequence in self.sequences() {
+            let num_filled = sequence.num_known().min(sequence.num_scheduled);
+            let mut agreed: Option<(u64, usize)> = None; // with which sequence, up to which token
+            for (index, &block) in sequence.blocks_of(num_filled, size).iter().enumerate().rev() {
+                if !is_shared(&block) {
+                    continue;
+                }
+                let filled = num_filled.min((index + 1) * size);
+                let known = fullest.entry(block).or_insert((index, sequence, filled));
+                let (other_index, other, other_filled) = *known;
+                let shorter = filled.min(other_filled);
+                if filled > other_filled {
+                    *known = (index, sequence, filled);
+                }
+                let is_same_place = index == other_index;
+                if is_same_place && agreed.is_some_and(|(number, end)| number == other.number && shorter <= end) {
+                    continue;
+                }
+                let is_same_prefix = || sequence.tokens[..shorter] == other.tokens[..shorter];
+                if is_same_place && sequence.root == other.root && is_same_prefix() {
+                    agreed = Some((other.number, shorter));
+                } else {
+                    wrong.push(format!("block {block} is shared by sequences with different tokens"));
+                }
+            }
+        }
+    }
+
+    /// All that a refusal leaves as it was, as text; of one lease without its last step, which a plan adds in any case.
+    pub fn state(&self, but_last_step_of: Option<&str>) -> String {
+        let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
+            let pool = &self.pool;
+            (pool.ref_count(block), pool.pin_count(block), pool.index().past(block), pool.index().hash(block))
+        });
+        let mut leases: Vec<String> = Vec::new();
+        for (lease_id, lease) in &self.leases {
+            let num_left_out = usize::from(but_last_step_of == Some(lease_id));
+            let num_steps = lease.in_flight.len().saturating_sub(num_left_out);
+            let steps: Vec<_> = lease.in_flight.iter().take(num_steps).collect();
+            let rows = self.rows_in_order(lease);
+            let sequences: Vec<_> = rows.into_iter().map(|row| (row, bounds(self.table.get(row)))).collect();
+            leases.push(format!("{lease_id} {} {sequences:?} {steps:?}", lease.settled_step));
+        }
+        leases.sort();
+        let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
+        let blocks = blocks.collect::<Vec<_>>();
+        let num_changes = self.pool.journal().num_changes();
+        let host = self.host.state();
+        format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.num_rows())
+    }
+}
+
+/// How often each block of a range is in these lists.
+fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<BlockId>>) -> Vec<u32> {
+    let mut times = vec![0; blocks.len()];
+    for list in lists {
+        for block in list {
+            if let Some(times) = times.get_mut(block.wrapping_sub(blocks.start) as usize) {
+                *times += 1;
+            }
+        }
+    }
+    times
+}
+
+/// All of a sequence but the hashes that were computed because somebody asked.
+fn bounds(sequence: &Sequence) -> impl Debug {
+    let Sequence { seq_id, number, root, block_table, tokens, released, .. } = sequence;
+    let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
+    let positions = (sequence.num_writable, sequence.sampled_position);
+    let tables = (block_table, &sequence.host_blocks, tokens, root, sequence.last_hash());
+    (seq_id, number, released, num_tokens, num_cached, num_computed, num_scheduled, num_published, positions, tables)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::books::plans::{Admission, Extend, StepRequest, Trim};
+    use crate::books::settle::{StepOutcome, StepReport};
+    use crate::books::steps::StepInFlight;
+    use crate::books::tests::{Bench, admission};
+    use crate::cache::pool::tests::ASKER;
+    use crate::cache::prefix::PrefixIndex;
+
+    /// Sequences 1 and 2 of three tokens each, in blocks 1 to 4, and the steps that compute them.
+    fn bench() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.admit(2, &[4, 5, 6]);
+        bench
+    }
+
+    fn step(bench: &mut Bench, index: usize) -> &mut StepInFlight {
+        &mut bench.0.leases.get_mut("a").unwrap().in_flight[index]
+    }
+
+    /// The second sequence begins with the first one's first block.
+    fn share_the_first_block(bench: &mut Bench) {
+        bench.0.pool.acquire(&[1], 1).unwrap();
+        bench.0.pool.release(&[3]).unwrap();
+        bench.sequence(2).block_table[0] = 1;
+    }
+
+    #[test]
+    fn nothing_is_told_of_books_that_are_right() {
+        let mut bench = bench();
+        bench.settle();
+        bench.fork(1, &[3], 4);
+        bench.extend(3, 1, &[]);
+        bench.release(&[2]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn every_wrong_book_is_told() {
+        type Damage = fn(&mut Bench);
+        let damages: [(Damage, &[&str]); 12] = [
+            (|bench| bench.sequence(1).block_table.push(1), &["block 1 is in 2 tables and has 1 references"]),
+            (|bench| bench.sequence(2).block_table.truncate(1), &["block 4 is in 0 tables and has 1 references"]),
+            (
+                |bench| step(bench, 1).pinned.push(vec![7, 1]),
+                &["block 1 is pinned by 1 steps and has 0 pins", "block 7 is pinned by 1 steps and has 0 pins"],
+            ),
+            (
+                |bench| bench.0.pool.retire(&[4]).unwrap(),
+                &["block 4 is in 1 tables and has 0 references", "block 4 is pinned by 0 steps and has 1 pins"],
+            ),
+            (|bench| step(bench, 0).released_rows.push(5), &["2 rows counted in the worker, 3 are taken"]),
+            (
+                |bench| {
+                    let again = bench.sequence(1).fork(3, 1, 2, &PrefixIndex::new(2));
+                    bench.0.table.enter(again);
+                },
+                &["3 rows counted in the worker, 2 are taken"],
+            ),
+            (|bench| drop(bench.0.host.allocate(1).unwrap()), &["host block 0 is held, and of 0 sequences"]),
+            (
+                |bench| step(bench, 1).pinned_in_host.push(vec![5]),
+                &["host block 5 is pinned by 1 steps and has 0 pins"],
+            ),
+            (
+                |bench| {
+                    bench.offload(1);
+                    bench.sequence(1).block_table.push(8);
+                },
+                &["block 8 is in 1 tables and has 0 references", "sequence 1 has 2 host blocks and 1 of the pool"],
+            ),
+            (
+                |bench| {
+                    bench.offload(1);
+                    bench.sequence(1).host_blocks = Some(vec![1]);
+                },
+                &["host block 0 is held, and of 0 sequences", "sequence 1 has 1 host blocks and 0 of the pool"],
+            ),
+            (share_the_first_block, &["block 1 is shared by sequences with different tokens"]),
+            (
+                |bench| {
+                    share_the_first_block(bench);
+                    bench.sequence(2).tokens = vec![1, 2, 6];
+                    bench.sequence(2).root = [9; 32];
+                },
+                &["block 1 is shared by sequences with different tokens"],
+            ),
+        ];
+        for (damage, told) in damages {
+            let mut bench = bench();
+            assert_eq!(bench.0.violations(), [""; 0]);
+            damage(&mut bench);
+            assert_eq!(bench.0.violations(), told);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_pool_is_told() {
+        let mut bench = bench();
+        bench.0.pool.drop_cached(0, 9, 0.0);
+        bench.0.pool.policy().park(&[8]);
+        assert_eq!(bench.0.violations().len(), 2, "{:?}", bench.0.violations());
+    }
+
+    #[test]
+    fn who_shares_a_block_agrees_as_far_as_steps_fill_it() {
+        for (num_scheduled, tokens, is_right) in [
+            (3, vec![1, 2, 6], true),
+            (3, vec![1, 9, 6], false),
+            (3, vec![9, 2, 6], false),
+            (1, vec![1, 9, 6], true),
+            (1, vec![9, 2, 6], false),
+            (0, vec![9, 9, 6], true),
+            (3, vec![1], true),
+        ] {
+            let mut bench = bench();
+            share_the_first_block(&mut bench);
+            (bench.sequence(2).num_scheduled, bench.sequence(2).tokens) = (num_scheduled, tokens.clone());
+            assert_eq!(bench.0.violations().is_empty(), is_right, "{num_scheduled} of {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn a_block_that_a_reservation_keeps_is_shared_whatever_the_tokens_before_it_are() {
+        let rewrite = |trims: bool, extends: bool| {
+            let trims = if trims { vec![Trim { seq_id: 2, num_tokens: 1 }] } else { vec![] };
+            let extends = if extends { vec![Extend { seq_id: 2, num_tokens: 1, append: vec![8] }] } else { vec![] };
+            StepRequest { trims, extends, ..StepRequest::default() }
+        };
+        for (of_the_fork, steps) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
+            let mut bench = Bench::new(12);
+            let admission = Admission { reserved_tokens: 16, ..admission(2, &[5, 6, 7, 1, 2]) };
+            bench.plan(StepRequest { admissions: vec![admission.clone()], ..StepRequest::default() });
+            bench.settle();
+            if of_the_fork {
+                bench.fork(2, &[3], 3);
+            } else {
+                let admissions = vec![Admission { reserved_tokens: 0, ..admission }];
+                bench.plan_for("b", StepRequest { admissions, ..StepRequest::default() });
+            }
+            bench.settle();
+            let told: Vec<Vec<String>> = if steps == 1 {
+                vec![bench.plan(rewrite(true, true))]
+            } else {
+                vec![bench.plan(rewrite(true, false)), bench.plan(rewrite(false, true))]
+            }
+            .into_iter()
+            .map(|plan| plan.refusals.into_iter().map(|refused| refused.refusal.message).collect())
+            .collect();
+            assert_eq!(told.concat(), [""; 0]);
+            assert_eq!(bench.blocks(2)[1], 2, "it is kept");
+            assert_eq!(bench.0.violations(), [""; 0]);
+            bench.settle();
+            bench.extend(2, 1, &[]);
+            assert_ne!(bench.blocks(2)[1], 2, "it is replaced before it is written");
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_block_for_tokens_that_were_not_computed_is_shared_whatever_the_tokens_before_it_are() {
+        let mut bench = Bench::new(12);
+        bench.admit(1, &[1, 2, 3]);
+        bench.settle();
+        (0..4).for_each(|_| drop(bench.extend(1, 1, &[])));
+        bench.fork(1, &[2], 8);
+        while let Some(step) = bench.0.leases["a"].in_flight.front() {
+            let failed = StepReport { outcome: StepOutcome::Failed, ..report_of_nothing(step.step_number) };
+            bench.0.settle("a", &failed).unwrap();
+        }
+        assert_eq!((bench.blocks(1), bench.blocks(2)), (vec![1, 2, 3, 4], vec![1, 2, 3, 4]));
+        bench.extend(1, 2, &[7]);
+        bench.extend(2, 2, &[8]);
+        assert_eq!((bench.blocks(1)[3], bench.blocks(2)[3]), (4, 4));
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    fn report_of_nothing(step_number: u64) -> StepReport {
+        StepReport {
+            step_number,
+            outcome: StepOutcome::Skipped,
+            seq_ids: vec![],
+            token_counts: vec![],
+            sampled_ids: vec![],
+            sampled_tokens: vec![],
+            report_number: 0,
+        }
+    }
+
+    #[test]
+    fn two_holders_are_compared_whatever_a_third_fills() {
+        // The sequences are gone through in another order each time.
+        for filled_by_third in [1, 2].into_iter().chain([3; 20]) {
+            let mut bench = Bench::new(12);
+            bench.admit(1, &[1, 2, 3, 4]);
+            bench.settle();
+            bench.fork(1, &[2, 3], 4);
+            bench.settle();
+            bench.sequence(1).num_scheduled = filled_by_third;
+            (2..=3).for_each(|seq_id| bench.sequence(seq_id).num_scheduled = 4);
+            assert_eq!(bench.0.violations(), [""; 0]);
+            bench.sequence(3).tokens[3] = 9;
+            assert_eq!(bench.0.violations(), ["block 2 is shared by sequences with different tokens"]);
+        }
+    }
+
+    #[test]
+    fn a_block_at_two_places_is_told() {
+        let mut bench = Bench::new(12);
+        bench.admit(1, &[1, 1, 1, 1]);
+        bench.fork(1, &[2], 4);
+        bench.settle();
+        bench.sequence(2).block_table.swap(0, 1);
+        bench.sequence(2).num_scheduled = 4;
+        let mut told = bench.0.violations();
+        told.sort();
+        assert_eq!(told, [1, 2].map(|block| format!("block {block} is shared by sequences with different tokens")));
+    }
+
+    #[test]
+    fn the_state_tells_whatever_changed() {
+        type Change = fn(&mut Bench);
+        let changes: [Change; 16] = [
+            |bench| bench.settle(),
+            |bench| drop(bench.extend(1, 1, &[])),
+            |bench| drop(bench.admit(3, &[7])),
+            |bench| drop(bench.release(&[1])),
+            |bench| drop(bench.0.pool.allocate(1, &ASKER).unwrap()),
+            |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
+            |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
+            |bench| bench.0.open_lease("c", b"", 30.0),
+            |bench| drop(bench.offload(1)),
+            |bench| drop(bench.0.host.allocate(1).unwrap()),
+            |bench| bench.sequence(1).num_writable += 1,
+            |bench| bench.sequence(2).sampled_position = None,
+            |bench| bench.sequence(2).num_cached = 1,
+            |bench| bench.sequence(2).released = true,
+            |bench| step(bench, 0).runs[0].end = 2,
+            |bench| bench.0.leases.get_mut("b").unwrap().settled_step = 1,
+        ];
+        for (number, change) in changes.iter().enumerate() {
+            let mut bench = bench();
+            let before = bench.0.state(None);
+            assert_eq!(bench.0.state(None), before);
+            change(&mut bench);
+            assert_ne!(bench.0.state(None), before, "change {number}");
+        }
+    }
+
+    #[test]
+    fn a_plan_whose_items_are_refused_leaves_all_but_its_step() {
+        let mut bench = bench();
+        let before = bench.0.state(None);
+        assert_eq!(bench.admit(3, &[1, 2, 100]).refusals.len(), 1);
+        assert_ne!(bench.0.state(None), before);
+        assert_eq!(bench.0.state(Some("a")), before);
+    }
+
+    #[test]
+    fn a_hash_that_somebody_asked_for_is_no_change() {
+        let mut bench = bench();
+        let before = bench.0.state(None);
+        bench.sequence(1).hash_at(0, 2);
+        assert_eq!(bench.0.state(None), before);
+    }
+}

@@ -1,0 +1,44 @@
+//! Counts of what happened in a pool.
+
+use serde::{Deserialize, Serialize};
+
+/// What happened in a pool since its epoch was attached.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub struct Counters {
+    pub planned_steps: u64,
+    pub computed_steps: u64,
+    pub failed_steps: u64,
+    pub skipped_steps: u64,
+    pub admissions: u64,
+    pub admitted_tokens: u64,
+    pub cached_tokens: u64,
+    /// Tokens that were to be computed again because their blocks were evicted.
+    pub recomputed_tokens: u64,
+    pub forks: u64,
+    pub copied_blocks: u64,
+    /// Sequences that were released to make room and came back, which do not count as admissions; their tokens.
+    pub resumed_admissions: u64,
+    pub resumed_tokens: u64,
+    pub resumed_cached_tokens: u64,
+    /// Sequences moved to the host tier and back, and blocks copied for them.
+    pub offloads: u64,
+    pub restores: u64,
+    pub offloaded_blocks: u64,
+    pub restored_blocks: u64,
+    /// Tokens whose keys and values reported steps computed, and tokens that these steps added to sequences.
+    pub computed_tokens: u64,
+    pub generated_tokens: u64,
+}
+
+impl Counters {
+    pub fn count_admission(&mut self, num_tokens: usize, num_cached: usize, is_resumed: bool) {
+        let (admissions, tokens, cached_tokens) = if is_resumed {
+            (&mut self.resumed_admissions, &mut self.resumed_tokens, &mut self.resumed_cached_tokens)
+        } else {
+            (&mut self.admissions, &mut self.admitted_tokens, &mut self.cached_tokens)
+        };
+        *admissions += 1;
+        *tokens += num_tokens as u64;
+        *cached_tokens += num_cached as u64;
+    }
+}

@@ -1,0 +1,266 @@
+//! Why a prefix is not found.
+
+use crate::books::Books;
+use crate::books::sequences::Row;
+use crate::cache::losses::Loss;
+use crate::cache::prefix::{Hash, chain_hashes, root_hash};
+use crate::cache::tenants::TenantId;
+
+/// Blocks whose hashes under other roots are looked up for one answer: some ten milliseconds.
+const MAX_HASHED: usize = 65_536;
+
+/// Why a block of a prefix can't be found.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Miss {
+    /// There is none.
+    None,
+    NeverComputed,
+    Lost(Loss),
+    BeingComputed,
+    OtherSalt,
+    OtherTenant(TenantId),
+}
+
+/// How far a prefix is found, and why no further.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explanation {
+    /// Full blocks of the tokens.
+    pub num_blocks: usize,
+    /// Leading ones of them that are found: the index of the first that is not.
+    pub num_found: usize,
+    /// Prefix hash of that one.
+    pub missing: Option<Hash>,
+    pub miss: Miss,
+    /// Blocks behind it that are there.
+    pub num_stranded: usize,
+}
+
+impl Books {
+    /// Why no more of these tokens is found; changes nothing but hashes that are kept once they were asked for. What
+    /// other tenants have is told only if asked to.
+    ///
+    /// Cost: one SHA-256 per block, as a lookup; if the miss is not known to be a loss, also O(steps in flight), and one
+    /// SHA-256 for each block of the prefix that is there under another root, at most MAX_HASHED.
+    pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
+        let size = self.geometry.block_size;
+        let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
+        let mut hashes = Vec::new();
+        chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
+        let (num_blocks, num_found) = (hashes.len(), self.pool.index().find(&hashes).len());
+        let Some(&missing) = hashes.get(num_found) else {
+            return Explanation { num_blocks, num_found, missing: None, miss: Miss::None, num_stranded: 0 };
+        };
+        let num_stranded =
+            hashes[num_found + 1..].iter().filter(|hash| self.pool.index().lookup(hash).is_some()).count();
+        let miss = if self.is_being_computed(&root, num_found, &missing) {
+            Miss::BeingComputed
+        } else if let Some(loss) = self.pool.losses().find(&missing) {
+            Miss::Lost(*loss)
+        } else {
+            self.find_elsewhere(&tokens[..(num_found + 1) * size], &root, tenant, with_other_tenants)
+        };
+        Explanation { num_blocks, num_found, missing: Some(missing), miss, num_stranded }
+    }
+
+    /// Whether a step in flight fills a block at this index of a table with this content.
+    fn is_being_computed(&mut self, root: &Hash, index: usize, hash: &Hash) -> bool {
+        let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
+        let fills = steps.flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index));
+        let rows: Vec<Row> = fills.map(|fill| fill.row).collect();
+        rows.into_iter().any(|row| {
+            let sequence = self.table.get_mut(row);
+            sequence.root == *root && sequence.hash_at(index, self.geometry.block_size) == hash
+        })
+    }
+
+    /// Whether the last block of these tokens, and all before it, are there under another root.
+    fn find_elsewhere(&self, tokens: &[i32], root: &Hash, tenant: &[u8], with_other_tenants: bool) -> Miss {
+        let own = self.tenants.find(tenant);
+        let mut num_left = MAX_HASHED;
+        let mut other_tenant = None;
+        for other in self.pool.roots().iter().filter(|other| other.hash != *root) {
+            let is_own = own == Some(other.tenant);
+            if !is_own && (!with_other_tenants || other_tenant.is_some()) {
+                continue;
+            }
+            if self.is_found(other.hash, tokens, &mut num_left) {
+                if is_own {
+                    return Miss::OtherSalt;
+                }
+                other_tenant = Some(other.tenant);
+            }
+        }
+        other_tenant.map_or(Miss::NeverComputed, Miss::OtherTenant)
+    }
+
+    /// Whether all of these full blocks are found under a root; false if that would take too many hashes.
+    fn is_found(&self, root: Hash, tokens: &[i32], num_left: &mut usize) -> bool {
+        let (mut hashes, mut parent) = (Vec::new(), root);
+        for block in tokens.chunks_exact(self.geometry.block_size) {
+            let Some(left) = num_left.checked_sub(1) else {
+                return false;
+            };
+            *num_left = left;
+            chain_hashes(parent, block, self.geometry.block_size, &mut hashes);
+            parent = hashes.pop().expect("the hash of a full block");
+            if self.pool.index().lookup(&parent).is_none() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::books::plans::StepRequest;
+    use crate::books::settle::StepOutcome;
+    use crate::books::tests::{Bench, admission, geometry};
+    use crate::cache::losses::Cause;
+
+    /// Leases "a" and "c" of tenant "alice" and "b" of "bob".
+    fn bench(num_usable: usize) -> Bench {
+        let mut books = Books::new(geometry(num_usable), "lru").unwrap();
+        for (lease, tenant) in [("a", "alice"), ("b", "bob"), ("c", "alice")] {
+            books.open_lease(lease, tenant.as_bytes(), 30.0);
+        }
+        Bench(books)
+    }
+
+    fn admit(bench: &mut Bench, lease_id: &str, tokens: &[i32], salt: &[u8], now: f64) {
+        let mut admitted = admission(1, tokens);
+        admitted.salt = salt.to_vec();
+        let request = StepRequest { admissions: vec![admitted], ..StepRequest::default() };
+        assert!(bench.plan_at(lease_id, &request, now).refusals.is_empty());
+    }
+
+    fn settle(bench: &mut Bench, lease_id: &str) {
+        bench.0.settle(lease_id, &bench.report(lease_id)).unwrap();
+    }
+
+    /// Computed, and let go of.
+    fn cache(bench: &mut Bench, lease_id: &str, tokens: &[i32], salt: &[u8]) {
+        admit(bench, lease_id, tokens, salt, 1.0);
+        settle(bench, lease_id);
+        bench.plan_for(lease_id, StepRequest { releases: vec![1], ..StepRequest::default() });
+        settle(bench, lease_id);
+    }
+
+    /// Of alice's.
+    fn hashes_of(tokens: &[i32]) -> Vec<Hash> {
+        let mut hashes = Vec::new();
+        chain_hashes(root_hash(b"alice", b"", b"f"), tokens, 2, &mut hashes);
+        hashes
+    }
+
+    fn miss(bench: &mut Bench, tokens: &[i32]) -> Miss {
+        bench.0.explain(tokens, b"", b"alice", true).miss
+    }
+
+    #[test]
+    fn it_says_how_far_and_what_is_behind() {
+        let mut bench = bench(8);
+        cache(&mut bench, "a", &[1, 2, 3, 4, 5, 6, 7], b"");
+        let whole = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
+        assert_eq!((whole.num_blocks, whole.num_found, whole.missing, whole.miss), (3, 3, None, Miss::None));
+        bench.0.pool.drop_cached(1, 2, 9.0);
+        let holed = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
+        assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 0, 2));
+        let missing = holed.missing.unwrap();
+        assert_eq!(holed.miss, Miss::Lost(Loss { hash: missing, at: 9.0, cause: Cause::Reset }));
+        let other = bench.0.explain(&[1, 2, 9, 9, 5, 6], b"", b"alice", false);
+        assert_eq!((other.num_found, other.num_stranded), (0, 0));
+        assert_eq!(bench.0.explain(&[1], b"", b"alice", false).num_blocks, 0);
+        cache(&mut bench, "c", &[7, 7, 8, 8, 9, 9, 6], b"");
+        let [_, middle, _] = bench.0.pool.index().find(&hashes_of(&[7, 7, 8, 8, 9, 9]))[..] else {
+            panic!("not found")
+        };
+        bench.0.pool.drop_cached(middle, middle + 1, 9.0);
+        let holed = bench.0.explain(&[7, 7, 8, 8, 9, 9], b"", b"alice", false);
+        assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 1, 1));
+    }
+
+    #[test]
+    fn an_eviction_is_told_with_when_and_for_whom() {
+        let mut bench = bench(4);
+        cache(&mut bench, "a", &[1, 2], b"");
+        admit(&mut bench, "b", &[9; 8], b"", 5.0);
+        let cause = Cause::Evicted { tenant: bench.0.tenants.find(b"bob").unwrap(), lease: *b"b\0\0\0\0\0\0\0" };
+        match miss(&mut bench, &[1, 2]) {
+            Miss::Lost(loss) => assert_eq!((loss.at, loss.cause), (5.0, cause)),
+            other => panic!("it was evicted, not {other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_was_evicted_and_is_to_be_computed_again_is_counted() {
+        let mut bench = bench(4);
+        cache(&mut bench, "a", &[1, 2, 3, 4, 5], b"");
+        cache(&mut bench, "b", &[9; 8], b"");
+        assert_eq!(bench.0.counters().recomputed_tokens, 0);
+        cache(&mut bench, "a", &[1, 2, 3, 4], b"");
+        assert_eq!(bench.0.counters().recomputed_tokens, 2, "the last token is always computed");
+        cache(&mut bench, "b", &[8; 8], b"");
+        cache(&mut bench, "a", &[1, 2, 3, 4, 5], b"");
+        assert_eq!(bench.0.counters().recomputed_tokens, 6);
+        let request = StepRequest { admissions: vec![admission(2, &[9; 12])], ..StepRequest::default() };
+        assert_eq!(bench.plan_for("b", request).refusals.len(), 1);
+        assert_eq!(bench.0.counters().recomputed_tokens, 6, "what is refused is not computed");
+    }
+
+    #[test]
+    fn a_step_in_flight_of_any_lease_of_the_tenant_computes_it() {
+        let mut bench = bench(8);
+        admit(&mut bench, "c", &[1, 2, 3, 4, 5], b"", 1.0);
+        assert_eq!(miss(&mut bench, &[1, 2, 3]), Miss::BeingComputed);
+        assert_eq!(bench.0.explain(&[1, 2, 3], b"", b"bob", true).miss, Miss::NeverComputed);
+        assert_eq!(bench.0.explain(&[1, 2, 3], b"s", b"alice", true).miss, Miss::NeverComputed);
+        assert_eq!([&[1, 3][..], &[2, 2]].map(|tokens| miss(&mut bench, tokens)), [Miss::NeverComputed; 2]);
+        settle(&mut bench, "c");
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::None);
+        bench.plan_for("c", StepRequest { releases: vec![1], ..StepRequest::default() });
+        admit(&mut bench, "c", &[1, 2, 3, 4, 5, 6], b"", 1.0);
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4, 5, 6]), Miss::BeingComputed);
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4, 5, 5]), Miss::NeverComputed);
+        settle(&mut bench, "c");
+        let mut report = bench.report("c");
+        report.outcome = StepOutcome::Failed;
+        bench.0.settle("c", &report).unwrap();
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4, 5, 6]), Miss::NeverComputed);
+    }
+
+    #[test]
+    fn what_is_being_computed_again_is_not_told_as_lost() {
+        let mut bench = bench(8);
+        cache(&mut bench, "a", &[1, 2, 3], b"");
+        bench.0.pool.drop_cached(0, 9, 2.0);
+        admit(&mut bench, "a", &[1, 2, 3], b"", 3.0);
+        assert_eq!(miss(&mut bench, &[1, 2]), Miss::BeingComputed);
+    }
+
+    #[test]
+    fn what_is_there_for_others_is_told_to_who_may_know() {
+        let mut bench = bench(12);
+        cache(&mut bench, "b", &[1, 2, 3, 4], b"x");
+        let bob = bench.0.tenants.find(b"bob").unwrap();
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::OtherTenant(bob));
+        assert_eq!(bench.0.explain(&[1, 2], b"", b"alice", false).miss, Miss::NeverComputed);
+        assert_eq!(bench.0.explain(&[1, 2], b"", b"bob", false).miss, Miss::OtherSalt);
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 5]), Miss::OtherTenant(bob), "it is about the first block");
+        cache(&mut bench, "a", &[1, 2], b"y");
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::OtherSalt, "one's own comes first");
+        cache(&mut bench, "a", &[1, 2], b"");
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::OtherTenant(bob));
+        assert_eq!(miss(&mut bench, &[1, 2, 3, 5]), Miss::NeverComputed);
+    }
+
+    #[test]
+    fn looking_elsewhere_ends() {
+        let mut bench = bench(8);
+        cache(&mut bench, "b", &[1, 2, 3, 4], b"");
+        let root = root_hash(b"bob", b"", b"f");
+        let is_found = |mut num_left| bench.0.is_found(root, &[1, 2, 3, 4], &mut num_left);
+        assert_eq!([is_found(2), is_found(1), is_found(0)], [true, false, false]);
+    }
+}

@@ -1,0 +1,141 @@
+//! Leases: what each holds, its steps, and the answers that it may ask for again.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::books::geometry::Geometry;
+use crate::books::plans::StepPlan;
+use crate::books::room::update_reservation;
+use crate::books::sequences::{Row, SequenceTable};
+use crate::books::steps::StepInFlight;
+use crate::cache::pool::BlockPool;
+use crate::cache::prefix::{Hash, root_hash};
+use crate::cache::tenants::TenantId;
+use crate::errors::{Failure, Reason, Refusal, Result};
+
+/// Steps a lease may have planned without their outcome being known.
+pub const MAX_STEPS_IN_FLIGHT: usize = 64;
+/// Answers kept per lease for a repeated request id.
+pub const REMEMBERED_PLANS: usize = 8;
+
+/// What one lease holds, and its steps.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Lease {
+    pub tenant: TenantId,
+    pub tenant_name: Vec<u8>,
+    pub sequences: HashMap<i32, Row>,
+    pub next_step: u64,
+    /// The last step that was reported.
+    pub settled_step: u64,
+    /// Outcomes are known up to this step: reported, or doomed.
+    pub known_step: u64,
+    pub in_flight: VecDeque<StepInFlight>,
+    /// Table entries changed since the last plan, which the next grant has to tell the worker.
+    pub table_changes: Vec<(Row, usize)>,
+    /// Sequences with a reservation.
+    pub reserved: Vec<Row>,
+    /// The root that was asked for last, by salt.
+    pub last_root: Option<(Vec<u8>, Hash)>,
+    /// The lease ends this many seconds after it was renewed last.
+    pub ttl: f64,
+    /// It has ended, and waits for the worker's fence.
+    pub is_ending: bool,
+    /// The last plans that had a request id, for a repetition.
+    answers: VecDeque<Answer>,
+}
+
+/// By what the repetition of a request is known.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RequestKey<'a> {
+    /// Empty: it is not repeated.
+    pub request_id: &'a str,
+    /// Of the request.
+    pub digest: &'a [u8],
+}
+
+/// A plan that was answered.
+#[derive(Debug, Serialize, Deserialize)]
+struct Answer {
+    request_id: String,
+    /// Of the request.
+    digest: Vec<u8>,
+    plan: Arc<StepPlan>,
+}
+
+impl Lease {
+    /// A lease without sequences. `ttl` is in seconds.
+    pub fn new(tenant: TenantId, tenant_name: &[u8], ttl: f64) -> Lease {
+        Lease { tenant, tenant_name: tenant_name.to_vec(), ttl, next_step: 1, ..Lease::default() }
+    }
+
+    /// The answer that was given to this request id, if it is remembered. Refused (REQUEST_ID_REUSED) if that was
+    /// another request.
+    pub fn recall(&self, key: &RequestKey) -> Result<Option<Arc<StepPlan>>> {
+        let Some(answer) = self.answers.iter().find(|answer| answer.request_id == key.request_id) else {
+            return Ok(None);
+        };
+        if answer.digest != key.digest {
+            let message = format!("request_id '{}' was used for another plan", key.request_id);
+            let refusal = Refusal::new(Reason::RequestIdReused, message).with("request_id", key.request_id);
+            return Err(Failure::Refused(refusal));
+        }
+        Ok(Some(answer.plan.clone()))
+    }
+
+    /// Keeps the answer to a request id for a repetition, and forgets the oldest beyond REMEMBERED_PLANS.
+    pub fn remember(&mut self, key: &RequestKey, plan: &Arc<StepPlan>) {
+        if key.request_id.is_empty() {
+            return;
+        }
+        let (request_id, digest) = (key.request_id.to_string(), key.digest.to_vec());
+        self.answers.push_back(Answer { request_id, digest, plan: plan.clone() });
+        if self.answers.len() > REMEMBERED_PLANS {
+            self.answers.pop_front();
+        }
+    }
+
+    /// Refused (TOO_MANY_STEPS) if no more steps may be in flight.
+    pub fn refuse_too_many_steps(&self) -> Result<()> {
+        let num_steps = self.in_flight.len();
+        if num_steps < MAX_STEPS_IN_FLIGHT {
+            return Ok(());
+        }
+        let message = format!("the lease has {num_steps} steps in flight, the most there may be");
+        let refusal = Refusal::new(Reason::TooManySteps, message);
+        Err(Failure::Refused(refusal.with("limit", MAX_STEPS_IN_FLIGHT)))
+    }
+
+    /// Brings up to date what is reserved for the lease's sequences.
+    pub fn update_reservations(&mut self, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
+        for row in &self.reserved {
+            update_reservation(*row, self.tenant, pool, table, geometry);
+        }
+    }
+
+    /// The root of a prompt's prefix hashes.
+    pub fn root(&mut self, salt: &[u8], model_fingerprint: &[u8]) -> Hash {
+        if let Some((known, root)) = &self.last_root
+            && known == salt
+        {
+            return *root;
+        }
+        let root = root_hash(&self.tenant_name, salt, model_fingerprint);
+        self.last_root = Some((salt.to_vec(), root));
+        root
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_is_of_tenant_salt_and_model_whatever_was_asked_before() {
+        let mut lease = Lease { tenant_name: b"t".to_vec(), ..Lease::default() };
+        for salt in [&b"x"[..], b"x", b"", b"y", b"x"] {
+            assert_eq!(lease.root(salt, b"f"), root_hash(b"t", salt, b"f"));
+        }
+    }
+}

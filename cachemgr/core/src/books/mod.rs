@@ -1,0 +1,712 @@
+//! The books of one pool in one epoch: which block belongs to whom, and which steps may still touch it.
+//!
+//! Single writer, no I/O, no clock: every method is atomic.
+
+pub mod audit;
+pub mod counters;
+pub mod explain;
+pub mod geometry;
+pub mod leases;
+pub mod looking;
+pub mod pinning;
+pub mod pins;
+pub mod planner;
+pub mod plans;
+pub mod room;
+pub mod sequences;
+pub mod settle;
+pub mod steps;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::books::counters::Counters;
+use crate::books::geometry::Geometry;
+use crate::books::leases::{Lease, RequestKey};
+use crate::books::pins::Pins;
+use crate::books::planner::StepPlanner;
+use crate::books::plans::{Admission, StepPlan, StepRequest};
+use crate::books::room::{Room, refuse_no_row};
+use crate::books::sequences::{Row, Sequence, SequenceTable};
+use crate::books::steps::StepInFlight;
+use crate::cache::accounts::Share;
+use crate::cache::host::HostPool;
+use crate::cache::policies::Policy;
+use crate::cache::pool::BlockPool;
+use crate::cache::prefix::{BlockId, chain_hashes, root_hash};
+use crate::cache::tenants::{Asker, TenantId, Tenants, beginning_of};
+use crate::errors::{Refusal, Result};
+
+/// What tenants may take.
+#[derive(Debug, Serialize, Deserialize)]
+struct Shares {
+    default: Share,
+    by_name: BTreeMap<Vec<u8>, Share>,
+}
+
+impl Shares {
+    fn of(&self, name: &[u8]) -> Share {
+        self.by_name.get(name).copied().unwrap_or(self.default)
+    }
+}
+
+/// Books of one pool, from the attachment of an epoch to its end. Leases are known by names that the caller gives.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Books {
+    pub(crate) geometry: Geometry,
+    pub(crate) pool: BlockPool,
+    pub(crate) host: HostPool,
+    pub(crate) table: SequenceTable,
+    pub(crate) leases: HashMap<String, Lease>,
+    pub(crate) tenants: Tenants,
+    pub(crate) pins: Pins,
+    shares: Shares,
+    pub(crate) counters: Counters,
+    /// The number of the last report that was entered.
+    pub(crate) last_report: u64,
+}
+
+impl Books {
+    /// None if there is no eviction policy of this name.
+    pub fn new(geometry: Geometry, policy: &str) -> Option<Books> {
+        let policy = Policy::named(policy, geometry.num_blocks)?;
+        let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
+        Some(Books {
+            pool: BlockPool::new(geometry.num_blocks, policy),
+            host: HostPool::new(geometry.num_host_blocks),
+            geometry,
+            table: SequenceTable::default(),
+            leases: HashMap::new(),
+            tenants: Tenants::default(),
+            pins: Pins::default(),
+            shares,
+            counters: Counters::default(),
+            last_report: 0,
+        })
+    }
+
+    /// A new lease without sequences. `ttl` is in seconds.
+    pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8], ttl: f64) {
+        let lease = Lease::new(self.enter_tenant(tenant), tenant, ttl);
+        let before = self.leases.insert(lease_id.to_string(), lease);
+        assert!(before.is_none(), "lease {lease_id:.8} is opened twice");
+    }
+
+    /// What tenants may take from now on, by name; all others get the default.
+    pub fn set_shares(&mut self, default: Share, by_name: BTreeMap<Vec<u8>, Share>) {
+        self.shares = Shares { default, by_name };
+        for name in self.shares.by_name.keys().cloned().collect::<Vec<_>>() {
+            self.enter_tenant(&name);
+        }
+        for tenant in 0..self.tenants.len() as TenantId {
+            self.pool.set_share(tenant, self.shares.of(self.tenants.name(tenant)));
+        }
+    }
+
+    pub(crate) fn enter_tenant(&mut self, name: &[u8]) -> TenantId {
+        let tenant = self.tenants.enter(name);
+        if tenant as usize == self.pool.accounts().len() {
+            self.pool.set_share(tenant, self.shares.of(name));
+        }
+        tenant
+    }
+
+    pub fn tenants(&self) -> &Tenants {
+        &self.tenants
+    }
+
+    /// The lease has ended; its blocks come back when it is closed. No effect if it is gone.
+    pub fn end_lease(&mut self, lease_id: &str) {
+        if let Some(holdings) = self.leases.get_mut(lease_id) {
+            holdings.is_ending = true;
+        }
+    }
+
+    /// The lease has ended and nothing touches its blocks any more: all of them come back. No effect if it is gone.
+    pub fn close_lease(&mut self, lease_id: &str) -> Result<()> {
+        let Some(holdings) = self.leases.remove(lease_id) else {
+            return Ok(());
+        };
+        for step in &holdings.in_flight {
+            self.finish(step)?;
+        }
+        for row in self.rows_in_order(&holdings) {
+            let sequence = self.table.leave(row);
+            self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
+            self.pool.release(&sequence.blocks_tail_first(0))?;
+            self.host.release(&sequence.host_blocks.unwrap_or_default())?;
+        }
+        Ok(())
+    }
+
+    /// What a lease holds. The caller has opened it.
+    pub fn lease(&self, lease_id: &str) -> Option<&Lease> {
+        self.leases.get(lease_id)
+    }
+
+    /// Rows of a lease's sequences, as they were admitted.
+    pub fn rows_in_order(&self, lease: &Lease) -> Vec<Row> {
+        let mut rows: Vec<Row> = lease.sequences.values().copied().collect();
+        rows.sort_unstable_by_key(|row| self.table.get(*row).number);
+        rows
+    }
+
+    /// Plans the lease's next step. None if there is no such lease. Refused (TOO_MANY_STEPS, INVALID_ARGUMENT) as a
+    /// whole, or item by item. `now` is in seconds of the caller's clock. A plan with a request id is kept for a
+    /// repetition.
+    pub fn plan(
+        &mut self,
+        lease_id: &str,
+        request: &StepRequest,
+        now: f64,
+        key: &RequestKey,
+    ) -> Result<Option<Arc<StepPlan>>> {
+        if !self.leases.contains_key(lease_id) {
+            return Ok(None);
+        }
+        self.advance(now)?;
+        let lease = self.leases.get_mut(lease_id).expect("it is there");
+        request.refuse_repeated()?;
+        lease.refuse_too_many_steps()?;
+        let asker = Asker { tenant: lease.tenant, lease: beginning_of(lease_id), now };
+        let Books { geometry, pool, host, table, counters, .. } = self;
+        let plan = Arc::new(StepPlanner::new(lease, pool, host, table, geometry, counters, asker).run(request)?);
+        self.counters.planned_steps += 1;
+        if let Some(lease) = self.leases.get_mut(lease_id) {
+            lease.remember(key, &plan);
+        }
+        Ok(Some(plan))
+    }
+
+    /// Whether an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
+    /// fill is not counted as found.
+    pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> AdmissionCheck {
+        let tenant_id = self.enter_tenant(tenant);
+        let Books { geometry, pool, .. } = &*self;
+        let room = Room { geometry, pool, tenant: tenant_id };
+        let found = self.find_cached(&admission.tokens, &admission.salt, tenant);
+        let num_parked = pool.num_parked(&found);
+        let needed = geometry.num_blocks_for(admission.tokens.len().max(admission.reserved_tokens)) - found.len();
+        let refusal = room
+            .refuse_impossible(admission)
+            .or_else(|| refuse_no_row(admission.seq_id, &self.table, geometry))
+            .or_else(|| room.refuse(admission.seq_id, needed, num_parked, reserve));
+        let (num_cached_tokens, available) = (found.len() * geometry.block_size, room.num_available(num_parked));
+        AdmissionCheck { num_cached_tokens, needed, available, refusal }
+    }
+
+    /// Nothing touches the step's blocks any more.
+    pub(crate) fn finish(&mut self, step: &StepInFlight) -> Result<()> {
+        step.pinned.iter().try_for_each(|blocks| self.pool.unpin(blocks))?;
+        step.pinned_in_host.iter().try_for_each(|blocks| self.host.unpin(blocks))?;
+        step.released_rows.iter().for_each(|row| drop(self.table.leave(*row)));
+        Ok(())
+    }
+
+    /// Makes the blocks from `first` to before `end` unfindable; returns how many were. The first ones: takes all pins back.
+    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
+        if first == 0 {
+            self.drop_pins()?;
+        }
+        Ok(self.pool.drop_cached(first, end, now))
+    }
+
+    // -- looking ------------------------------------------------------------------------------------------------------
+
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// The number of the last report that was entered, 0 if none.
+    pub fn last_report(&self) -> u64 {
+        self.last_report
+    }
+
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    pub fn host(&self) -> &HostPool {
+        &self.host
+    }
+
+    pub fn pool_mut(&mut self) -> &mut BlockPool {
+        &mut self.pool
+    }
+
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    pub fn tenant_name(&self, tenant: TenantId) -> &[u8] {
+        self.tenants.name(tenant)
+    }
+
+    pub fn sequence(&self, row: Row) -> &Sequence {
+        self.table.get(row)
+    }
+
+    /// Rows in the worker: sequences that leases hold, and those released that steps in flight still run; but for those
+    /// in the host tier.
+    pub fn num_rows(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Sequences that leases hold in the host tier.
+    pub fn num_offloaded(&self) -> usize {
+        self.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
+    }
+
+    /// Steps planned and not reported, of all leases. O(leases).
+    pub fn num_steps_in_flight(&self) -> usize {
+        self.leases.values().map(|lease| lease.in_flight.len()).sum()
+    }
+
+    /// Rows of all leases' sequences.
+    fn rows(&self) -> impl Iterator<Item = Row> {
+        self.leases.values().flat_map(|lease| lease.sequences.values().copied())
+    }
+
+    /// Tokens that an admission would find in the cache; takes nothing.
+    pub fn num_cached_tokens(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> usize {
+        self.find_cached(tokens, salt, tenant).len() * self.geometry.block_size
+    }
+
+    /// The blocks that an admission would find in the cache, in order.
+    fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Vec<BlockId> {
+        let size = self.geometry.block_size;
+        let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
+        let num_full = num_usable.min(self.geometry.max_tokens()) / size;
+        let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
+        let mut hashes = Vec::new();
+        chain_hashes(root, &tokens[..num_full * size], size, &mut hashes);
+        self.pool.index().find(&hashes)
+    }
+
+    /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
+    pub fn num_held_tokens(&self) -> usize {
+        let size = self.geometry.block_size;
+        let held = |row: &Row| {
+            let sequence = self.table.get(*row);
+            (sequence, sequence.num_known().max(sequence.num_scheduled))
+        };
+        let sequences = || self.rows().map(|row| held(&row));
+        let mut fills: HashMap<BlockId, usize> = HashMap::new(); // of the blocks that a holder does not fill
+        for (sequence, num_tokens) in sequences() {
+            for (index, block) in sequence.block_table.iter().enumerate().skip(num_tokens / size) {
+                let fill = fills.entry(*block).or_default();
+                *fill = num_tokens.saturating_sub(index * size).max(*fill);
+            }
+        }
+        if fills.keys().any(|block| self.pool.ref_count(*block) > 1) {
+            for (sequence, num_tokens) in sequences() {
+                for block in sequence.block_table.iter().take(num_tokens / size) {
+                    fills.entry(*block).and_modify(|fill| *fill = size);
+                }
+            }
+        }
+        let num_missing: usize = fills.values().map(|fill| size - fill).sum();
+        self.pool.counters().num_active * size - num_missing
+    }
+}
+
+/// What would become of an admission.
+#[derive(Debug)]
+pub struct AdmissionCheck {
+    pub num_cached_tokens: usize,
+    /// Blocks that it would be handed out, now or later.
+    pub needed: usize,
+    /// Blocks that the tenant could take.
+    pub available: usize,
+    pub refusal: Option<Refusal>,
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::books::plans::{Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
+    use crate::books::settle::{StepOutcome, StepReport};
+    use crate::cache::advice::Level;
+    use crate::cache::policies::POLICIES;
+    use crate::cache::pool::tests::Random;
+    use crate::errors::Reason;
+
+    pub(crate) fn geometry(num_usable: usize) -> Geometry {
+        Geometry {
+            block_size: 2,
+            num_blocks: num_usable + 1,
+            num_host_blocks: 6,
+            max_sequences: 16,
+            max_sequence_tokens: 64,
+            vocab_size: 100,
+            model_fingerprint: b"f".to_vec(),
+            has_recurrent_state: false,
+        }
+    }
+
+    /// Books with leases "a" and "b" on blocks of two tokens; calls without a lease are those of "a".
+    pub(crate) struct Bench(pub Books);
+
+    impl Bench {
+        pub(crate) fn new(num_usable: usize) -> Bench {
+            Bench::with_policy("lru", num_usable)
+        }
+
+        /// For a model with a state per sequence.
+        pub(crate) fn with_states(num_usable: usize) -> Bench {
+            Bench::of(Geometry { has_recurrent_state: true, ..geometry(num_usable) }, "lru")
+        }
+
+        fn with_policy(policy: &str, num_usable: usize) -> Bench {
+            Bench::of(geometry(num_usable), policy)
+        }
+
+        fn of(geometry: Geometry, policy: &str) -> Bench {
+            let mut books = Books::new(geometry, policy).unwrap();
+            ["a", "b"].iter().for_each(|lease_id| books.open_lease(lease_id, b"", 30.0));
+            Bench(books)
+        }
+
+        pub(crate) fn plan(&mut self, request: StepRequest) -> StepPlan {
+            self.plan_for("a", request)
+        }
+
+        pub(crate) fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> StepPlan {
+            self.plan_at(lease_id, &request, 0.0)
+        }
+
+        pub(crate) fn plan_at(&mut self, lease_id: &str, request: &StepRequest, now: f64) -> StepPlan {
+            let plan = self.0.plan(lease_id, request, now, &RequestKey::default()).unwrap().unwrap();
+            Arc::unwrap_or_clone(plan)
+        }
+
+        pub(crate) fn admit(&mut self, seq_id: i64, tokens: &[i32]) -> StepPlan {
+            self.plan(StepRequest { admissions: vec![admission(seq_id, tokens)], ..StepRequest::default() })
+        }
+
+        pub(crate) fn extend(&mut self, seq_id: i32, num_tokens: i64, append: &[i32]) -> StepPlan {
+            let extends = vec![Extend { seq_id, num_tokens, append: append.to_vec() }];
+            self.plan(StepRequest { extends, ..StepRequest::default() })
+        }
+
+        pub(crate) fn fork(&mut self, parent_id: i64, child_ids: &[i64], num_tokens: i64) -> StepPlan {
+            let forks = vec![Fork { parent_id, child_ids: child_ids.to_vec(), num_tokens }];
+            self.plan(StepRequest { forks, ..StepRequest::default() })
+        }
+
+        pub(crate) fn trim(&mut self, seq_id: i64, num_tokens: i64) -> StepPlan {
+            self.plan(StepRequest { trims: vec![Trim { seq_id, num_tokens }], ..StepRequest::default() })
+        }
+
+        pub(crate) fn release(&mut self, seq_ids: &[i64]) -> StepPlan {
+            self.plan(StepRequest { releases: seq_ids.to_vec(), ..StepRequest::default() })
+        }
+
+        pub(crate) fn offload(&mut self, seq_id: i64) -> StepPlan {
+            self.plan(StepRequest { offloads: vec![seq_id], ..StepRequest::default() })
+        }
+
+        pub(crate) fn restore(&mut self, seq_id: i64) -> StepPlan {
+            let restores = vec![Restore { seq_id, max_compute: 0 }];
+            self.plan(StepRequest { restores, ..StepRequest::default() })
+        }
+
+        pub(crate) fn report(&self, lease_id: &str) -> StepReport {
+            report(&self.0, lease_id)
+        }
+
+        /// All steps in flight were computed.
+        pub(crate) fn settle(&mut self) {
+            while !self.0.leases["a"].in_flight.is_empty() {
+                self.0.settle("a", &self.report("a")).unwrap();
+            }
+        }
+
+        pub(crate) fn row(&self, seq_id: i32) -> Row {
+            self.0.leases["a"].sequences[&seq_id]
+        }
+
+        pub(crate) fn tokens(&self, seq_id: i32) -> Vec<i32> {
+            self.0.table.get(self.row(seq_id)).tokens.clone()
+        }
+
+        pub(crate) fn blocks(&self, seq_id: i32) -> Vec<BlockId> {
+            self.0.table.get(self.row(seq_id)).block_table.clone()
+        }
+
+        pub(crate) fn sequence(&mut self, seq_id: i32) -> &mut Sequence {
+            let row = self.row(seq_id);
+            self.0.table.get_mut(row)
+        }
+    }
+
+    /// Of the lease's first step in flight: all computed, and 9 sampled wherever it samples.
+    pub(crate) fn report(books: &Books, lease_id: &str) -> StepReport {
+        let step = books.leases[lease_id].in_flight.front().unwrap();
+        let sampled = || step.runs.iter().filter(|run| run.samples).map(|run| run.seq_id);
+        StepReport {
+            step_number: step.step_number,
+            outcome: StepOutcome::Computed,
+            seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
+            token_counts: step.runs.iter().map(|run| run.sampled_position as i32).collect(),
+            sampled_ids: sampled().collect(),
+            sampled_tokens: sampled().map(|_| 9).collect(),
+            report_number: 0,
+        }
+    }
+
+    pub(crate) fn admission(seq_id: i64, tokens: &[i32]) -> Admission {
+        Admission { seq_id, tokens: tokens.to_vec(), ..Admission::default() }
+    }
+
+    // -- leases -------------------------------------------------------------------------------------------------------
+
+    #[test]
+    fn policies_go_by_their_names() {
+        assert!(POLICIES.iter().all(|policy| Books::new(geometry(4), policy).is_some()));
+        assert!(Books::new(geometry(4), "mru").is_none());
+    }
+
+    #[test]
+    #[should_panic(expected = "lease a is opened twice")]
+    fn a_lease_is_opened_once() {
+        Bench::new(4).0.open_lease("a", b"", 30.0);
+    }
+
+    #[test]
+    fn nothing_is_planned_for_who_has_no_lease() {
+        let mut bench = Bench::new(4);
+        assert!(bench.0.plan("c", &StepRequest::default(), 0.0, &RequestKey::default()).unwrap().is_none());
+        assert!(bench.0.lease("c").is_none());
+        bench.0.close_lease("c").unwrap();
+        assert_eq!(bench.0.counters().planned_steps, 0);
+        let steps = [bench.plan(StepRequest::default()), bench.plan(StepRequest::default())];
+        assert_eq!((steps.map(|plan| plan.step_number), bench.0.counters().planned_steps), ([1, 2], 2));
+    }
+
+    #[test]
+    fn rows_are_told_as_sequences_were_admitted_and_used_again() {
+        let mut bench = Bench::new(8);
+        [3, 1, 2].iter().for_each(|seq_id| drop(bench.admit(*seq_id, &[1])));
+        bench.release(&[1]);
+        bench.settle();
+        bench.admit(1, &[2]);
+        let rows = bench.0.rows_in_order(&bench.0.leases["a"]);
+        assert_eq!(rows, [bench.row(3), bench.row(2), bench.row(1)]);
+        assert_eq!((rows, bench.0.num_rows()), (vec![0, 2, 1], 3));
+    }
+
+    #[test]
+    fn all_of_a_closed_lease_comes_back_and_what_was_computed_is_cached() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.settle();
+        bench.admit(2, &[5, 6, 7]);
+        bench.extend(1, 1, &[]);
+        bench.trim(1, 1);
+        bench.release(&[2]);
+        assert_eq!((bench.0.num_rows(), bench.0.pool().counts().retired), (2, 3));
+        bench.0.close_lease("a").unwrap();
+        assert_eq!((bench.0.num_rows(), bench.0.pool().counts().cached, bench.0.pool().counts().free), (0, 1, 7));
+        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3], b"", b"")), (vec![], 2));
+    }
+
+    #[test]
+    fn a_lookup_leaves_a_token_to_compute() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        let lengths = [0, 1, 2, 3, 4, 5].map(|count| bench.0.num_cached_tokens(&[1, 2, 3, 4, 5][..count], b"", b""));
+        assert_eq!(lengths, [0, 0, 0, 2, 2, 4]);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"s", b""), 0);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"", b"t"), 0);
+    }
+
+    #[test]
+    fn a_block_is_held_as_far_as_its_fullest_holder_fills_it() {
+        let mut bench = Bench::new(4);
+        bench.admit(1, &[1, 2]);
+        assert_eq!(bench.0.num_held_tokens(), 2);
+        bench.extend(1, 1, &[]);
+        bench.fork(1, &[2, 3, 4, 5, 6, 7, 8, 9], 3);
+        assert_eq!((bench.0.num_held_tokens(), bench.sequence(2).num_scheduled), (3, 2));
+        bench.release(&[1]);
+        assert_eq!(bench.0.num_held_tokens(), 2);
+    }
+
+    // -- anything at all ----------------------------------------------------------------------------------------------
+
+    pub(crate) fn some_request(random: &mut Random) -> StepRequest {
+        let mut ids = |bound| (0..random.below(bound)).map(|_| random.below(6) as i64).collect::<Vec<_>>();
+        let (releases, trimmed, parents, admitted) = (ids(2), ids(2), ids(2), ids(4));
+        let (offloads, restored) = (ids(3), ids(4));
+        let extended = random.sample((0..6).collect());
+        let mut count = |bound| 1 + random.below(bound) as i64;
+        let trims = trimmed.into_iter().map(|seq_id| Trim { seq_id, num_tokens: count(9) }).collect();
+        let fork = |parent_id| Fork { parent_id, child_ids: vec![count(6), count(6)], num_tokens: count(9) };
+        let forks = parents.into_iter().map(fork).collect();
+        let extend = |seq_id: i64| {
+            let num_appended = [0, 0, 0, 3][random.below(4)];
+            let append = random.tokens(num_appended, 2);
+            Extend { seq_id: seq_id as i32, num_tokens: 1 + random.below(2) as i64, append }
+        };
+        let extends = extended.into_iter().map(extend).collect();
+        let admit = |seq_id| {
+            let num_tokens = 1 + random.below(9);
+            let tokens = random.tokens(num_tokens, 2);
+            let reserved_tokens = [0, 0, num_tokens + random.below(9)][random.below(3)];
+            let (resumed, retention) = (random.below(5) == 0, some_retention(random));
+            Admission {
+                seq_id,
+                tokens,
+                max_compute: random.below(4),
+                reserved_tokens,
+                retention,
+                resumed,
+                ..Admission::default()
+            }
+        };
+        let admissions = admitted.into_iter().map(admit).collect();
+        let restores = restored.into_iter().map(|seq_id| Restore { seq_id, max_compute: random.below(3) }).collect();
+        let mut return_hints = Vec::new();
+        for &seq_id in &releases {
+            let expected_in = [None, Some(0.5), Some(20.0), Some(500.0)][random.below(4)];
+            return_hints.push(ReturnHint { seq_id, expected_in });
+        }
+        StepRequest {
+            releases,
+            return_hints,
+            offloads,
+            trims,
+            forks,
+            extends,
+            restores,
+            admissions,
+            ..StepRequest::default()
+        }
+    }
+
+    fn some_retention(random: &mut Random) -> Vec<Retention> {
+        let ttl = |random: &mut Random| [None, Some(1.0), Some(3.0)][random.below(3)];
+        let range = |random: &mut Random, num_tokens| Retention {
+            num_tokens,
+            level: 1 + random.below(9) as Level,
+            ttl: ttl(random),
+        };
+        match random.below(6) {
+            0 => vec![range(random, 0)],
+            1 => vec![range(random, 3), range(random, 2)],
+            2 => vec![range(random, 4), range(random, 0)],
+            _ => Vec::new(),
+        }
+    }
+
+    pub(crate) fn some_share(random: &mut Random) -> Share {
+        let floor = random.below(4);
+        let quota = floor + random.below(8);
+        Share { floor, quota, limit: quota + random.below(8), pin_budget: random.below(4) }
+    }
+
+    /// Pins, shares and resets.
+    fn do_something_else(books: &mut Books, random: &mut Random, now: f64) {
+        let tenant = [&b"x"[..], b"y"][random.below(2)];
+        match random.below(5) {
+            0 | 1 => {
+                let tokens = random.tokens(6, 2);
+                drop(books.pin_prefix(tenant, &tokens, b"", now + random.below(4) as f64).unwrap());
+            }
+            2 => {
+                let id = books.pins().all().next().map(|pin| pin.id).unwrap_or_default();
+                books.unpin_prefix(Some(tenant), &id).unwrap();
+            }
+            3 => {
+                let everything = Share::everything(12);
+                let shares = [(b"x".to_vec(), some_share(random)), (b"y".to_vec(), some_share(random))];
+                books.set_shares(everything, shares.into_iter().skip(random.below(3)).collect());
+            }
+            _ if random.below(10) == 0 => drop(books.reset_prefix_cache(0, 13, now).unwrap()),
+            _ => {}
+        }
+    }
+
+    /// Whoever said how long it will be at most is never without room.
+    fn check_promises(bench: &Bench, lease_id: &str, plan: &StepPlan) {
+        for refused in &plan.refusals {
+            let is_no_room = matches!(refused.refusal.reason, Reason::OutOfBlocks | Reason::QuotaExceeded);
+            let row = bench.0.leases[lease_id].sequences.get(&(refused.seq_id as i32));
+            if refused.item == PlanItem::Extend && is_no_room {
+                assert_eq!(row.map(|row| bench.0.table.get(*row).reserved_tokens), Some(0), "{refused:?}");
+            }
+        }
+    }
+
+    /// Block by block, as its fullest holder fills it.
+    fn num_held_tokens(books: &Books) -> usize {
+        let mut fills = vec![0; books.geometry.num_blocks];
+        for row in books.leases.values().flat_map(|lease| lease.sequences.values()) {
+            let sequence = books.table.get(*row);
+            let num_tokens = sequence.num_known().max(sequence.num_scheduled);
+            for (index, block) in sequence.block_table.iter().enumerate() {
+                let fill = num_tokens.saturating_sub(2 * index).min(2);
+                fills[*block as usize] = fill.max(fills[*block as usize]);
+            }
+        }
+        fills.into_iter().sum()
+    }
+
+    #[test]
+    fn whatever_is_asked_the_books_are_right() {
+        let mut reasons = BTreeSet::new();
+        for (seed, policy) in (0..40).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
+            let (mut bench, mut random) = (Bench::with_policy(policy, 12), Random(seed));
+            let (with_shares, mut now) = (seed % 2 == 1, 0.0);
+            for (lease_id, tenant) in [("a", b"x"), ("b", b"x"), ("c", b"y")] {
+                bench.0.close_lease(lease_id).unwrap();
+                bench.0.open_lease(lease_id, tenant, 30.0);
+            }
+            let mut findable = BTreeSet::new();
+            for _ in 0..240 {
+                let lease_id = ["a", "b", "c"][random.below(3)];
+                now += random.below(3) as f64 / 2.0;
+                if with_shares && random.below(4) == 0 {
+                    do_something_else(&mut bench.0, &mut random, now);
+                }
+                let num_in_flight = bench.0.leases[lease_id].in_flight.len();
+                if num_in_flight < 3 && random.below(2) == 0 {
+                    let request = some_request(&mut random);
+                    let plan = bench.plan_at(lease_id, &request, now);
+                    check_promises(&bench, lease_id, &plan);
+                    reasons.extend(plan.refusals.iter().map(|refused| refused.refusal.reason.name()));
+                } else if num_in_flight > 0 {
+                    let mut report = bench.report(lease_id);
+                    report.sampled_tokens.iter_mut().for_each(|token| *token = random.below(2) as i32);
+                    let step = &bench.0.leases[lease_id].in_flight[0];
+                    if step.is_doomed || random.below(8) == 0 {
+                        report.outcome = [StepOutcome::Failed, StepOutcome::Skipped][random.below(2)];
+                    }
+                    bench.0.settle(lease_id, &report).unwrap();
+                } else if random.below(20) == 0 {
+                    bench.0.close_lease(lease_id).unwrap();
+                    bench.0.open_lease(lease_id, if lease_id == "c" { b"y" } else { b"x" }, 30.0);
+                }
+                assert_eq!(bench.0.violations(), [""; 0]);
+                assert_eq!(bench.0.num_held_tokens(), num_held_tokens(&bench.0));
+                findable.extend((1..13).filter(|block| bench.0.pool().index().is_findable(*block)));
+            }
+            assert!(findable.len() > 4, "it gets somewhere: {findable:?}");
+            ["a", "b", "c"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
+            bench.0.advance(now + 1e6).unwrap();
+            assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));
+            assert_eq!((bench.0.num_offloaded(), bench.0.host().counts().free), (0, 6));
+            assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
+        }
+        let of_the_host_tier = ["OUT_OF_HOST_BLOCKS", "SEQUENCE_OFFLOADED", "SEQUENCE_BUSY"];
+        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG"].into_iter().chain(of_the_host_tier) {
+            assert!(reasons.contains(reason), "{reasons:?}");
+        }
+    }
+}

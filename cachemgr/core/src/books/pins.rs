@@ -1,0 +1,64 @@
+//! Prefix pins: what tenants keep from being evicted.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::advice::{Millis, millis};
+use crate::cache::prefix::BlockId;
+use crate::cache::tenants::TenantId;
+
+/// The beginning of the prefix hash of the last block that is pinned: the same for the same prefix.
+pub type PinId = [u8; 16];
+
+/// A prefix that is kept.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Pin {
+    pub id: PinId,
+    pub tenant: TenantId,
+    /// In table order.
+    pub blocks: Vec<BlockId>,
+    /// Seconds of the caller's clock.
+    pub until: f64,
+}
+
+/// The pins of a pool. There are no more than pinned blocks, since no two end with the same one.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Pins {
+    by_id: BTreeMap<PinId, Pin>,
+    ends: BTreeSet<(Millis, PinId)>,
+}
+
+impl Pins {
+    pub fn get(&self, id: &PinId) -> Option<&Pin> {
+        self.by_id.get(id)
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &Pin> {
+        self.by_id.values()
+    }
+
+    /// The pins behind one, by id.
+    pub fn behind(&self, id: PinId) -> impl Iterator<Item = &Pin> {
+        self.by_id.range((std::ops::Bound::Excluded(id), std::ops::Bound::Unbounded)).map(|(_, pin)| pin)
+    }
+
+    pub fn insert(&mut self, pin: Pin) {
+        self.ends.insert((millis(pin.until), pin.id));
+        self.by_id.insert(pin.id, pin);
+    }
+
+    pub fn remove(&mut self, id: &PinId) -> Option<Pin> {
+        let pin = self.by_id.remove(id)?;
+        self.ends.remove(&(millis(pin.until), *id));
+        Some(pin)
+    }
+
+    pub fn next_end(&self) -> Option<Millis> {
+        self.ends.first().map(|(end, _)| *end)
+    }
+
+    pub fn first_ended(&self, now: f64) -> Option<PinId> {
+        self.ends.first().filter(|(end, _)| *end <= millis(now)).map(|(_, id)| *id)
+    }
+}

@@ -1,0 +1,214 @@
+//! What a client asks of its next step, and what it gets: plain values.
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::advice::Level;
+use crate::cache::host::{HostBlockCounts, HostBlockId};
+use crate::cache::pool::BlockCounts;
+use crate::cache::prefix::BlockId;
+use crate::errors::{Failure, Refusal, Result, invalid};
+
+/// The kinds of items that are answered one by one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PlanItem {
+    Offload,
+    Trim,
+    Fork,
+    Extend,
+    Restore,
+    Admission,
+}
+
+impl PlanItem {
+    pub fn name(self) -> &'static str {
+        match self {
+            PlanItem::Offload => "offload",
+            PlanItem::Trim => "trim",
+            PlanItem::Fork => "fork",
+            PlanItem::Extend => "extend",
+            PlanItem::Restore => "restore",
+            PlanItem::Admission => "admission",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Trim {
+    pub seq_id: i64,
+    /// Tokens to keep.
+    pub num_tokens: i64,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Fork {
+    pub parent_id: i64,
+    pub child_ids: Vec<i64>,
+    /// Tokens each child begins with.
+    pub num_tokens: i64,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Extend {
+    pub seq_id: i32,
+    /// Tokens to compute.
+    pub num_tokens: i64,
+    /// Tokens to append before computing.
+    pub append: Vec<i32>,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Restore {
+    pub seq_id: i64,
+    /// The most tokens to compute in this step; 0: no limit of its own.
+    pub max_compute: usize,
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Admission {
+    pub seq_id: i64,
+    pub tokens: Vec<i32>,
+    /// The most tokens to compute in this step; 0: no limit of its own.
+    pub max_compute: usize,
+    pub salt: Vec<u8>,
+    /// The most tokens the sequence will ever have, guaranteed; 0: best effort.
+    pub reserved_tokens: usize,
+    /// What is worth keeping, from the first token on.
+    pub retention: Vec<Retention>,
+    /// It was here before, and was released to make room.
+    pub resumed: bool,
+}
+
+/// How much a range of a sequence is worth keeping.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Retention {
+    /// From the end of the range before it on; 0: all that follow.
+    pub num_tokens: usize,
+    pub level: Level,
+    /// How long this stands, in seconds; None: as long as the content.
+    pub ttl: Option<f64>,
+}
+
+/// What is known of the future of a sequence that is released.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ReturnHint {
+    pub seq_id: i64,
+    /// It will be asked for again in about so many seconds; None: never.
+    pub expected_in: Option<f64>,
+}
+
+/// Everything a client wants of one step.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct StepRequest {
+    pub releases: Vec<i64>,
+    /// About sequences that are released.
+    pub return_hints: Vec<ReturnHint>,
+    /// Sequences to move to the host tier.
+    pub offloads: Vec<i64>,
+    pub trims: Vec<Trim>,
+    pub forks: Vec<Fork>,
+    pub extends: Vec<Extend>,
+    pub restores: Vec<Restore>,
+    pub admissions: Vec<Admission>,
+    /// The most tokens restores and admissions may compute together; 0: no limit.
+    pub admission_token_budget: usize,
+    /// Blocks that restores and admissions leave allocatable.
+    pub admission_reserve: usize,
+}
+
+impl StepRequest {
+    /// Refused (INVALID_ARGUMENT) if a sequence is extended twice: it can be computed only once in a step.
+    pub fn refuse_repeated(&self) -> Result<()> {
+        let mut seq_ids: Vec<i32> = self.extends.iter().map(|extend| extend.seq_id).collect();
+        seq_ids.sort_unstable();
+        let Some(pair) = seq_ids.windows(2).find(|pair| pair[0] == pair[1]) else {
+            return Ok(());
+        };
+        let value = format!("{} more than once", pair[0]);
+        Err(Failure::Refused(invalid("extends.sequence_ids", value, "distinct")))
+    }
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RefusedItem {
+    pub item: PlanItem,
+    pub seq_id: i64,
+    pub refusal: Refusal,
+}
+
+/// What one step may touch and is to compute; grows while it is planned, constant afterwards.
+///
+/// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct StepPlan {
+    pub step_number: u64,
+    pub known_step: u64,
+    pub released_ids: Vec<i32>,
+    pub offloaded_ids: Vec<i32>,
+    pub fork_parent_ids: Vec<i32>,
+    pub fork_child_ids: Vec<i32>,
+    pub write_seq_ids: Vec<i32>,
+    pub write_first_indexes: Vec<u32>,
+    pub write_block_counts: Vec<u32>,
+    pub write_block_ids: Vec<BlockId>,
+    pub copy_sources: Vec<BlockId>,
+    pub copy_targets: Vec<BlockId>,
+    pub offload_sources: Vec<BlockId>,
+    pub offload_targets: Vec<HostBlockId>,
+    pub restore_sources: Vec<HostBlockId>,
+    pub restore_targets: Vec<BlockId>,
+    pub run_seq_ids: Vec<i32>,
+    pub run_starts: Vec<u32>,
+    pub run_token_counts: Vec<u32>,
+    pub run_samples: Vec<bool>,
+    pub given_run_indexes: Vec<u32>,
+    pub given_digests: Vec<u8>,
+    pub refusals: Vec<RefusedItem>,
+    pub admitted_ids: Vec<i32>,
+    pub admitted_cached_counts: Vec<u32>,
+    pub restored_ids: Vec<i32>,
+    /// Tokens that need not be computed again.
+    pub restored_counts: Vec<u32>,
+    pub counts: BlockCounts,
+    /// None: there is no host tier.
+    pub host_counts: Option<HostBlockCounts>,
+}
+
+impl StepPlan {
+    /// Of what the worker is told: the same request, planned on the same books, has the same.
+    pub fn checksum(&self) -> u64 {
+        let numbers = [
+            &self.write_first_indexes,
+            &self.write_block_ids,
+            &self.copy_sources,
+            &self.copy_targets,
+            &self.offload_sources,
+            &self.offload_targets,
+            &self.restore_sources,
+            &self.restore_targets,
+            &self.run_starts,
+            &self.run_token_counts,
+            &self.admitted_cached_counts,
+        ];
+        let ids =
+            [&self.released_ids, &self.offloaded_ids, &self.fork_child_ids, &self.write_seq_ids, &self.run_seq_ids];
+        let lists = numbers.into_iter().map(|list| fold(list.iter().copied()));
+        let lists = lists.chain(ids.into_iter().map(|list| fold(list.iter().map(|id| *id as u32))));
+        lists.fold(self.step_number, |all, list| all.rotate_left(7).wrapping_mul(PRIME) ^ list)
+    }
+
+    /// Adds a block table write.
+    pub fn write(&mut self, seq_id: i32, first_index: usize, blocks: &[BlockId]) {
+        self.write_seq_ids.push(seq_id);
+        self.write_first_indexes.push(first_index as u32);
+        self.write_block_counts.push(blocks.len() as u32);
+        self.write_block_ids.extend_from_slice(blocks);
+    }
+}
+
+/// Of FNV, for 64 bits.
+const PRIME: u64 = 0x0000_0100_0000_01b3;
+
+fn fold(numbers: impl ExactSizeIterator<Item = u32>) -> u64 {
+    let num_numbers = numbers.len() as u64;
+    numbers.fold(num_numbers, |all, number| (all ^ u64::from(number)).wrapping_mul(PRIME).rotate_left(23))
+}

@@ -1,0 +1,442 @@
+//! Enters what the worker reports of a step.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::books::Books;
+use crate::books::counters::Counters;
+use crate::books::geometry::Geometry;
+use crate::books::leases::Lease;
+use crate::books::sequences::{Row, SequenceTable};
+use crate::books::steps::{Run, StepInFlight};
+use crate::cache::pool::BlockPool;
+use crate::cache::prefix::BlockId;
+use crate::errors::{Failure, Refusal, Result, invalid};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StepOutcome {
+    Computed,
+    Failed,
+    Skipped,
+}
+
+/// A step as the worker reports it. Lists named alike belong together by index.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StepReport {
+    pub step_number: u64,
+    pub outcome: StepOutcome,
+    /// The plan's runs in their order.
+    pub seq_ids: Vec<i32>,
+    /// Tokens whose KV is valid.
+    pub token_counts: Vec<i32>,
+    pub sampled_ids: Vec<i32>,
+    pub sampled_tokens: Vec<i32>,
+    /// 0: of no report.
+    pub report_number: u64,
+}
+
+impl Books {
+    /// Enters the worker's report of a step.
+    ///
+    /// A step that is settled already, or of a lease that is gone, has no effect. Refused (INVALID_ARGUMENT) if the
+    /// report does not fit what was planned.
+    pub fn settle(&mut self, lease_id: &str, report: &StepReport) -> Result<()> {
+        self.enter_report(lease_id, report)?;
+        self.last_report = self.last_report.max(report.report_number);
+        Ok(())
+    }
+
+    fn enter_report(&mut self, lease_id: &str, report: &StepReport) -> Result<()> {
+        let Some(lease) = self.leases.get_mut(lease_id) else {
+            return Ok(());
+        };
+        let Books { pool, table, geometry, counters, .. } = self;
+        let Some(step) = (Settlement { lease, pool, table, geometry, counters }).enter(report)? else {
+            return Ok(());
+        };
+        self.finish(&step)?;
+        if let Some(lease) = self.leases.get_mut(lease_id).filter(|lease| !lease.reserved.is_empty()) {
+            lease.update_reservations(&mut self.pool, &mut self.table, &self.geometry);
+        }
+        Ok(())
+    }
+}
+
+/// One report being entered.
+struct Settlement<'a> {
+    lease: &'a mut Lease,
+    pool: &'a mut BlockPool,
+    table: &'a mut SequenceTable,
+    geometry: &'a Geometry,
+    counters: &'a mut Counters,
+}
+
+impl Settlement<'_> {
+    /// Returns the step, which is in flight no more; None if it was settled before.
+    fn enter(mut self, report: &StepReport) -> Result<Option<StepInFlight>> {
+        if report.step_number <= self.lease.settled_step {
+            return Ok(None);
+        }
+        let Some(step) = self.lease.in_flight.front().filter(|step| step.step_number == report.step_number) else {
+            let limit = format!("{}, planned and not reported", self.lease.settled_step + 1);
+            return refused(invalid("step_report.step_number", report.step_number, limit));
+        };
+        let mut tokens = Vec::new();
+        if report.outcome == StepOutcome::Computed {
+            refuse_unplanned(step, report)?;
+            tokens = self.tokens_by_run(step, report)?;
+            refuse_doomed(step)?;
+        }
+        let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");
+        self.lease.settled_step = report.step_number;
+        self.lease.known_step = self.lease.known_step.max(report.step_number);
+        self.count(report.outcome);
+        if report.outcome == StepOutcome::Computed {
+            self.enter_computed(&step, &tokens)?;
+        } else if !step.runs.is_empty() && !step.is_doomed {
+            self.doom_in_flight();
+        }
+        Ok(Some(step))
+    }
+
+    /// The token that each run sampled, 0 where nobody waits for one.
+    fn tokens_by_run(&self, step: &StepInFlight, report: &StepReport) -> Result<Vec<i32>> {
+        let (num_ids, num_tokens) = (report.sampled_ids.len(), report.sampled_tokens.len());
+        if num_ids != num_tokens {
+            let limit = format!("{num_ids} entries, as sampled_sequence_ids");
+            return refused(invalid("step_report.sampled_token_ids", format!("{num_tokens} entries"), limit));
+        }
+        let vocab_size = self.geometry.vocab_size;
+        if let Some(token) = report.sampled_tokens.iter().find(|token| **token as u32 as usize >= vocab_size) {
+            let limit = format!("0 to {}", vocab_size - 1);
+            return refused(invalid("step_report.sampled_token_ids", token, limit));
+        }
+        if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied()) {
+            return Ok(report.sampled_tokens.clone());
+        }
+        let token_of: HashMap<i32, i32> =
+            report.sampled_ids.iter().copied().zip(report.sampled_tokens.iter().copied()).collect();
+        if token_of.len() < num_ids {
+            return refused(invalid(
+                "step_report.sampled_sequence_ids",
+                "a sequence twice",
+                "each sequence at most once",
+            ));
+        }
+        if let Some(missing) = step.first_waiting(&token_of) {
+            let limit = format!("a token for sequence {missing}");
+            return refused(invalid("step_report.sampled_sequence_ids", "incomplete", limit));
+        }
+        Ok(step.runs.iter().map(|run| token_of.get(&run.seq_id).copied().unwrap_or(0)).collect())
+    }
+
+    fn count(&mut self, outcome: StepOutcome) {
+        match outcome {
+            StepOutcome::Computed => self.counters.computed_steps += 1,
+            StepOutcome::Failed => self.counters.failed_steps += 1,
+            StepOutcome::Skipped => self.counters.skipped_steps += 1,
+        }
+    }
+
+    fn enter_computed(&mut self, step: &StepInFlight, tokens: &[i32]) -> Result<()> {
+        for (run, token) in step.runs.iter().zip(tokens) {
+            if run.receives {
+                self.table.get_mut(run.row).append_promised(*token);
+                self.counters.generated_tokens += 1;
+            }
+        }
+        for (index, forks) in &step.also {
+            for row in forks {
+                self.table.get_mut(*row).append_promised(tokens[*index]);
+                self.counters.generated_tokens += 1;
+            }
+        }
+        for heir in &step.heirs {
+            let sequence = self.table.get_mut(heir.row);
+            sequence.num_computed = sequence.num_computed.max(heir.end);
+        }
+        let mut published = Vec::new();
+        for Run { row, end, .. } in &step.runs {
+            let sequence = self.table.get_mut(*row);
+            self.counters.computed_tokens += end.saturating_sub(sequence.num_computed) as u64;
+            sequence.num_computed = sequence.num_computed.max(*end);
+            let num_full = sequence.num_computed.min(sequence.num_known()) / self.geometry.block_size;
+            if num_full > sequence.num_published && !self.geometry.has_recurrent_state {
+                published.push((*row, num_full));
+            }
+        }
+        self.publish(&published)
+    }
+
+    /// Makes the full blocks that were computed findable; where another block stands for the hash, takes that.
+    fn publish(&mut self, published: &[(Row, usize)]) -> Result<()> {
+        let mut duplicates = Vec::new();
+        for &(row, num_full) in published {
+            let sequence = self.table.get_mut(row);
+            let (first, mut parent) = (sequence.num_published, *sequence.last_hash());
+            let hashes = sequence.take_hashes(num_full, self.geometry.block_size);
+            self.pool.index().warm(&hashes);
+            for (index, hash) in (first..num_full).zip(&hashes) {
+                let standing = self.pool.publish(hash, sequence.block_table[index]);
+                if standing == sequence.block_table[index] && self.pool.contents().is_read() {
+                    let content = sequence.content(index, self.geometry.block_size, parent);
+                    self.pool.contents_mut().enter(standing, content);
+                }
+                parent = *hash;
+                if standing != sequence.block_table[index] && !sequence.released {
+                    duplicates.push((row, index, standing));
+                }
+            }
+        }
+        duplicates.into_iter().try_for_each(|(row, index, standing)| self.swap(row, index, standing))
+    }
+
+    /// Two blocks hold the same tokens: keep the one that is published. Both, if that one is the last that could be
+    /// handed out: it is promised to somebody, and the other one may not come back before it is needed.
+    fn swap(&mut self, row: Row, index: usize, standing: BlockId) -> Result<()> {
+        if self.pool.num_parked(&[standing]) > self.pool.num_spare() {
+            return Ok(());
+        }
+        if let (Some(advice), None) =
+            (self.pool.advice(self.table.get(row).block_table[index]), self.pool.advice(standing))
+        {
+            self.pool.advise(&[standing], advice);
+        }
+        self.pool.acquire(&[standing], 1)?;
+        let duplicate = std::mem::replace(&mut self.table.get_mut(row).block_table[index], standing);
+        self.lease.table_changes.push((row, index));
+        match self.lease.in_flight.back_mut() {
+            Some(last) => {
+                last.pinned.push(vec![duplicate]);
+                self.pool.retire(&[duplicate])
+            }
+            None => self.pool.release(&[duplicate]),
+        }
+    }
+
+    /// A step computed nothing: whatever was planned before that was known will compute nothing either.
+    fn doom_in_flight(&mut self) {
+        for step in &mut self.lease.in_flight {
+            step.doom();
+            self.lease.known_step = step.step_number;
+        }
+        self.lease.sequences.values().for_each(|row| self.table.get_mut(*row).forget_uncomputed());
+    }
+}
+
+/// A report has to be about what was planned.
+fn refuse_unplanned(step: &StepInFlight, report: &StepReport) -> Result<()> {
+    let planned = step.runs.iter().map(|run| (run.seq_id, run.sampled_position as i32));
+    let reported = report.seq_ids.iter().copied().zip(report.token_counts.iter().copied());
+    if report.seq_ids.len() == report.token_counts.len() && planned.eq(reported) {
+        return Ok(());
+    }
+    let limit = format!("the runs of step {}", step.step_number);
+    refused(invalid("step_report.sequence_ids", "other runs", limit))
+}
+
+/// A step behind one that computed nothing can't have been computed.
+fn refuse_doomed(step: &StepInFlight) -> Result<()> {
+    if !step.is_doomed || step.runs.is_empty() {
+        return Ok(());
+    }
+    refused(invalid("step_report.outcome", "COMPUTED", "FAILED or SKIPPED, as of a step before it"))
+}
+
+fn refused<T>(refusal: Refusal) -> Result<T> {
+    Err(Failure::Refused(refusal))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::books::plans::StepRequest;
+    use crate::books::tests::{Bench, admission};
+    use crate::errors::Reason;
+
+    /// Sequence 1 samples with its first step, sequence 2 does not.
+    fn bench() -> Bench {
+        let mut bench = Bench::new(8);
+        let mut chunked = admission(2, &[4, 5, 6]);
+        chunked.max_compute = 2;
+        bench.plan(StepRequest { admissions: vec![admission(1, &[1, 2, 3]), chunked], ..StepRequest::default() });
+        bench
+    }
+
+    fn refusal_of(bench: &mut Bench, report: &StepReport) -> String {
+        let before = bench.0.state(None);
+        match bench.0.settle("a", report) {
+            Err(Failure::Refused(refusal)) if refusal.reason == Reason::InvalidArgument => {
+                assert_eq!(bench.0.state(None), before, "a refused report changes nothing");
+                refusal.message
+            }
+            other => panic!("not refused: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_report_has_to_be_about_what_was_planned() {
+        type Change = fn(&mut StepReport);
+        let changes: [(Change, &str); 10] = [
+            (|report| report.step_number = 2, "step_report.step_number is 2; must be 1, planned and not reported"),
+            (|report| report.seq_ids[1] = 3, "the runs of step 1"),
+            (|report| report.seq_ids.swap(0, 1), "the runs of step 1"),
+            (|report| report.token_counts[0] = 2, "the runs of step 1"),
+            (|report| report.token_counts.push(1), "the runs of step 1"),
+            (|report| report.seq_ids.truncate(1), "the runs of step 1"),
+            (|report| report.sampled_tokens[0] = 100, "step_report.sampled_token_ids is 100; must be 0 to 99"),
+            (|report| report.sampled_tokens[0] = -1, "step_report.sampled_token_ids is -1; must be 0 to 99"),
+            (|report| report.sampled_ids[0] = 2, "must be a token for sequence 1"),
+            (
+                |report| (report.sampled_ids, report.sampled_tokens) = (vec![1, 1], vec![10, 20]),
+                "step_report.sampled_sequence_ids is a sequence twice; must be each sequence at most once",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut bench = bench();
+            let mut report = bench.report("a");
+            change(&mut report);
+            let told = refusal_of(&mut bench, &report);
+            assert!(told.contains(message), "{message}: {told}");
+        }
+    }
+
+    #[test]
+    fn tokens_go_to_whose_they_are_and_others_are_left() {
+        let mut bench = bench();
+        let mut report = bench.report("a");
+        (report.sampled_ids, report.sampled_tokens) = (vec![7, 2, 1], vec![70, 20, 10]);
+        bench.0.settle("a", &report).unwrap();
+        assert_eq!((bench.tokens(1), bench.tokens(2)), (vec![1, 2, 3, 10], vec![4, 5, 6]));
+        assert_eq!((bench.sequence(1).num_computed, bench.sequence(2).num_computed), (3, 2));
+    }
+
+    #[test]
+    fn a_token_for_every_run_goes_to_those_who_sample() {
+        let mut bench = bench();
+        let mut report = bench.report("a");
+        (report.sampled_ids, report.sampled_tokens) = (vec![1, 2], vec![10, 20]);
+        bench.0.settle("a", &report).unwrap();
+        assert_eq!((bench.sequence(1).num_known(), bench.sequence(2).num_known()), (4, 3));
+        assert_eq!((bench.tokens(1)[3], bench.0.violations()), (10, vec![]));
+    }
+
+    #[test]
+    fn forks_get_their_parents_token_though_the_parent_gave_it_up() {
+        let mut bench = bench();
+        bench.fork(1, &[3, 4], 4);
+        bench.trim(1, 2);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!((bench.tokens(3), bench.tokens(4)), (vec![1, 2, 3, 9], vec![1, 2, 3, 9]));
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2], 2));
+    }
+
+    #[test]
+    fn a_report_counts_once_and_of_a_lease_that_is_gone_not_at_all() {
+        let mut bench = bench();
+        let report = bench.report("a");
+        bench.0.settle("a", &report).unwrap();
+        let before = bench.0.state(None);
+        bench.0.settle("a", &report).unwrap();
+        bench.0.settle("c", &report).unwrap();
+        assert_eq!((bench.0.state(None), bench.0.counters().computed_steps), (before, 1));
+    }
+
+    #[test]
+    fn outcomes_are_counted_apart() {
+        let mut bench = bench();
+        for outcome in [StepOutcome::Skipped, StepOutcome::Failed, StepOutcome::Skipped, StepOutcome::Computed] {
+            bench.0.settle("a", &StepReport { outcome, ..bench.report("a") }).unwrap();
+            bench.plan(StepRequest::default());
+        }
+        let counters = bench.0.counters();
+        assert_eq!((counters.computed_steps, counters.failed_steps, counters.skipped_steps), (1, 1, 2));
+        assert_eq!((bench.0.leases["a"].settled_step, bench.0.leases["a"].known_step), (4, 4));
+    }
+
+    #[test]
+    fn what_was_planned_behind_a_failure_is_known_to_fail() {
+        let mut bench = bench();
+        bench.extend(1, 1, &[]);
+        bench.plan(StepRequest::default());
+        bench.0.settle("a", &StepReport { outcome: StepOutcome::Failed, ..bench.report("a") }).unwrap();
+        let lease = &bench.0.leases["a"];
+        assert_eq!((lease.settled_step, lease.known_step), (1, 3));
+        assert!(lease.in_flight.iter().all(|step| step.is_doomed));
+        assert_eq!((bench.sequence(1).num_tokens, bench.sequence(1).num_scheduled), (3, 0));
+        let report = bench.report("a");
+        let told = refusal_of(&mut bench, &report);
+        assert!(told.contains("step_report.outcome is COMPUTED"), "{told}");
+        bench.extend(1, 3, &[]);
+        bench.0.settle("a", &StepReport { outcome: StepOutcome::Skipped, ..bench.report("a") }).unwrap();
+        assert_eq!(
+            bench.sequence(1).num_scheduled,
+            3,
+            "a doomed step dooms nothing that was planned when that was known"
+        );
+        bench.settle();
+        assert_eq!((bench.sequence(1).num_computed, bench.0.counters().computed_steps), (3, 2));
+    }
+
+    /// Sequences 1 and 3 compute the same tokens, each in blocks of its own; 1 does first.
+    fn duplicates() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(3, &[1]);
+        bench.settle();
+        bench.trim(3, 1);
+        bench.settle();
+        bench.admit(1, &[1, 2, 3]);
+        bench.extend(3, 1, &[2]);
+        assert_ne!(bench.blocks(1)[0], bench.blocks(3)[0]);
+        bench
+    }
+
+    #[test]
+    fn of_two_blocks_with_equal_content_the_one_that_was_published_is_kept() {
+        let mut bench = duplicates();
+        let (kept, given_back) = (bench.blocks(1)[0], bench.blocks(3)[0]);
+        bench.settle();
+        assert_eq!((bench.blocks(3)[0], bench.0.pool.ref_count(kept)), (kept, 2));
+        assert_eq!((bench.0.pool.ref_count(given_back), bench.0.pool.pin_count(given_back)), (0, 0));
+        assert_eq!((&bench.0.leases["a"].table_changes[..], bench.0.violations()), (&[(bench.row(3), 0)][..], vec![]));
+        let plan = bench.plan(StepRequest::default());
+        assert_eq!(
+            (plan.write_seq_ids, plan.write_first_indexes, plan.write_block_ids),
+            (vec![3], vec![0], vec![kept])
+        );
+        assert!(bench.0.leases["a"].table_changes.is_empty());
+    }
+
+    #[test]
+    fn a_duplicate_is_kept_as_long_as_a_step_may_read_it() {
+        let mut bench = duplicates();
+        let given_back = bench.blocks(3)[0];
+        bench.plan(StepRequest::default());
+        bench.plan(StepRequest::default());
+        for (num_references, num_pins) in [(1, 0), (0, 1), (0, 1), (0, 0)] {
+            bench.0.settle("a", &bench.report("a")).unwrap();
+            let pool = &bench.0.pool;
+            assert_eq!((pool.ref_count(given_back), pool.pin_count(given_back)), (num_references, num_pins));
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_released_sequence_takes_no_other_block() {
+        let mut bench = duplicates();
+        bench.release(&[3]);
+        bench.settle();
+        assert_eq!((bench.0.pool.ref_count(bench.blocks(1)[0]), bench.0.violations()), (1, vec![]));
+        assert!(bench.0.leases["a"].table_changes.is_empty());
+    }
+
+    #[test]
+    fn a_released_sequence_publishes_what_its_step_computes() {
+        let mut bench = bench();
+        bench.release(&[1]);
+        bench.settle();
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"", b""), 2);
+        assert_eq!((bench.0.violations(), bench.0.num_rows()), (vec![], 1));
+    }
+}

@@ -1,0 +1,33 @@
+//! What is given up first of the blocks that nobody holds but that could be found again.
+
+use std::fmt::Debug;
+
+use crate::cache::prefix::{BlockId, Hash};
+
+/// Keeps the parked blocks: findable, and held by nobody. Each method's cost is O(1) per block it is given.
+pub trait EvictionPolicy: Debug + Send + Sync {
+    /// A sequence begins: `found` are its blocks with known content, in table order, `fresh` those that continue
+    /// them. `hashes` are the prefix hashes of its full blocks, from the first one on.
+    fn admit(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]);
+
+    /// Nobody holds these any more; they can be given up from now on. Children come before their parents.
+    fn park(&mut self, blocks: &[BlockId]);
+
+    /// In use again, or dropped: no longer to be given up.
+    fn unpark(&mut self, blocks: &[BlockId]);
+
+    /// Free, and without content: released before they were computed, or dropped. They are not parked.
+    fn forget(&mut self, blocks: &[BlockId]);
+
+    /// Gives up `count` of the parked blocks, children before their parents. There have to be as many.
+    fn evict(&mut self, count: usize, victims: &mut Vec<BlockId>);
+
+    /// How many blocks are parked.
+    fn num_parked(&self) -> usize;
+
+    /// Whether the block is parked.
+    fn is_parked(&self, block: BlockId) -> bool;
+
+    /// The parked blocks, each once.
+    fn parked(&self) -> Vec<BlockId>;
+}

@@ -1,0 +1,184 @@
+//! What was cached and is not any more, and under which roots anything was: what is remembered to explain a miss.
+
+use std::collections::{HashSet, VecDeque};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::prefix::Hash;
+use crate::cache::tenants::{Asker, TenantId};
+
+/// Roots that are remembered.
+pub const NUM_ROOTS: usize = 1_024;
+/// Losses that are remembered: one for four blocks, within these bounds.
+const LOSSES: (usize, usize) = (1_024, 65_536);
+
+/// Why a block's content is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub enum Cause {
+    /// To make room for this tenant; the beginning of the lease's name.
+    Evicted { tenant: TenantId, lease: [u8; 8] },
+    /// With the whole cache.
+    Reset,
+}
+
+/// Content that could be found by this hash.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Loss {
+    pub hash: Hash,
+    /// When, in seconds of the caller's clock.
+    pub at: f64,
+    pub cause: Cause,
+}
+
+/// A table of losses by hash: one that falls on an older one's place replaces it. About 60 bytes each.
+///
+/// Content that came back stays in it until it is lost again; so it says something only of what can't be found.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Losses {
+    places: Vec<Option<Loss>>,
+}
+
+impl Losses {
+    pub fn new(num_blocks: usize) -> Losses {
+        let (least, most) = LOSSES;
+        Losses { places: vec![None; (num_blocks / 4).clamp(least, most).next_power_of_two()] }
+    }
+
+    /// What was found by this hash made room for what the asker wants.
+    pub fn evicted(&mut self, hash: &Hash, asker: &Asker) {
+        let cause = Cause::Evicted { tenant: asker.tenant, lease: asker.lease };
+        self.enter(Loss { hash: *hash, at: asker.now, cause });
+    }
+
+    /// What was found by this hash was dropped.
+    pub fn reset(&mut self, hash: &Hash, at: f64) {
+        self.enter(Loss { hash: *hash, at, cause: Cause::Reset });
+    }
+
+    fn enter(&mut self, loss: Loss) {
+        let place = self.place(&loss.hash);
+        self.places[place] = Some(loss);
+    }
+
+    /// How the content of this hash, which can't be found, was lost; None if that is not known.
+    pub fn find(&self, hash: &Hash) -> Option<&Loss> {
+        self.places[self.place(hash)].as_ref().filter(|loss| loss.hash == *hash)
+    }
+
+    /// How many of these, which can't be found, were evicted: up to the first of which that is not known.
+    pub fn num_evicted(&self, hashes: &[Hash]) -> usize {
+        let is_evicted = |hash: &&Hash| self.find(hash).is_some_and(|loss| loss.cause != Cause::Reset);
+        hashes.iter().take_while(is_evicted).count()
+    }
+
+    fn place(&self, hash: &Hash) -> usize {
+        let bits = u64::from_le_bytes(hash[8..16].try_into().expect("a hash is 32 bytes"));
+        bits as usize & (self.places.len() - 1)
+    }
+}
+
+/// Where the prefix hashes of a tenant with a salt begin.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Root {
+    pub hash: Hash,
+    pub tenant: TenantId,
+    pub salt: Vec<u8>,
+}
+
+/// The last NUM_ROOTS roots that admissions had, each once.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Roots {
+    known: HashSet<Hash>,
+    in_order: VecDeque<Root>,
+}
+
+impl Roots {
+    /// A sequence begins under this root.
+    pub fn enter(&mut self, hash: &Hash, tenant: TenantId, salt: &[u8]) {
+        if !self.known.insert(*hash) {
+            return;
+        }
+        self.in_order.push_back(Root { hash: *hash, tenant, salt: salt.to_vec() });
+        if self.in_order.len() > NUM_ROOTS
+            && let Some(oldest) = self.in_order.pop_front()
+        {
+            self.known.remove(&oldest.hash);
+        }
+    }
+
+    /// The latest first.
+    pub fn iter(&self) -> impl Iterator<Item = &Root> {
+        self.in_order.iter().rev()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::prefix::digest_of;
+
+    const ASKER: Asker = Asker { tenant: 3, lease: *b"abcdefgh", now: 5.0 };
+
+    fn hash(name: i32) -> Hash {
+        digest_of(&[name])
+    }
+
+    #[test]
+    fn a_loss_is_told_with_its_cause_and_the_last_one_counts() {
+        let mut losses = Losses::new(8);
+        losses.evicted(&hash(1), &ASKER);
+        losses.reset(&hash(2), 7.0);
+        let evicted = Loss { hash: hash(1), at: 5.0, cause: Cause::Evicted { tenant: 3, lease: *b"abcdefgh" } };
+        assert_eq!(losses.find(&hash(1)), Some(&evicted));
+        assert_eq!(losses.find(&hash(2)), Some(&Loss { hash: hash(2), at: 7.0, cause: Cause::Reset }));
+        assert_eq!(losses.find(&hash(3)), None);
+        losses.evicted(&hash(2), &ASKER);
+        assert_eq!(losses.find(&hash(2)), Some(&Loss { hash: hash(2), ..evicted }));
+    }
+
+    #[test]
+    fn of_two_that_fall_on_one_place_the_later_is_known() {
+        let (one, mut other) = (hash(1), hash(1));
+        other[31] ^= 1;
+        let mut losses = Losses::new(8);
+        losses.reset(&one, 1.0);
+        assert_eq!(losses.find(&other), None);
+        losses.reset(&other, 2.0);
+        assert_eq!((losses.find(&one), losses.find(&other).unwrap().at), (None, 2.0));
+    }
+
+    #[test]
+    fn what_was_evicted_counts_up_to_the_first_that_was_not() {
+        let mut losses = Losses::new(8);
+        [1, 2, 4].iter().for_each(|name| losses.evicted(&hash(*name), &ASKER));
+        losses.reset(&hash(5), 0.0);
+        let count = |names: &[i32]| losses.num_evicted(&names.iter().map(|name| hash(*name)).collect::<Vec<_>>());
+        assert_eq!([count(&[1, 2, 3, 4]), count(&[2, 4, 5, 1]), count(&[3, 1]), count(&[])], [2, 2, 0, 0]);
+    }
+
+    #[test]
+    fn many_are_remembered_in_a_large_pool_and_some_in_a_small_one() {
+        let sizes = [2, 4_096, 5_000, 262_144, 1_000_000].map(|num_blocks| Losses::new(num_blocks).places.len());
+        assert_eq!(sizes, [1_024, 1_024, 2_048, 65_536, 65_536]);
+        let mut losses = Losses::new(100_000);
+        (0..1_000).for_each(|name| losses.reset(&hash(name), 0.0));
+        let num_known = (0..1_000).filter(|name| losses.find(&hash(*name)).is_some()).count();
+        assert!(num_known > 960, "{num_known} of 1,000 in 32,768 places: they are spread over all of them");
+    }
+
+    #[test]
+    fn the_last_roots_are_known_each_once() {
+        let mut roots = Roots::default();
+        for name in [1, 2, 1] {
+            roots.enter(&hash(name), name as TenantId, &[name as u8]);
+        }
+        let first = Root { hash: hash(1), tenant: 1, salt: vec![1] };
+        assert_eq!(roots.iter().collect::<Vec<_>>(), [&Root { hash: hash(2), tenant: 2, salt: vec![2] }, &first]);
+        (0..NUM_ROOTS as i32 - 2).for_each(|name| roots.enter(&hash(100 + name), 0, b""));
+        assert_eq!((roots.iter().count(), roots.iter().last()), (NUM_ROOTS, Some(&first)));
+        roots.enter(&hash(3), 0, b"");
+        assert_eq!((roots.iter().count(), roots.iter().last().unwrap().hash), (NUM_ROOTS, hash(2)));
+        roots.enter(&hash(1), 1, &[1]);
+        assert_eq!((roots.iter().count(), roots.iter().next()), (NUM_ROOTS, Some(&first)));
+    }
+}

@@ -1,0 +1,18 @@
+//! The blocks of a pool: who holds each, what can be found in them, and which are evicted first.
+
+pub mod accounts;
+pub mod advice;
+pub mod contents;
+pub mod eviction;
+pub mod host;
+pub mod journal;
+pub mod lineage;
+pub mod losses;
+pub mod lru;
+pub mod parking;
+pub mod policies;
+pub mod pool;
+pub mod prefix;
+pub mod retention;
+pub mod rings;
+pub mod tenants;

@@ -1,0 +1,402 @@
+//! The blocks that nobody holds but that could be found again, and which of them is given up next.
+//!
+//!     1  those of tenants over their quota            the asker's own first; of each the least worth first
+//!     2  what was said to be worth less than others   level by level, the least recently parked first
+//!     3  what nothing was said of                     by the eviction policy
+//!     4  what was said to be worth more               level by level, the least recently parked first
+//!
+//! Levels and tenants cost nothing where nobody gives advice and no tenant has a quota.
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::advice::{Advice, AdviceBook, LEAST_WORTH, Level, MOST_WORTH, Millis, NUM_LEVELS, UNADVISED};
+use crate::cache::policies::Policy;
+use crate::cache::prefix::{BlockId, Hash};
+use crate::cache::rings::Rings;
+use crate::cache::tenants::TenantId;
+
+/// Parked blocks with advice: a ring per level.
+#[derive(Debug, Serialize, Deserialize)]
+struct Shelves {
+    book: AdviceBook,
+    rings: Rings,
+    num_blocks: usize,
+    num_parked: [usize; NUM_LEVELS + 1],
+}
+
+impl Shelves {
+    fn new(num_blocks: usize) -> Shelves {
+        let rings = Rings::new(num_blocks + NUM_LEVELS + 1);
+        Shelves { book: AdviceBook::new(num_blocks), rings, num_blocks, num_parked: [0; NUM_LEVELS + 1] }
+    }
+
+    fn sentinel(&self, level: Level) -> u32 {
+        (self.num_blocks + usize::from(level)) as u32
+    }
+
+    fn park(&mut self, block: BlockId, level: Level) {
+        self.rings.append(block, self.sentinel(level));
+        self.num_parked[usize::from(level)] += 1;
+    }
+
+    fn unpark(&mut self, block: BlockId, level: Level) {
+        self.rings.remove(block);
+        self.num_parked[usize::from(level)] -= 1;
+    }
+
+    /// The least recently parked one of a level.
+    fn first(&self, level: Level) -> Option<BlockId> {
+        Some(self.rings.first(self.sentinel(level))).filter(|node| (*node as usize) < self.num_blocks)
+    }
+}
+
+/// Parked blocks by tenant: a ring per tenant and level.
+#[derive(Debug, Serialize, Deserialize)]
+struct TenantRings {
+    rings: Rings,
+    num_blocks: usize,
+}
+
+impl TenantRings {
+    fn sentinel(&mut self, tenant: TenantId, level: Level) -> u32 {
+        let node = self.num_blocks + tenant as usize * NUM_LEVELS + usize::from(level - LEAST_WORTH);
+        self.rings.reach(node + 1);
+        node as u32
+    }
+
+    fn park(&mut self, block: BlockId, tenant: TenantId, level: Level) {
+        let sentinel = self.sentinel(tenant, level);
+        self.rings.append(block, sentinel);
+    }
+
+    /// What the tenant gives up first.
+    fn first(&mut self, tenant: TenantId) -> Option<BlockId> {
+        (LEAST_WORTH..=MOST_WORTH).find_map(|level| {
+            let sentinel = self.sentinel(tenant, level);
+            Some(self.rings.first(sentinel)).filter(|node| (*node as usize) < self.num_blocks)
+        })
+    }
+}
+
+/// All parked blocks. Each method's cost is O(1) per block it is given.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Parking {
+    policy: Policy,
+    num_blocks: usize,
+    shelves: Option<Box<Shelves>>,
+    tenants: Option<Box<TenantRings>>,
+}
+
+impl Parking {
+    pub fn new(num_blocks: usize, policy: Policy) -> Parking {
+        Parking { policy, num_blocks, shelves: None, tenants: None }
+    }
+
+    pub fn policy(&mut self) -> &mut Policy {
+        &mut self.policy
+    }
+
+    pub fn num_parked(&self) -> usize {
+        let advised = self.shelves.as_ref().map_or(0, |shelves| shelves.num_parked.iter().sum());
+        self.policy.num_parked() + advised
+    }
+
+    pub fn is_parked(&self, block: BlockId) -> bool {
+        self.policy.is_parked(block) || self.shelves.as_ref().is_some_and(|shelves| shelves.rings.contains(block))
+    }
+
+    /// Each once, as far as it goes in the order in which they are given up.
+    pub fn parked(&self) -> Vec<BlockId> {
+        let on_shelves = |levels: std::ops::RangeInclusive<Level>| {
+            let rings = self.shelves.iter().flat_map(move |shelves| {
+                levels.clone().flat_map(move |level| shelves.rings.nodes(shelves.sentinel(level)))
+            });
+            rings.collect::<Vec<_>>()
+        };
+        let (less, more) = (on_shelves(LEAST_WORTH..=UNADVISED - 1), on_shelves(UNADVISED + 1..=MOST_WORTH));
+        [less, self.policy.parked(), more].concat()
+    }
+
+    pub fn level(&self, block: BlockId) -> Level {
+        self.shelves.as_ref().map_or(UNADVISED, |shelves| shelves.book.level(block))
+    }
+
+    /// What was said of a block, if anything was.
+    pub fn advice(&self, block: BlockId) -> Option<Advice> {
+        let advice = self.shelves.as_ref()?.book.advice(block);
+        (advice.level != UNADVISED).then_some(advice)
+    }
+
+    /// Begins or ends to keep the blocks by tenant. `owner` tells whose a block is.
+    pub fn set_by_tenant(&mut self, is_kept: bool, owner: impl Fn(BlockId) -> TenantId) {
+        if is_kept == self.tenants.is_some() {
+            return;
+        }
+        self.tenants =
+            is_kept.then(|| Box::new(TenantRings { rings: Rings::new(self.num_blocks), num_blocks: self.num_blocks }));
+        for block in self.parked() {
+            let level = self.level(block);
+            if let Some(tenants) = &mut self.tenants {
+                tenants.park(block, owner(block), level);
+            }
+        }
+    }
+
+    /// Nobody holds these any more. Children come before their parents.
+    pub fn park(&mut self, blocks: &[BlockId], owner: TenantId) {
+        match &mut self.shelves {
+            None => self.policy.park(blocks),
+            Some(shelves) => {
+                let is_plain = |block: &BlockId| shelves.book.level(*block) == UNADVISED;
+                let (plain, advised): (Vec<BlockId>, Vec<BlockId>) = blocks.iter().partition(|block| is_plain(block));
+                for block in advised {
+                    shelves.park(block, shelves.book.level(block));
+                }
+                if !plain.is_empty() {
+                    self.policy.park(&plain);
+                }
+            }
+        }
+        for block in blocks {
+            let level = self.level(*block);
+            if let Some(tenants) = &mut self.tenants {
+                tenants.park(*block, owner, level);
+            }
+        }
+    }
+
+    /// In use again, or dropped.
+    pub fn unpark(&mut self, blocks: &[BlockId]) {
+        match &mut self.shelves {
+            None => self.policy.unpark(blocks),
+            Some(shelves) => {
+                for &block in blocks {
+                    match shelves.book.level(block) {
+                        UNADVISED => self.policy.unpark(&[block]),
+                        level => shelves.unpark(block, level),
+                    }
+                }
+            }
+        }
+        if let Some(tenants) = &mut self.tenants {
+            blocks.iter().for_each(|block| tenants.rings.remove(*block));
+        }
+    }
+
+    /// Free, and without content. They are not parked.
+    pub fn forget(&mut self, blocks: &[BlockId]) {
+        self.policy.forget(blocks);
+        if let Some(shelves) = &mut self.shelves {
+            blocks.iter().for_each(|block| shelves.book.forget(*block));
+        }
+    }
+
+    /// Gives up `count` of the parked blocks: first as many of each tenant as `reclaims` says. There have to be enough.
+    pub fn evict(&mut self, count: usize, reclaims: &[(TenantId, usize)], victims: &mut Vec<BlockId>) {
+        let end = victims.len() + count;
+        for &(tenant, num_reclaimed) in reclaims {
+            let most = end.min(victims.len() + num_reclaimed);
+            while victims.len() < most {
+                let Some(block) = self.tenants.as_mut().and_then(|tenants| tenants.first(tenant)) else { break };
+                self.take(block, victims);
+            }
+        }
+        self.evict_from_shelves(LEAST_WORTH..=UNADVISED - 1, end, victims);
+        let count = (end - victims.len()).min(self.policy.num_parked());
+        let unadvised = victims.len();
+        if count > 0 {
+            self.policy.evict(count, victims);
+        }
+        if let Some(tenants) = &mut self.tenants {
+            victims[unadvised..].iter().for_each(|block| tenants.rings.remove(*block));
+        }
+        self.evict_from_shelves(UNADVISED + 1..=MOST_WORTH, end, victims);
+        debug_assert!(victims.len() == end);
+    }
+
+    fn evict_from_shelves(&mut self, levels: std::ops::RangeInclusive<Level>, end: usize, victims: &mut Vec<BlockId>) {
+        for level in levels {
+            while victims.len() < end {
+                let Some(block) = self.shelves.as_ref().and_then(|shelves| shelves.first(level)) else { break };
+                self.take(block, victims);
+            }
+        }
+    }
+
+    fn take(&mut self, block: BlockId, victims: &mut Vec<BlockId>) {
+        self.unpark(&[block]);
+        self.forget(&[block]);
+        victims.push(block);
+    }
+
+    // -- advice -------------------------------------------------------------------------------------------------------
+
+    /// Enters advice about blocks, the last one of a table first. `owner` is whose they are, if they are parked.
+    pub fn advise(&mut self, blocks: &[BlockId], advice: Advice, owner: TenantId) {
+        if self.shelves.is_none() {
+            if advice.level == UNADVISED {
+                return;
+            }
+            self.shelves = Some(Box::new(Shelves::new(self.num_blocks)));
+        }
+        for &block in blocks {
+            let is_parked = self.is_parked(block);
+            if is_parked {
+                self.unpark(&[block]);
+            }
+            if let Some(shelves) = &mut self.shelves {
+                shelves.book.enter(block, advice);
+            }
+            if is_parked {
+                self.park(&[block], owner);
+            }
+        }
+    }
+
+    /// See AdviceBook::next_end.
+    pub fn next_end(&self) -> Option<Millis> {
+        self.shelves.as_ref().and_then(|shelves| shelves.book.next_end())
+    }
+
+    /// Ends the advice whose time is over: of these blocks nothing is said any more.
+    pub fn end_advice(&mut self, now: Millis, owner: impl Fn(BlockId) -> TenantId, ended: &mut Vec<BlockId>) {
+        while let Some(block) = self.shelves.as_mut().and_then(|shelves| shelves.book.pop_ended(now)) {
+            let nothing = Advice { level: UNADVISED, until: crate::cache::advice::FOREVER };
+            self.advise(&[block], nothing, owner(block));
+            ended.push(block);
+        }
+    }
+
+    /// A sequence begins: tells the policy what it uses.
+    pub fn admit(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
+        self.policy.admit(found, fresh, hashes);
+    }
+
+    /// What is wrong with a block that should be parked or not.
+    pub fn audit(&self, block: BlockId, should_be: bool, wrong: &mut Vec<String>) {
+        let places =
+            [self.policy.is_parked(block), self.shelves.as_ref().is_some_and(|shelves| shelves.rings.contains(block))];
+        let is_advised = self.level(block) != UNADVISED;
+        if places != [should_be && !is_advised, should_be && is_advised] {
+            wrong.push(format!("block {block} is parked with the policy and on the shelves {places:?}"));
+        }
+        if let Some(tenants) = &self.tenants
+            && tenants.rings.contains(block) != should_be
+        {
+            wrong.push(format!("block {block} is {} among its tenant's", if should_be { "not" } else { "still" }));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::advice::FOREVER;
+
+    fn parking() -> Parking {
+        Parking::new(12, Policy::named("lru", 12).unwrap())
+    }
+
+    fn advice(level: Level, until: Millis) -> Advice {
+        Advice { level, until }
+    }
+
+    fn evicted(parking: &mut Parking, count: usize, reclaims: &[(TenantId, usize)]) -> Vec<BlockId> {
+        let mut victims = Vec::new();
+        parking.evict(count, reclaims, &mut victims);
+        victims
+    }
+
+    fn violations(parking: &Parking, parked: &[BlockId]) -> Vec<String> {
+        let mut wrong = Vec::new();
+        (1..12).for_each(|block| parking.audit(block, parked.contains(&block), &mut wrong));
+        wrong
+    }
+
+    #[test]
+    fn what_is_worth_less_goes_first_whenever_it_was_said() {
+        let mut parking = parking();
+        parking.park(&[1, 2], 0);
+        parking.advise(&[3, 4], advice(9, FOREVER), 0);
+        parking.advise(&[5], advice(2, FOREVER), 0);
+        parking.park(&[3, 4, 5, 6], 0);
+        parking.advise(&[1], advice(8, FOREVER), 0);
+        parking.advise(&[6], advice(1, FOREVER), 0);
+        assert_eq!((parking.parked(), parking.num_parked()), (vec![6, 5, 2, 1, 3, 4], 6));
+        assert_eq!(violations(&parking, &[1, 2, 3, 4, 5, 6]), [""; 0]);
+        assert_eq!(evicted(&mut parking, 4, &[]), [6, 5, 2, 1]);
+        assert_eq!(
+            (parking.level(6), parking.advice(1), parking.advice(3)),
+            (UNADVISED, None, Some(advice(9, FOREVER)))
+        );
+        parking.unpark(&[3]);
+        assert_eq!((evicted(&mut parking, 1, &[]), parking.num_parked()), (vec![4], 0));
+        assert_eq!(violations(&parking, &[]), [""; 0]);
+        parking.park(&[3], 0);
+        assert_eq!((parking.level(3), parking.is_parked(3), parking.is_parked(4)), (9, true, false));
+    }
+
+    #[test]
+    fn advice_ends_where_the_block_is_and_the_last_of_a_chain_still_goes_first() {
+        let mut parking = parking();
+        parking.park(&[1], 0);
+        parking.advise(&[4, 3, 2], advice(9, 100), 0);
+        parking.park(&[4, 3, 2], 0);
+        parking.advise(&[5], advice(9, 100), 0);
+        let mut ended = Vec::new();
+        parking.end_advice(99, |_| 0, &mut ended);
+        assert_eq!((ended.len(), parking.parked()), (0, vec![1, 4, 3, 2]));
+        parking.end_advice(100, |_| 0, &mut ended);
+        assert_eq!((ended, parking.level(4), parking.level(5)), (vec![4, 3, 2, 5], UNADVISED, UNADVISED));
+        assert_eq!((violations(&parking, &[1, 2, 3, 4]), evicted(&mut parking, 3, &[])), (vec![], vec![1, 4, 3]));
+    }
+
+    #[test]
+    fn what_has_no_content_any_more_is_worth_nothing() {
+        let mut parking = parking();
+        parking.advise(&[1, 2], advice(9, 100), 0);
+        parking.forget(&[1]);
+        assert_eq!((parking.level(1), parking.level(2)), (UNADVISED, 9));
+        let mut ended = Vec::new();
+        parking.end_advice(1000, |_| 0, &mut ended);
+        assert_eq!(ended, [2]);
+    }
+
+    #[test]
+    fn nothing_is_kept_of_advice_that_says_nothing() {
+        let mut parking = parking();
+        parking.advise(&[1], advice(UNADVISED, 100), 0);
+        assert!(parking.shelves.is_none());
+    }
+
+    #[test]
+    fn of_who_is_over_the_quota_the_least_worth_goes_first_and_no_more_than_said() {
+        let mut parking = parking();
+        parking.park(&[1, 2], 0);
+        parking.set_by_tenant(true, |_| 0);
+        parking.advise(&[4], advice(9, FOREVER), 1);
+        parking.advise(&[5], advice(1, FOREVER), 2);
+        parking.park(&[3, 4], 1);
+        parking.park(&[5, 6], 2);
+        parking.park(&[7], 1);
+        assert_eq!(violations(&parking, &[1, 2, 3, 4, 5, 6, 7]), [""; 0]);
+        assert_eq!(evicted(&mut parking, 3, &[(1, 2)]), [3, 7, 5], "two of tenant 1, then what is worth least of all");
+        assert_eq!(evicted(&mut parking, 1, &[(1, 9), (2, 9)]), [4], "though it is worth much");
+        assert_eq!(evicted(&mut parking, 2, &[(1, 9)]), [1, 2], "a tenant without any gives none");
+        assert_eq!(violations(&parking, &[6]), [""; 0]);
+        parking.set_by_tenant(false, |_| 0);
+        assert_eq!((evicted(&mut parking, 1, &[(2, 1)]), violations(&parking, &[])), (vec![6], vec![]));
+    }
+
+    #[test]
+    fn what_is_parked_at_two_places_is_told() {
+        let mut parking = parking();
+        parking.advise(&[1], advice(9, FOREVER), 0);
+        parking.park(&[1], 0);
+        parking.policy.park(&[1]);
+        assert_eq!(violations(&parking, &[1]), ["block 1 is parked with the policy and on the shelves [true, true]"]);
+        parking.set_by_tenant(true, |_| 0);
+        parking.tenants.as_mut().unwrap().rings.remove(1);
+        assert_eq!(violations(&parking, &[1])[1], "block 1 is not among its tenant's");
+    }
+}

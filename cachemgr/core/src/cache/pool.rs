@@ -1,0 +1,1189 @@
+//! The block pool: how often each block is held, which are free, and what is evicted next.
+//!
+//! A block is in exactly one state, told by three facts about it:
+//!
+//!     references  pins  hash     state
+//!     > 0         any   any      active    in that many block tables
+//!     0           > 0   any      retired   released, but a planned step could still touch it
+//!     0           0     yes      cached    evictable: parked; or kept by a prefix pin
+//!     0           0     no       free      on the free stack
+//!
+//! Flat arrays indexed by block id. The blocks of one call are distinct and of one tenant, as those of a table are.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::accounts::{Accounts, Share};
+use crate::cache::advice::{Advice, Level, Millis};
+use crate::cache::contents::Contents;
+use crate::cache::journal::Journal;
+use crate::cache::losses::{Losses, Roots};
+use crate::cache::parking::Parking;
+use crate::cache::policies::Policy;
+use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK, Past, PrefixIndex};
+use crate::cache::tenants::{Asker, TenantId};
+use crate::errors::{Result, broken};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockState {
+    Free,
+    Cached,
+    Active,
+    Retired,
+}
+
+impl BlockState {
+    pub fn name(self) -> &'static str {
+        match self {
+            BlockState::Free => "free",
+            BlockState::Cached => "cached",
+            BlockState::Active => "active",
+            BlockState::Retired => "retired",
+        }
+    }
+}
+
+/// Blocks by state; they add up to the pool's blocks without the null block.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockCounts {
+    pub free: usize,
+    pub cached: usize,
+    pub active: usize,
+    pub retired: usize,
+}
+
+/// What the pool holds and did, counted as it goes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolCounters {
+    pub num_active: usize,
+    pub num_references: usize,
+    /// Blocks with more than one reference.
+    pub num_shared: usize,
+    pub num_allocated: u64,
+    pub num_evicted: u64,
+}
+
+/// Blocks 1 to num_blocks - 1. Callers keep the books of who holds them; this keeps how many do.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct BlockPool {
+    index: PrefixIndex,
+    parking: Parking,
+    accounts: Accounts,
+    refs: Vec<u32>,
+    pins: Vec<u32>,
+    owners: Vec<TenantId>,        // of the blocks that are not free
+    keeps: HashMap<BlockId, u32>, // prefix pins of those that have any
+    num_idle_kept: usize,
+    free: Vec<BlockId>, // a stack: the lowest id on top at first
+    counters: PoolCounters,
+    journal: Journal,
+    losses: Losses,
+    roots: Roots,
+    #[serde(skip)] // for those who watch this process
+    contents: Contents,
+}
+
+impl BlockPool {
+    pub fn new(num_blocks: usize, policy: Policy) -> BlockPool {
+        BlockPool {
+            index: PrefixIndex::new(num_blocks),
+            parking: Parking::new(num_blocks, policy),
+            accounts: Accounts::new(num_blocks - 1),
+            refs: vec![0; num_blocks],
+            pins: vec![0; num_blocks],
+            owners: vec![0; num_blocks],
+            keeps: HashMap::new(),
+            num_idle_kept: 0,
+            free: (1..num_blocks as BlockId).rev().collect(),
+            counters: PoolCounters::default(),
+            journal: Journal::new(num_blocks),
+            losses: Losses::new(num_blocks),
+            roots: Roots::default(),
+            contents: Contents::default(),
+        }
+    }
+
+    /// For tests: tenant 0 may take everything.
+    #[cfg(test)]
+    pub fn of_one_tenant(num_blocks: usize, policy: Policy) -> BlockPool {
+        let mut pool = BlockPool::new(num_blocks, policy);
+        pool.set_share(0, Share::everything(num_blocks - 1));
+        pool
+    }
+
+    pub fn index(&self) -> &PrefixIndex {
+        &self.index
+    }
+
+    pub fn policy(&mut self) -> &mut Policy {
+        self.parking.policy()
+    }
+
+    pub fn accounts(&self) -> &Accounts {
+        &self.accounts
+    }
+
+    pub fn counters(&self) -> PoolCounters {
+        self.counters
+    }
+
+    /// What changed last.
+    pub fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    /// What could be found once.
+    pub fn losses(&self) -> &Losses {
+        &self.losses
+    }
+
+    /// Under what admissions began.
+    pub fn roots(&self) -> &Roots {
+        &self.roots
+    }
+
+    /// What is in the blocks that can be found, if somebody reads it.
+    pub fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    pub fn contents_mut(&mut self) -> &mut Contents {
+        &mut self.contents
+    }
+
+    /// Blocks that `allocate` could hand out now: free or evictable.
+    pub fn num_allocatable(&self) -> usize {
+        self.free.len() + self.parking.num_parked()
+    }
+
+    pub fn counts(&self) -> BlockCounts {
+        let (free, active) = (self.free.len(), self.counters.num_active);
+        let cached = self.parking.num_parked() + self.num_idle_kept;
+        let retired = (self.refs.len() - 1).saturating_sub(free + cached + active); // less than none if the books are wrong
+        BlockCounts { free, cached, active, retired }
+    }
+
+    pub fn ref_count(&self, block: BlockId) -> u32 {
+        self.refs[block as usize]
+    }
+
+    pub fn pin_count(&self, block: BlockId) -> u32 {
+        self.pins[block as usize]
+    }
+
+    /// Whose block it is; nobody's if it is free.
+    pub fn owner(&self, block: BlockId) -> Option<TenantId> {
+        (self.state(block) != BlockState::Free).then(|| self.owners[block as usize])
+    }
+
+    /// Whether its one holder may write it: nobody else holds it, and it never was findable by content.
+    pub fn is_writable(&self, block: BlockId) -> bool {
+        self.ref_count(block) == 1 && self.index.past(block) == Past::None
+    }
+
+    pub fn state(&self, block: BlockId) -> BlockState {
+        if self.ref_count(block) > 0 {
+            BlockState::Active
+        } else if self.pin_count(block) > 0 {
+            BlockState::Retired
+        } else if self.index.is_findable(block) {
+            BlockState::Cached
+        } else {
+            BlockState::Free
+        }
+    }
+
+    /// The free stack, the next one to be handed out last.
+    pub fn free_blocks(&self) -> &[BlockId] {
+        &self.free
+    }
+
+    /// The parked blocks, each once.
+    pub fn parked_blocks(&self) -> Vec<BlockId> {
+        self.parking.parked()
+    }
+
+    /// Hands out `count` blocks with one reference each: without content first, then what is evicted for them.
+    /// They are the asker's tenant's from now on.
+    ///
+    /// The caller has compared `count` with `num_allocatable`.
+    pub fn allocate(&mut self, count: usize, asker: &Asker) -> Result<Vec<BlockId>> {
+        let num_popped = count.min(self.free.len());
+        let num_missing = count - num_popped;
+        if num_missing > self.parking.num_parked() {
+            return broken(format!("{num_missing} blocks to evict, {} are cached", self.parking.num_parked()));
+        }
+        let mut blocks = self.free.split_off(self.free.len() - num_popped);
+        blocks.reverse();
+        if num_missing > 0 {
+            self.parking.evict(num_missing, &self.accounts.reclaims(asker.tenant, count), &mut blocks);
+            for block in &blocks[num_popped..] {
+                self.accounts.uncache(self.owners[*block as usize], 1);
+                self.lose(*block, asker);
+            }
+        }
+        for block in &blocks {
+            self.refs[*block as usize] = 1;
+            self.owners[*block as usize] = asker.tenant;
+        }
+        self.accounts.hold(asker.tenant, count);
+        self.journal.touch_all(&blocks[..num_popped], &self.owners);
+        self.counters.num_active += count;
+        self.counters.num_references += count;
+        self.counters.num_allocated += count as u64;
+        self.counters.num_evicted += num_missing as u64;
+        Ok(blocks)
+    }
+
+    /// How many of these are evictable: what acquiring them takes from the allocatable ones.
+    pub fn num_parked(&self, blocks: &[BlockId]) -> usize {
+        blocks.iter().filter(|block| self.is_idle(**block) && !self.is_kept(**block)).count()
+    }
+
+    /// `count` more references to each of these blocks, which are held, or whose content is findable.
+    pub fn acquire(&mut self, blocks: &[BlockId], count: u32) -> Result<()> {
+        let mut parked = Vec::new();
+        for &block in blocks {
+            let before = self.ref_count(block);
+            if before == 0 {
+                if !self.index.is_findable(block) {
+                    return broken(format!("block {block} has no content to share"));
+                }
+                self.counters.num_active += 1;
+                match (self.pin_count(block), self.is_kept(block)) {
+                    (0, false) => parked.push(block),
+                    (0, true) => self.num_idle_kept -= 1,
+                    _ => {}
+                }
+            }
+            self.refs[block as usize] = before + count;
+            self.counters.num_shared += usize::from(before < 2 && before + count >= 2);
+        }
+        self.counters.num_references += blocks.len() * count as usize;
+        if let Some(first) = parked.first() {
+            let owner = self.owners[*first as usize];
+            self.accounts.uncache(owner, parked.len());
+            self.accounts.hold(owner, parked.len());
+            self.parking.unpark(&parked);
+        }
+        self.journal.touch_all(blocks, &self.owners);
+        Ok(())
+    }
+
+    /// One reference less to each. Give a table's tail first: what comes first is evicted first.
+    pub fn release(&mut self, blocks: &[BlockId]) -> Result<()> {
+        blocks.iter().try_for_each(|block| self.let_go(*block))?;
+        self.journal.touch_all(blocks, &self.owners);
+        self.rest(blocks);
+        Ok(())
+    }
+
+    /// One reference less and one pin more to each: not handed out until `unpin`.
+    pub fn retire(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for &block in blocks {
+            self.let_go(block)?;
+            self.pins[block as usize] += 1;
+        }
+        self.journal.touch_all(blocks, &self.owners);
+        Ok(())
+    }
+
+    /// Takes back one pin of each. Give a table's tail first, as for `release`.
+    pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for &block in blocks {
+            let Some(pins) = self.pin_count(block).checked_sub(1) else {
+                return broken(format!("block {block} is unpinned, it has no pin"));
+            };
+            self.pins[block as usize] = pins;
+        }
+        self.journal.touch_all(blocks, &self.owners);
+        self.rest(blocks);
+        Ok(())
+    }
+
+    /// A sequence begins: tells the eviction policy what it uses.
+    pub fn enter_admission(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
+        self.parking.admit(found, fresh, hashes);
+    }
+
+    /// A sequence begins under this root.
+    pub fn enter_root(&mut self, root: &Hash, tenant: TenantId, salt: &[u8]) {
+        self.roots.enter(root, tenant, salt);
+    }
+
+    /// Makes a computed block findable, unless another one is by this hash; returns the one that is from now on.
+    pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
+        let standing = self.index.publish(hash, block);
+        if standing == block {
+            self.touch_content(block);
+        }
+        standing
+    }
+
+    /// Makes the blocks from `first` to before `end` unfindable; returns how many were findable.
+    ///
+    /// Held blocks stay with their holders; pinned ones stay findable.
+    pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
+        let mut dropped = 0;
+        for block in first.max(1)..end.min(self.refs.len() as BlockId) {
+            if !self.index.is_findable(block) || self.is_kept(block) {
+                continue;
+            }
+            dropped += 1;
+            if let Some(hash) = self.index.hash(block) {
+                self.losses.reset(hash, now);
+            }
+            self.contents.forget(block);
+            self.touch_content(block);
+            self.index.drop_hash(block);
+            if self.is_idle(block) {
+                self.parking.unpark(&[block]);
+                self.accounts.uncache(self.owners[block as usize], 1);
+                self.push_free(&[block]);
+            }
+        }
+        dropped
+    }
+
+    /// What is wrong with the blocks of a range: lists and index against their states. Cost: O(range + free blocks).
+    pub fn audit(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        self.index.audit(blocks, wrong);
+        let mut times_free = vec![0; blocks.len()];
+        for block in &self.free {
+            if let Some(times) = times_free.get_mut(block.wrapping_sub(blocks.start) as usize) {
+                *times += 1;
+            }
+        }
+        for (block, times) in blocks.clone().zip(times_free) {
+            let state = self.state(block);
+            if times != u32::from(state == BlockState::Free && block != NULL_BLOCK) {
+                wrong.push(format!("block {block} is {state:?} and {times} times on the free stack"));
+            }
+            if block != NULL_BLOCK {
+                self.parking.audit(block, state == BlockState::Cached && !self.is_kept(block), wrong);
+            }
+            if self.is_kept(block) && !self.index.is_findable(block) {
+                wrong.push(format!("block {block} is pinned and can't be found"));
+            }
+            if state == BlockState::Free && self.parking.advice(block).is_some() {
+                wrong.push(format!("block {block} is free and still advised to be kept"));
+            }
+            if state == BlockState::Free && self.index.past(block) != Past::None {
+                wrong.push(format!("block {block} is free and still has a past"));
+            }
+        }
+    }
+
+    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s.
+    pub fn audit_counts(&self, wrong: &mut Vec<String>) {
+        self.index.audit_counts(wrong);
+        let counters = PoolCounters {
+            num_active: self.refs.iter().filter(|refs| **refs > 0).count(),
+            num_references: self.refs.iter().map(|refs| *refs as usize).sum(),
+            num_shared: self.refs.iter().filter(|refs| **refs > 1).count(),
+            ..self.counters
+        };
+        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let num_cached =
+            held.zip(self.index.pasts()).filter(|(held, past)| *held == 0 && **past == Past::Findable).count();
+        if counters != self.counters {
+            wrong.push(format!("counted {:?}, there are {counters:?}", self.counters));
+        }
+        if self.counts().cached != num_cached {
+            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
+        }
+        if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
+            wrong.push("somebody holds the null block".into());
+        }
+    }
+
+    /// What is wrong with the tenants' accounts, counted block by block. Cost: as `audit_counts`.
+    pub fn audit_accounts(&self, wrong: &mut Vec<String>) {
+        self.accounts.audit(wrong);
+        let mut counted = vec![(0, 0, 0); self.accounts.len()];
+        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let blocks = self.owners.iter().zip(held).zip(self.index.pasts()).enumerate();
+        for (block, ((owner, held), past)) in blocks {
+            if held == 0 && *past != Past::Findable {
+                continue; // free
+            }
+            let Some((num_held, num_cached, num_pinned)) = counted.get_mut(*owner as usize) else {
+                wrong.push(format!("block {block} is tenant {owner}'s, who has no account"));
+                continue;
+            };
+            let is_kept = self.is_kept(block as BlockId);
+            *num_held += usize::from(held > 0 || is_kept);
+            *num_cached += usize::from(held == 0 && !is_kept);
+            *num_pinned += usize::from(is_kept);
+        }
+        for (tenant, counted) in counted.into_iter().enumerate() {
+            let account = self.accounts.get(tenant as TenantId);
+            let entered = (account.num_held, account.num_cached, account.num_pinned);
+            if entered != counted {
+                let what = "blocks held, cached and pinned";
+                wrong.push(format!("tenant {tenant} has {counted:?} {what}, its account says {entered:?}"));
+            }
+        }
+    }
+
+    fn is_idle(&self, block: BlockId) -> bool {
+        self.ref_count(block) == 0 && self.pin_count(block) == 0
+    }
+
+    /// A block begins or ceases to be found by content.
+    fn touch_content(&mut self, block: BlockId) {
+        self.journal.touch_content(block, self.owners[block as usize]);
+    }
+
+    /// The content of a block that was evicted makes room for what the asker wants.
+    fn lose(&mut self, block: BlockId, asker: &Asker) {
+        if let Some(hash) = self.index.hash(block) {
+            self.losses.evicted(hash, asker);
+        }
+        self.contents.forget(block);
+        self.touch_content(block);
+        self.index.forget(block);
+    }
+
+    fn let_go(&mut self, block: BlockId) -> Result<()> {
+        let Some(refs) = self.ref_count(block).checked_sub(1) else {
+            return broken(format!("block {block} is released, nobody holds it"));
+        };
+        self.refs[block as usize] = refs;
+        self.counters.num_references -= 1;
+        self.counters.num_shared -= usize::from(refs == 1);
+        self.counters.num_active -= usize::from(refs == 0);
+        Ok(())
+    }
+
+    /// Those of these that nothing keeps any more: with content they are parked, without they are free.
+    fn rest(&mut self, blocks: &[BlockId]) {
+        let mut idle: Vec<BlockId> = blocks.iter().copied().filter(|block| self.is_idle(*block)).collect();
+        if !self.keeps.is_empty() {
+            let before = idle.len();
+            idle.retain(|block| !self.is_kept(*block));
+            self.num_idle_kept += before - idle.len();
+        }
+        let Some(first) = idle.first() else { return };
+        let owner = self.owners[*first as usize];
+        self.accounts.let_go(owner, idle.len());
+        let (parked, free): (Vec<_>, Vec<_>) = idle.into_iter().partition(|block| self.index.is_findable(*block));
+        if !free.is_empty() {
+            self.push_free(&free);
+        }
+        if !parked.is_empty() {
+            self.accounts.cache(owner, parked.len());
+            self.parking.park(&parked, owner);
+        }
+    }
+
+    // -- tenants ------------------------------------------------------------------------------------------------------
+
+    /// What a tenant may take from now on. New tenants come one after the other.
+    pub fn set_share(&mut self, tenant: TenantId, share: Share) {
+        self.accounts.set_share(tenant, share);
+        let owners = &self.owners;
+        self.parking.set_by_tenant(self.accounts.has_quotas(), |block| owners[block as usize]);
+    }
+
+    /// A reservation of the tenant was `before`, and is `after`.
+    pub fn reserve(&mut self, tenant: TenantId, before: usize, after: usize) {
+        self.accounts.reserve(tenant, before, after);
+    }
+
+    /// Blocks that the tenant could be handed out now for what was not promised to it.
+    pub fn num_available(&self, tenant: TenantId) -> usize {
+        self.accounts.num_available(tenant, self.num_allocatable())
+    }
+
+    /// Blocks that could be handed out now and that nobody was promised.
+    pub fn num_spare(&self) -> usize {
+        self.accounts.num_spare(self.num_allocatable())
+    }
+
+    // -- what is worth keeping ----------------------------------------------------------------------------------------
+
+    /// How much the block is worth keeping by what was said of it.
+    pub fn level(&self, block: BlockId) -> Level {
+        self.parking.level(block)
+    }
+
+    /// What was said of the block, if anything was.
+    pub fn advice(&self, block: BlockId) -> Option<Advice> {
+        self.parking.advice(block)
+    }
+
+    /// Enters advice about blocks, the last one of a table first.
+    pub fn advise(&mut self, blocks: &[BlockId], advice: Advice) {
+        if let Some(first) = blocks.first() {
+            self.parking.advise(blocks, advice, self.owners[*first as usize]);
+            self.journal.touch_all(blocks, &self.owners);
+        }
+    }
+
+    /// See AdviceBook::next_end.
+    pub fn next_end_of_advice(&self) -> Option<Millis> {
+        self.parking.next_end()
+    }
+
+    /// Ends the advice whose time is over.
+    pub fn end_advice(&mut self, now: Millis) {
+        let (owners, mut ended) = (&self.owners, Vec::new());
+        self.parking.end_advice(now, |block| owners[block as usize], &mut ended);
+        self.journal.touch_all(&ended, owners);
+    }
+
+    /// Whether a prefix pin keeps the block from being evicted.
+    pub fn is_kept(&self, block: BlockId) -> bool {
+        !self.keeps.is_empty() && self.keeps.contains_key(&block)
+    }
+
+    /// How many prefix pins the block has.
+    pub fn keep_count(&self, block: BlockId) -> u32 {
+        self.keeps.get(&block).copied().unwrap_or(0)
+    }
+
+    /// Pinned blocks.
+    pub fn num_kept(&self) -> usize {
+        self.keeps.len()
+    }
+
+    /// One prefix pin more for each of these findable blocks.
+    pub fn keep(&mut self, blocks: &[BlockId]) {
+        self.journal.touch_all(blocks, &self.owners);
+        for &block in blocks {
+            let owner = self.owners[block as usize];
+            if self.is_idle(block) && !self.is_kept(block) {
+                self.parking.unpark(&[block]);
+                self.accounts.uncache(owner, 1);
+                self.accounts.hold(owner, 1);
+                self.num_idle_kept += 1;
+            }
+            let keeps = self.keeps.entry(block).or_insert(0);
+            *keeps += 1;
+            if *keeps == 1 {
+                self.accounts.pin(owner);
+            }
+        }
+    }
+
+    /// Takes back one prefix pin of each. Give a prefix's tail first, as for `release`.
+    pub fn let_go_kept(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.journal.touch_all(blocks, &self.owners);
+        for &block in blocks {
+            let owner = self.owners[block as usize];
+            match self.keep_count(block) {
+                0 => return broken(format!("block {block} has no prefix pin to take back")),
+                1 => {
+                    self.keeps.remove(&block);
+                    self.accounts.unpin(owner);
+                    if self.is_idle(block) {
+                        self.num_idle_kept -= 1;
+                        self.rest(&[block]);
+                    }
+                }
+                count => drop(self.keeps.insert(block, count - 1)),
+            }
+        }
+        Ok(())
+    }
+
+    // -- inside -------------------------------------------------------------------------------------------------------
+
+    /// What was in these does not matter from here on.
+    fn push_free(&mut self, blocks: &[BlockId]) {
+        blocks.iter().for_each(|block| self.index.forget_past(*block));
+        self.journal.touch_all(blocks, &self.owners);
+        self.parking.forget(blocks);
+        self.free.extend_from_slice(blocks);
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::fmt::Debug;
+
+    use super::*;
+    use crate::cache::policies::POLICIES;
+    use crate::cache::prefix::digest_of;
+    use crate::errors::Failure;
+
+    pub(crate) const ASKER: Asker = Asker { tenant: 0, lease: [0; 8], now: 0.0 };
+
+    /// The same numbers for the same seed.
+    pub(crate) struct Random(pub u64);
+
+    impl Random {
+        pub(crate) fn below(&mut self, bound: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) as usize % bound
+        }
+
+        pub(crate) fn tokens(&mut self, count: usize, vocab_size: usize) -> Vec<i32> {
+            (0..count).map(|_| self.below(vocab_size) as i32).collect()
+        }
+
+        /// Some of these, in any order.
+        pub(crate) fn sample<T>(&mut self, mut items: Vec<T>) -> Vec<T> {
+            let count = self.below(items.len() + 1);
+            (0..count).map(|_| items.swap_remove(self.below(items.len()))).collect()
+        }
+    }
+
+    /// What is told of books that are found to be wrong.
+    pub(crate) fn told<T: Debug>(answer: Result<T>) -> String {
+        match answer {
+            Err(Failure::Broken(what)) => what,
+            other => panic!("the books are wrong, the answer is {other:?}"),
+        }
+    }
+
+    /// Of all blocks, two at a time.
+    pub(crate) fn violations(pool: &BlockPool) -> Vec<String> {
+        let (mut wrong, num_blocks) = (Vec::new(), pool.refs.len() as BlockId);
+        (0..num_blocks).step_by(2).for_each(|first| pool.audit(&(first..num_blocks.min(first + 2)), &mut wrong));
+        pool.audit_counts(&mut wrong);
+        pool.audit_accounts(&mut wrong);
+        wrong
+    }
+
+    fn pool() -> BlockPool {
+        BlockPool::of_one_tenant(5, Policy::named("lru", 5).unwrap())
+    }
+
+    fn hash(name: i32) -> Hash {
+        digest_of(&[name])
+    }
+
+    /// Blocks that are cached, the first one evicted first.
+    fn cache(pool: &mut BlockPool, names: &[i32]) -> Vec<BlockId> {
+        let blocks = pool.allocate(names.len(), &ASKER).unwrap();
+        names.iter().zip(&blocks).for_each(|(name, block)| assert_eq!(pool.publish(&hash(*name), *block), *block));
+        pool.release(&blocks).unwrap();
+        blocks
+    }
+
+    /// Blocks 1 to 4, all of them published, as one table.
+    fn published_table(pool: &mut BlockPool) -> Vec<BlockId> {
+        let table = pool.allocate(4, &ASKER).unwrap();
+        table.iter().for_each(|block| assert_eq!(pool.publish(&hash(*block as i32), *block), *block));
+        table
+    }
+
+    fn counts(free: usize, cached: usize, active: usize, retired: usize) -> BlockCounts {
+        BlockCounts { free, cached, active, retired }
+    }
+
+    #[test]
+    fn a_new_pool_is_free_but_for_the_null_block() {
+        let mut pool = pool();
+        assert_eq!((pool.counts(), pool.num_allocatable()), (counts(4, 0, 0, 0), 4));
+        assert_eq!(pool.allocate(0, &ASKER).unwrap(), [0; 0]);
+        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [1, 2, 3, 4]);
+        assert_eq!(told(pool.allocate(1, &ASKER)), "1 blocks to evict, 0 are cached");
+        assert_eq!((pool.counts(), violations(&pool)), (counts(0, 0, 4, 0), vec![]));
+    }
+
+    #[test]
+    fn the_block_freed_last_is_handed_out_first() {
+        let mut pool = pool();
+        pool.allocate(4, &ASKER).unwrap();
+        pool.release(&[3, 1, 4]).unwrap();
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [4, 1]);
+        pool.release(&[2]).unwrap();
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [2, 3]);
+    }
+
+    #[test]
+    fn a_block_goes_through_all_states() {
+        let mut pool = pool();
+        pool.allocate(1, &ASKER).unwrap();
+        assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Active, 3));
+        pool.retire(&[1]).unwrap();
+        assert_eq!(
+            (pool.state(1), pool.counts(), pool.num_allocatable()),
+            (BlockState::Retired, counts(3, 0, 0, 1), 3)
+        );
+        pool.unpin(&[1]).unwrap();
+        assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Free, 4));
+        cache(&mut pool, &[7]);
+        assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Cached, 4));
+        pool.acquire(&[1], 1).unwrap();
+        assert_eq!((pool.counts(), violations(&pool)), (counts(3, 0, 1, 0), vec![]));
+    }
+
+    #[test]
+    fn what_somebody_else_holds_stays_active_when_it_is_retired() {
+        let mut pool = pool();
+        pool.allocate(2, &ASKER).unwrap();
+        pool.acquire(&[1], 1).unwrap();
+        pool.retire(&[2, 1]).unwrap();
+        assert_eq!((pool.state(1), pool.state(2)), (BlockState::Active, BlockState::Retired));
+        assert_eq!((pool.pin_count(1), pool.pin_count(2), pool.counts()), (1, 1, counts(2, 0, 1, 1)));
+        pool.retire(&[1]).unwrap();
+        assert_eq!(pool.counts(), counts(2, 0, 0, 2));
+        pool.unpin(&[2, 1]).unwrap();
+        assert_eq!((pool.counts(), violations(&pool)), (counts(3, 0, 0, 1), vec![]));
+    }
+
+    #[test]
+    fn free_blocks_are_handed_out_before_cached_ones_and_the_oldest_of_these_first() {
+        let mut pool = pool();
+        assert_eq!(cache(&mut pool, &[1, 2, 3]), [1, 2, 3]);
+        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [4, 1, 2]);
+        assert_eq!((pool.counters().num_evicted, pool.state(3)), (2, BlockState::Cached));
+        assert_eq!((pool.index().lookup(&hash(1)), pool.index().lookup(&hash(3))), (None, Some(3)));
+        assert_eq!(violations(&pool), [""; 0]);
+    }
+
+    #[test]
+    fn what_is_used_again_is_the_most_recent() {
+        let mut pool = pool();
+        cache(&mut pool, &[1, 2]);
+        pool.acquire(&[1], 1).unwrap();
+        pool.release(&[1]).unwrap();
+        assert_eq!(pool.allocate(4, &ASKER).unwrap()[2..], [2, 1]);
+    }
+
+    #[test]
+    fn a_table_let_go_tail_first_is_evicted_leaf_first() {
+        let mut released = pool();
+        published_table(&mut released);
+        released.release(&[4, 3, 2, 1]).unwrap();
+        assert_eq!(released.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
+        let mut unpinned = pool();
+        published_table(&mut unpinned);
+        unpinned.retire(&[4, 3, 2, 1]).unwrap();
+        unpinned.unpin(&[4, 3, 2, 1]).unwrap();
+        assert_eq!(unpinned.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
+    }
+
+    #[test]
+    fn of_a_released_table_the_part_without_content_is_free_and_the_rest_cached() {
+        let mut pool = pool();
+        pool.allocate(4, &ASKER).unwrap();
+        pool.publish(&hash(1), 1);
+        pool.publish(&hash(3), 3);
+        pool.release(&[4, 3, 2, 1]).unwrap();
+        assert_eq!((pool.free_blocks(), pool.parked_blocks()), (&[4, 2][..], vec![3, 1]));
+        assert_eq!(violations(&pool), [""; 0]);
+        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [2, 4, 3, 1]);
+    }
+
+    #[test]
+    fn a_retired_block_is_handed_out_only_after_its_last_pin() {
+        let mut pool = pool();
+        pool.allocate(1, &ASKER).unwrap();
+        pool.acquire(&[1], 1).unwrap();
+        pool.retire(&[1]).unwrap();
+        pool.retire(&[1]).unwrap();
+        pool.unpin(&[1]).unwrap();
+        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [2, 3, 4]);
+        assert_eq!(pool.num_allocatable(), 0);
+        pool.unpin(&[1]).unwrap();
+        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
+    }
+
+    #[test]
+    fn a_retired_block_with_content_can_be_acquired_at_once() {
+        let mut pool = pool();
+        pool.allocate(1, &ASKER).unwrap();
+        pool.publish(&hash(7), 1);
+        pool.retire(&[1]).unwrap();
+        pool.acquire(&[1], 1).unwrap();
+        pool.unpin(&[1]).unwrap();
+        assert_eq!(pool.state(1), BlockState::Active);
+        pool.release(&[1]).unwrap();
+        assert_eq!((pool.state(1), violations(&pool)), (BlockState::Cached, vec![]));
+    }
+
+    #[test]
+    fn several_references_are_taken_at_once_and_given_back_one_by_one() {
+        let mut pool = pool();
+        pool.allocate(2, &ASKER).unwrap();
+        pool.acquire(&[1, 2], 3).unwrap();
+        assert_eq!((pool.ref_count(1), pool.ref_count(2), pool.counters().num_references), (4, 4, 8));
+        for num_left in (1..4).rev() {
+            pool.release(&[2, 1]).unwrap();
+            let counters = pool.counters();
+            assert_eq!((counters.num_references, counters.num_active), (2 * num_left, 2));
+            assert_eq!(counters.num_shared, if num_left > 1 { 2 } else { 0 });
+        }
+        pool.release(&[2, 1]).unwrap();
+        assert_eq!((pool.counts(), pool.counters().num_references), (counts(4, 0, 0, 0), 0));
+    }
+
+    #[test]
+    fn only_blocks_that_nothing_keeps_are_what_acquiring_takes_from_the_allocatable_ones() {
+        let mut pool = pool();
+        cache(&mut pool, &[1, 2]);
+        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [3, 4]);
+        pool.publish(&hash(4), 4);
+        pool.retire(&[4]).unwrap();
+        assert_eq!((pool.num_parked(&[1, 2, 3, 4]), pool.num_parked(&[3, 4]), pool.num_parked(&[])), (2, 0, 0));
+        pool.acquire(&[1, 2, 3, 4], 1).unwrap();
+        assert_eq!((pool.num_allocatable(), violations(&pool)), (0, vec![]));
+    }
+
+    #[test]
+    fn only_the_one_holder_of_an_unpublished_block_may_write_it() {
+        let mut pool = pool();
+        assert!(!pool.is_writable(1));
+        pool.allocate(1, &ASKER).unwrap();
+        assert!(pool.is_writable(1));
+        pool.acquire(&[1], 1).unwrap();
+        assert!(!pool.is_writable(1));
+        pool.release(&[1]).unwrap();
+        assert!(pool.is_writable(1));
+        pool.publish(&hash(7), 1);
+        assert!(!pool.is_writable(1));
+    }
+
+    #[test]
+    fn a_published_block_stays_unwritable_after_the_cache_was_dropped_until_it_is_handed_out_again() {
+        let mut pool = pool();
+        pool.allocate(1, &ASKER).unwrap();
+        pool.publish(&hash(7), 1);
+        assert_eq!(pool.drop_cached(0, 5, 0.0), 1);
+        assert!(!pool.is_writable(1));
+        pool.release(&[1]).unwrap();
+        assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
+        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
+        assert!(pool.is_writable(1));
+    }
+
+    #[test]
+    fn a_duplicate_is_not_published_and_stays_writable() {
+        let mut pool = pool();
+        pool.allocate(2, &ASKER).unwrap();
+        assert_eq!((pool.publish(&hash(7), 1), pool.publish(&hash(7), 2)), (1, 1));
+        assert!(pool.is_writable(2));
+    }
+
+    #[test]
+    fn dropping_the_cache_frees_cached_blocks_and_leaves_held_and_retired_ones() {
+        let mut pool = pool();
+        cache(&mut pool, &[1, 2]);
+        pool.allocate(2, &ASKER).unwrap();
+        pool.publish(&hash(3), 3);
+        pool.publish(&hash(4), 4);
+        pool.retire(&[4]).unwrap();
+        assert_eq!(pool.drop_cached(0, 5, 0.0), 4);
+        assert_eq!((pool.counts(), pool.parked_blocks()), (counts(2, 0, 1, 1), vec![]));
+        pool.unpin(&[4]).unwrap();
+        assert_eq!(pool.state(4), BlockState::Free);
+        assert_eq!((pool.drop_cached(0, 5, 0.0), violations(&pool)), (0, vec![]));
+    }
+
+    #[test]
+    fn the_cache_is_dropped_in_slices_of_any_bounds() {
+        let mut pool = pool();
+        cache(&mut pool, &[1, 2, 3, 4]);
+        assert_eq!((pool.drop_cached(2, 3, 0.0), pool.parked_blocks()), (1, vec![1, 3, 4]));
+        assert_eq!(
+            (pool.drop_cached(0, 2, 0.0), pool.drop_cached(2, 3, 0.0), pool.drop_cached(3, 100, 0.0)),
+            (1, 0, 2)
+        );
+        assert_eq!((pool.counts(), pool.drop_cached(4, 2, 0.0)), (counts(4, 0, 0, 0), 0));
+    }
+
+    #[test]
+    fn counters_tell_references_sharers_and_what_happened() {
+        let mut pool = pool();
+        cache(&mut pool, &[1, 2, 3]);
+        pool.acquire(&[1, 2], 2).unwrap();
+        pool.acquire(&[2], 1).unwrap();
+        pool.allocate(2, &ASKER).unwrap();
+        let told = PoolCounters { num_active: 4, num_references: 7, num_shared: 2, num_allocated: 5, num_evicted: 1 };
+        assert_eq!((pool.counters(), pool.counts()), (told, counts(0, 0, 4, 0)));
+    }
+
+    #[test]
+    fn a_wrong_call_is_a_broken_book() {
+        let held = || {
+            let mut pool = pool();
+            pool.allocate(2, &ASKER).unwrap();
+            pool
+        };
+        assert_eq!(told(pool().release(&[1])), "block 1 is released, nobody holds it");
+        assert_eq!(told(pool().retire(&[1])), "block 1 is released, nobody holds it");
+        assert_eq!(told(held().release(&[1, 2, 3])), "block 3 is released, nobody holds it");
+        assert_eq!(told(held().release(&[1, 1])), "block 1 is released, nobody holds it");
+        assert_eq!(told(held().unpin(&[1])), "block 1 is unpinned, it has no pin");
+        assert_eq!(told(pool().acquire(&[1], 1)), "block 1 has no content to share");
+        assert_eq!(told(held().acquire(&[1, 2, 3], 1)), "block 3 has no content to share");
+        let mut retired = held();
+        retired.retire(&[1]).unwrap();
+        assert_eq!(told(retired.acquire(&[1], 1)), "block 1 has no content to share");
+    }
+
+    #[test]
+    fn pins_and_advice_and_their_ends_are_changes() {
+        let mut pool = pool();
+        let cached = cache(&mut pool, &[1, 2]);
+        let told = |pool: &mut BlockPool, change: &dyn Fn(&mut BlockPool, &[BlockId])| {
+            let first = pool.journal().num_changes();
+            change(pool, &cached);
+            let (changes, _) = pool.journal().since(first, 9, None).unwrap();
+            changes.into_iter().map(|change| change.block).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.keep(blocks)), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.let_go_kept(blocks).unwrap()), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.advise(blocks, Advice { level: 7, until: 9 })), cached);
+        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), [0; 0]);
+        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(9)), cached);
+    }
+
+    #[test]
+    fn wrong_accounts_are_told() {
+        type Damage = fn(&mut BlockPool);
+        let damages: [(Damage, &str); 5] = [
+            (|pool| pool.accounts.hold(0, 1), "tenant 0 has (2, 1, 1) blocks held, cached and pinned"),
+            (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
+            (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
+            (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, who has no account"),
+            (|pool| *pool.keeps.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
+        ];
+        for (damage, told) in damages {
+            let mut pool = pool();
+            let cached = cache(&mut pool, &[1, 2]);
+            pool.keep(&cached[..1]);
+            pool.allocate(1, &ASKER).unwrap();
+            assert_eq!(violations(&pool), [""; 0]);
+            damage(&mut pool);
+            let wrong = violations(&pool);
+            assert!(wrong.iter().any(|wrong| wrong.contains(told)), "{told}: {wrong:?}");
+        }
+    }
+
+    #[test]
+    fn broken_lists_and_counts_are_told() {
+        type Damage = fn(&mut BlockPool);
+        let damages: [(Damage, &str); 10] = [
+            (|pool| pool.free.truncate(3), "block 1 is Free and 0 times on the free stack"),
+            (|pool| pool.free[0] = 2, "block 4 is Free and 0 times on the free stack"),
+            (|pool| pool.free.push(1), "block 1 is Free and 2 times on the free stack"),
+            (
+                |pool| pool.parking.policy().park(&[1]),
+                "block 1 is parked with the policy and on the shelves [true, false]",
+            ),
+            (|pool| pool.parking.policy().park(&[1]), "1 blocks counted as cached, 0 are"),
+            (|pool| pool.counters.num_active = 1, "counted PoolCounters { num_active: 1, num_references: 0"),
+            (|pool| pool.counters.num_references = 1, "counted PoolCounters { num_active: 0, num_references: 1"),
+            (|pool| pool.counters.num_shared = 1, "there are PoolCounters { num_active: 0"),
+            (|pool| pool.pins[0] = 1, "somebody holds the null block"),
+            (
+                |pool| {
+                    pool.index.publish(&hash(7), 2);
+                    pool.index.drop_hash(2);
+                },
+                "block 2 is free and still has a past",
+            ),
+        ];
+        for (damage, message) in damages {
+            let mut pool = pool();
+            damage(&mut pool);
+            let wrong = violations(&pool);
+            assert!(wrong.iter().any(|line| line.contains(message)), "{message}: {wrong:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_index_is_told() {
+        let mut pool = pool();
+        pool.index.publish(&hash(7), 2);
+        pool.index.forget_past(2);
+        assert!(violations(&pool).iter().any(|line| line.contains("index finds block 2 by a hash")));
+    }
+
+    const NUM_BLOCKS: usize = 11;
+    const NUM_NAMES: usize = 6;
+
+    /// Plain lists of what should be; calls the pool and compares.
+    struct Model {
+        pool: BlockPool,
+        is_lru: bool,
+        random: Random,
+        refs: [u32; NUM_BLOCKS],
+        pins: [u32; NUM_BLOCKS],
+        name_of: [Option<usize>; NUM_BLOCKS],
+        was_named: [bool; NUM_BLOCKS],
+        free: Vec<BlockId>,
+        parked: Vec<BlockId>,
+        num_allocated: usize,
+        num_evicted: usize,
+    }
+
+    impl Model {
+        fn new(policy: &str, seed: u64) -> Model {
+            Model {
+                pool: BlockPool::of_one_tenant(NUM_BLOCKS, Policy::named(policy, NUM_BLOCKS).unwrap()),
+                is_lru: policy == "lru",
+                random: Random(seed),
+                refs: [0; NUM_BLOCKS],
+                pins: [0; NUM_BLOCKS],
+                name_of: [None; NUM_BLOCKS],
+                was_named: [false; NUM_BLOCKS],
+                free: (1..NUM_BLOCKS as BlockId).rev().collect(),
+                parked: Vec::new(),
+                num_allocated: 0,
+                num_evicted: 0,
+            }
+        }
+
+        /// Some of the blocks that are as wanted, in any order.
+        fn pick(&mut self, is_wanted: impl Fn(&Model, usize) -> bool) -> Vec<BlockId> {
+            let wanted =
+                (1..NUM_BLOCKS).filter(|block| is_wanted(self, *block)).map(|block| block as BlockId).collect();
+            self.random.sample(wanted)
+        }
+
+        fn do_anything(&mut self) {
+            match self.random.below(14) {
+                0..3 => self.allocate(),
+                3..5 => self.publish(),
+                5..7 => self.acquire(),
+                7..9 => self.release(),
+                9..11 => self.retire(),
+                11..13 => self.unpin(),
+                _ => self.drop_cached(),
+            }
+        }
+
+        fn allocate(&mut self) {
+            let count = self.random.below(4.min(self.free.len() + self.parked.len()) + 1);
+            let taken = self.pool.allocate(count, &ASKER).unwrap();
+            assert_eq!(taken.len(), count);
+            let (popped, evicted) = taken.split_at(count.min(self.free.len()));
+            popped.iter().for_each(|block| assert_eq!(self.free.pop(), Some(*block)));
+            assert!(!self.is_lru || self.parked.starts_with(evicted));
+            for &block in evicted {
+                let place = self.parked.iter().position(|parked| *parked == block);
+                self.parked.remove(place.expect("what is evicted was parked"));
+                (self.name_of[block as usize], self.was_named[block as usize]) = (None, false);
+            }
+            taken.iter().for_each(|block| self.refs[*block as usize] = 1);
+            self.num_allocated += count;
+            self.num_evicted += evicted.len();
+        }
+
+        fn publish(&mut self) {
+            let is_kept = |model: &Model, block: usize| model.refs[block] + model.pins[block] > 0;
+            for block in self.pick(|model, block| is_kept(model, block) && model.name_of[block].is_none()) {
+                let name = self.random.below(NUM_NAMES);
+                let known = self.name_of.iter().position(|known| *known == Some(name)).map(|block| block as BlockId);
+                assert_eq!(self.pool.publish(&hash(name as i32), block), known.unwrap_or(block));
+                if known.is_none() {
+                    (self.name_of[block as usize], self.was_named[block as usize]) = (Some(name), true);
+                }
+            }
+        }
+
+        fn acquire(&mut self) {
+            let chosen = self.pick(|model, block| model.refs[block] > 0 || model.name_of[block].is_some());
+            let count = self.random.below(3) as u32 + 1;
+            let num_parked = self.parked.iter().filter(|block| chosen.contains(block)).count();
+            assert_eq!(self.pool.num_parked(&chosen), num_parked);
+            self.pool.acquire(&chosen, count).unwrap();
+            self.parked.retain(|block| !chosen.contains(block));
+            chosen.iter().for_each(|block| self.refs[*block as usize] += count);
+        }
+
+        fn release(&mut self) {
+            let held = self.pick(|model, block| model.refs[block] > 0);
+            self.pool.release(&held).unwrap();
+            held.iter().for_each(|block| self.refs[*block as usize] -= 1);
+            self.rest(&held);
+        }
+
+        fn retire(&mut self) {
+            let held = self.pick(|model, block| model.refs[block] > 0);
+            self.pool.retire(&held).unwrap();
+            held.iter().for_each(|block| self.refs[*block as usize] -= 1);
+            held.iter().for_each(|block| self.pins[*block as usize] += 1);
+        }
+
+        fn unpin(&mut self) {
+            let pinned = self.pick(|model, block| model.pins[block] > 0);
+            self.pool.unpin(&pinned).unwrap();
+            pinned.iter().for_each(|block| self.pins[*block as usize] -= 1);
+            self.rest(&pinned);
+        }
+
+        fn drop_cached(&mut self) {
+            let (first, end) = (self.random.below(NUM_BLOCKS + 2), self.random.below(NUM_BLOCKS + 2));
+            let named = (1..NUM_BLOCKS).filter(|block| (first..end).contains(block) && self.name_of[*block].is_some());
+            let dropped: Vec<BlockId> = named.map(|block| block as BlockId).collect();
+            assert_eq!(self.pool.drop_cached(first as BlockId, end as BlockId, 0.0), dropped.len());
+            for block in dropped {
+                self.name_of[block as usize] = None;
+                if self.parked.contains(&block) {
+                    self.parked.retain(|parked| *parked != block);
+                    self.rest(&[block]);
+                }
+            }
+        }
+
+        /// Those that nothing keeps any more go to their places, in this order.
+        fn rest(&mut self, blocks: &[BlockId]) {
+            for &block in blocks {
+                let cells = block as usize;
+                if self.refs[cells] + self.pins[cells] > 0 {
+                    continue;
+                }
+                if self.name_of[cells].is_some() {
+                    self.parked.push(block);
+                } else {
+                    self.free.push(block);
+                    self.was_named[cells] = false;
+                }
+            }
+        }
+
+        fn state(&self, block: usize) -> BlockState {
+            match (self.refs[block], self.pins[block], self.name_of[block]) {
+                (0, 0, None) => BlockState::Free,
+                (0, 0, Some(_)) => BlockState::Cached,
+                (0, ..) => BlockState::Retired,
+                _ => BlockState::Active,
+            }
+        }
+
+        fn check(&self) {
+            let pool = &self.pool;
+            assert_eq!(violations(pool), [""; 0]);
+            for block in 1..NUM_BLOCKS {
+                let id = block as BlockId;
+                assert_eq!((pool.state(id), pool.ref_count(id)), (self.state(block), self.refs[block]));
+                assert_eq!(pool.pin_count(id), self.pins[block]);
+                let expected = self.name_of[block].map(|name| hash(name as i32));
+                assert_eq!(pool.index().hash(id), expected.as_ref());
+                assert_eq!(pool.is_writable(id), self.refs[block] == 1 && !self.was_named[block]);
+            }
+            let num = |state| (1..NUM_BLOCKS).filter(|block| self.state(*block) == state).count();
+            let states = [BlockState::Free, BlockState::Cached, BlockState::Active, BlockState::Retired].map(num);
+            assert_eq!(pool.counts(), counts(states[0], states[1], states[2], states[3]));
+            assert_eq!(pool.num_allocatable(), self.free.len() + self.parked.len());
+            assert_eq!(pool.free_blocks(), self.free);
+            assert!(!self.is_lru || pool.parked_blocks() == self.parked);
+            let counters = pool.counters();
+            assert_eq!(counters.num_references, self.refs.iter().sum::<u32>() as usize);
+            assert_eq!(counters.num_shared, self.refs.iter().filter(|refs| **refs > 1).count());
+            assert_eq!(counters.num_allocated, self.num_allocated as u64);
+            assert_eq!(counters.num_evicted, self.num_evicted as u64);
+        }
+    }
+
+    #[test]
+    fn any_calls_leave_the_pool_as_plain_lists_have_it() {
+        for (seed, policy) in (0..30).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
+            let mut model = Model::new(policy, seed);
+            for _ in 0..100 {
+                model.do_anything();
+                model.check();
+            }
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! What a restart goes on with: changes of the books as values, and the files that keep them.
+
+pub mod changes;
+pub mod files;
+pub mod stored_books;

@@ -1,0 +1,193 @@
+//! Books with the store that their changes are written to.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::books::leases::RequestKey;
+use crate::books::pins::{Pin, PinId};
+use crate::books::plans::{Admission, StepPlan, StepRequest};
+use crate::books::settle::StepReport;
+use crate::books::{AdmissionCheck, Books};
+use crate::cache::advice::millis;
+use crate::cache::prefix::BlockId;
+use crate::errors::{Failure, Refusal, Result, broken};
+use crate::store::changes::Change;
+use crate::store::files::{LogLimits, Store};
+
+/// Books whose changes are written down, if there is a store, before anybody is told of them.
+///
+/// A store that fails is given up, with all that is in it: books without one are as good until the process ends.
+#[derive(Debug)]
+pub struct StoredBooks {
+    books: Books,
+    store: Option<Store>,
+    loss: Option<String>,
+    /// Items of plans that were refused, by the name of the reason.
+    refusals: BTreeMap<&'static str, u64>,
+}
+
+impl StoredBooks {
+    pub fn new(books: Books, store: Option<Store>) -> StoredBooks {
+        StoredBooks { books, store, loss: None, refusals: BTreeMap::new() }
+    }
+
+    pub fn books(&self) -> &Books {
+        &self.books
+    }
+
+    /// For what is no change.
+    pub fn books_mut(&mut self) -> &mut Books {
+        &mut self.books
+    }
+
+    /// Writes changes down from here on, the books being as the first record says.
+    pub fn begin_store(&mut self, directory: &Path, first: &Change) -> Result<()> {
+        match Store::create(directory, first, LogLimits::default()) {
+            Ok(store) => self.store = Some(store),
+            Err(error) => self.loss = Some(error),
+        }
+        Ok(())
+    }
+
+    /// Whether changes are written down.
+    pub fn is_stored(&self) -> bool {
+        self.store.is_some()
+    }
+
+    /// How many items of plans were refused since the books are here, by the name of the reason.
+    pub fn refusals(&self) -> &BTreeMap<&'static str, u64> {
+        &self.refusals
+    }
+
+    /// Why the store was given up, once.
+    pub fn take_loss(&mut self) -> Option<String> {
+        self.loss.take()
+    }
+
+    /// Waits for a snapshot that is being made.
+    #[cfg(test)]
+    pub fn finish(&mut self) -> std::result::Result<(), String> {
+        self.store.as_mut().map_or(Ok(()), Store::finish)
+    }
+
+    #[cfg(test)]
+    pub fn write_snapshot(&self, path: &Path) -> std::result::Result<(), String> {
+        crate::store::files::write_snapshot(path, &self.books)
+    }
+
+    fn write(&mut self, change: &Change) -> Result<()> {
+        let Some(store) = &mut self.store else { return Ok(()) };
+        let Err(error) = store.append(change) else { return Ok(()) };
+        let Some(store) = self.store.take() else { return Ok(()) };
+        if let Err(worse) = store.discard() {
+            return broken(format!("what is stored is out of date ({error}) and can't be removed: {worse}"));
+        }
+        self.loss = Some(error);
+        Ok(())
+    }
+
+    /// Makes a change that can't fail, and writes it down.
+    pub fn make(&mut self, change: &Change) -> Result<()> {
+        change.apply(&mut self.books)?;
+        self.write(change)
+    }
+
+    /// See Books::advance. Returns false, and writes nothing down, if there is nothing to end.
+    pub fn advance(&mut self, now: f64) -> Result<bool> {
+        if self.books().next_end().is_none_or(|end| end > millis(now)) {
+            return Ok(false);
+        }
+        self.make(&Change::Advance { now })?;
+        Ok(true)
+    }
+
+    /// See Books::plan. A request id that was answered gets the same answer. Refused (REQUEST_ID_REUSED) if that was
+    /// another request.
+    pub fn plan(
+        &mut self,
+        lease_id: &str,
+        request: &StepRequest,
+        now: f64,
+        key: &RequestKey,
+    ) -> Result<Option<Arc<StepPlan>>> {
+        if let Some(known) = self.books.lease(lease_id).map_or(Ok(None), |lease| lease.recall(key))? {
+            return Ok(Some(known));
+        }
+        let plan = match self.books.plan(lease_id, request, now, key) {
+            Ok(Some(plan)) => plan,
+            Err(Failure::Refused(refusal)) => {
+                self.write(&Change::Advance { now })?; // that much was done
+                return Err(Failure::Refused(refusal));
+            }
+            other => return other,
+        };
+        for refused in &plan.refusals {
+            *self.refusals.entry(refused.refusal.reason.name()).or_default() += 1;
+        }
+        if self.is_stored() {
+            self.write(&Change::Plan {
+                lease_id: lease_id.into(),
+                request: Cow::Borrowed(request),
+                now,
+                request_id: key.request_id.into(),
+                digest: key.digest.into(),
+                checksum: plan.checksum(),
+            })?;
+        }
+        Ok(Some(plan))
+    }
+
+    /// See Books::settle.
+    pub fn settle(&mut self, lease_id: &str, report: &StepReport) -> Result<()> {
+        self.books.settle(lease_id, report)?;
+        self.write(&Change::Settle { lease_id: lease_id.into(), report: Cow::Borrowed(report) })
+    }
+
+    /// See Books::check_admission.
+    pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> Result<AdmissionCheck> {
+        self.enter_tenant(tenant)?;
+        Ok(self.books.check_admission(tenant, admission, reserve))
+    }
+
+    /// See Books::pin_prefix.
+    pub fn pin_prefix(
+        &mut self,
+        tenant: &[u8],
+        tokens: &[i32],
+        salt: &[u8],
+        until: f64,
+    ) -> Result<std::result::Result<Pin, Refusal>> {
+        self.enter_tenant(tenant)?;
+        let pin = self.books.pin_prefix(tenant, tokens, salt, until)?;
+        if pin.is_ok() {
+            self.write(&Change::Pin { tenant: tenant.into(), tokens: tokens.into(), salt: salt.into(), until })?;
+        }
+        Ok(pin)
+    }
+
+    /// See Books::unpin_prefix.
+    pub fn unpin_prefix(&mut self, tenant: Option<&[u8]>, pin_id: &PinId) -> Result<bool> {
+        let is_gone = self.books.unpin_prefix(tenant, pin_id)?;
+        if is_gone {
+            self.write(&Change::Unpin { pin_id: *pin_id })?;
+        }
+        Ok(is_gone)
+    }
+
+    /// See Books::reset_prefix_cache.
+    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
+        let num_dropped = self.books.reset_prefix_cache(first, end, now)?;
+        self.write(&Change::Reset { first, end, now })?;
+        Ok(num_dropped)
+    }
+
+    /// A tenant that only asks is known from then on.
+    fn enter_tenant(&mut self, name: &[u8]) -> Result<()> {
+        if self.books().tenants().find(name).is_some() {
+            return Ok(());
+        }
+        self.make(&Change::EnterTenant { name: name.into() })
+    }
+}

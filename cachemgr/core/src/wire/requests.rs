@@ -1,0 +1,194 @@
+//! Requests as the books take them. Decoding checks form (lengths, ranges); the books check meaning.
+
+use prost_types::Duration;
+use sha2::{Digest, Sha256};
+
+use crate::books::plans::{Admission, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim};
+use crate::errors::Result;
+use crate::wire::bounds::{
+    MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES,
+    MAX_RETENTION_S, MAX_SALT_BYTES, check_bytes, check_count, check_parallel, level, not_negative, refused,
+    shown_seconds,
+};
+use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
+
+/// What tells a request with a request id from any other one; empty if it has none. `body` is the message's bytes.
+pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
+    if request.request_id.is_empty() { Vec::new() } else { Sha256::digest(body).to_vec() }
+}
+
+/// The items of a plan for a pool with so many sequences, of so many tokens each. Refused (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
+///
+/// Takes the lists of tokens and ids out of the message.
+pub fn step_request(request: &mut PlanStepRequest, max_sequences: usize, max_tokens: usize) -> Result<StepRequest> {
+    check_bytes("request_id", request.request_id.len(), MAX_REQUEST_ID_BYTES)?;
+    let extends = request.extends.take().unwrap_or_default();
+    check_plan_size(request, &extends, max_sequences.min(MAX_PLAN_ITEMS), max_tokens)?;
+    let (trimmed, trim_counts) = (&request.trim_sequence_ids, &request.trim_token_counts);
+    check_parallel("trim_token_counts", trim_counts.len(), "trim_sequence_ids", trimmed.len())?;
+    let admission_token_budget = not_negative("admission_token_budget", request.admission_token_budget)?;
+    let admission_reserve = not_negative("admission_reserve_block_count", request.admission_reserve_block_count)?;
+    let trim = |(seq_id, num_tokens): (&i32, &i32)| Trim { seq_id: (*seq_id).into(), num_tokens: (*num_tokens).into() };
+    Ok(StepRequest {
+        releases: wide(&request.release_sequence_ids),
+        return_hints: request.return_hints.iter().map(return_hint).collect::<Result<_>>()?,
+        offloads: wide(&request.offload_sequence_ids),
+        trims: trimmed.iter().zip(trim_counts).map(trim).collect(),
+        forks: request.forks.iter().map(fork).collect::<Result<_>>()?,
+        extends: extend_all(&extends)?,
+        restores: request.restores.iter().map(restore).collect::<Result<_>>()?,
+        admissions: std::mem::take(&mut request.admissions)
+            .into_iter()
+            .map(|each| admission(each, max_tokens, "admissions"))
+            .collect::<Result<_>>()?,
+        admission_token_budget,
+        admission_reserve,
+    })
+}
+
+/// At most so many items of a kind, and so many tokens or as many as one sequence can have.
+fn check_plan_size(
+    request: &PlanStepRequest,
+    extends: &messages::Extends,
+    most: usize,
+    max_tokens: usize,
+) -> Result<()> {
+    let sizes = [
+        ("release_sequence_ids", request.release_sequence_ids.len()),
+        ("return_hints", request.return_hints.len()),
+        ("offload_sequence_ids", request.offload_sequence_ids.len()),
+        ("trim_sequence_ids", request.trim_sequence_ids.len()),
+        ("forks", request.forks.len()),
+        ("extends.sequence_ids", extends.sequence_ids.len()),
+        ("extends.token_counts", extends.token_counts.len()),
+        ("restores", request.restores.len()),
+        ("admissions", request.admissions.len()),
+        ("forks.child_sequence_ids", request.forks.iter().map(|fork| fork.child_sequence_ids.len()).sum()),
+    ];
+    sizes.into_iter().try_for_each(|(field, size)| check_count(field, size, most))?;
+    let forked = |fork: &messages::Fork| fork.child_sequence_ids.len() * usize::try_from(fork.token_count).unwrap_or(0);
+    let num_forked: usize = request.forks.iter().map(forked).sum();
+    let most_forked = max_tokens.max(MAX_FORKED_TOKENS);
+    if num_forked > most_forked {
+        let limit = format!("at most {most_forked} of all children");
+        return refused("forks.token_count", format!("{num_forked} tokens"), limit);
+    }
+    let most_tokens = max_tokens.max(MAX_PLAN_TOKENS);
+    check_count("extends.append_token_ids", extends.append_token_ids.len(), most_tokens)?;
+    let num_admitted = request.admissions.iter().map(|admission| admission.token_ids.len()).sum();
+    check_count("admissions.token_ids", num_admitted, most_tokens)
+}
+
+fn wide(ids: &[i32]) -> Vec<i64> {
+    ids.iter().copied().map(i64::from).collect()
+}
+
+fn return_hint(hint: &messages::ReturnHint) -> Result<ReturnHint> {
+    let expected_in = match &hint.hint {
+        Some(Hint::ExpectedIn(duration)) => {
+            let seconds = seconds_of(duration);
+            if !(0.0..=MAX_EXPECTED_S).contains(&seconds) {
+                let limit = format!("0 s to {MAX_EXPECTED_S} s");
+                return refused("return_hints.expected_in", shown_seconds(seconds), limit);
+            }
+            Some(seconds)
+        }
+        Some(Hint::NotExpected(true)) => None,
+        _ => return refused("return_hints.hint", "not set", "expected_in, or not_expected: true"),
+    };
+    Ok(ReturnHint { seq_id: hint.sequence_id.into(), expected_in })
+}
+
+fn fork(fork: &messages::Fork) -> Result<Fork> {
+    if fork.child_sequence_ids.is_empty() {
+        return refused("forks.child_sequence_ids", "empty", "at least one sequence");
+    }
+    Ok(Fork {
+        parent_id: fork.parent_sequence_id.into(),
+        child_ids: wide(&fork.child_sequence_ids),
+        num_tokens: fork.token_count.into(),
+    })
+}
+
+fn extend_all(extends: &messages::Extends) -> Result<Vec<Extend>> {
+    let mut appends = appends(extends)?;
+    let (seq_ids, counts) = (&extends.sequence_ids, &extends.token_counts);
+    check_parallel("extends.token_counts", counts.len(), "extends.sequence_ids", seq_ids.len())?;
+    let extend = |(seq_id, count): (&i32, &i32)| Extend {
+        seq_id: *seq_id,
+        num_tokens: (*count).into(),
+        append: appends.next().map(<[i32]>::to_vec).unwrap_or_default(),
+    };
+    Ok(seq_ids.iter().zip(counts).map(extend).collect())
+}
+
+/// What is appended to each of the sequences, in their order; nothing at all if nothing is appended.
+fn appends(extends: &messages::Extends) -> Result<impl Iterator<Item = &[i32]>> {
+    let (counts, mut rest) = (&extends.append_token_counts, &extends.append_token_ids[..]);
+    if !counts.is_empty() || !rest.is_empty() {
+        let num_sequences = extends.sequence_ids.len();
+        check_parallel("extends.append_token_counts", counts.len(), "extends.sequence_ids", num_sequences)?;
+        let num_appended: i64 = counts.iter().copied().map(i64::from).sum();
+        if counts.iter().any(|count| *count < 0) || num_appended != rest.len() as i64 {
+            let limit = format!("the {} append_token_ids, none negative", rest.len());
+            return refused("extends.append_token_counts", format!("{num_appended} in sum"), limit);
+        }
+    }
+    Ok(counts.iter().map(move |count| {
+        let (tokens, after) = rest.split_at(*count as usize);
+        rest = after;
+        tokens
+    }))
+}
+
+fn restore(restore: &messages::Restore) -> Result<Restore> {
+    let max_compute = not_negative("restores.max_compute_token_count", restore.max_compute_token_count)?;
+    Ok(Restore { seq_id: restore.sequence_id.into(), max_compute })
+}
+
+/// An admission to a pool whose sequences have at most `most_tokens`; `field` is where it stands in its request.
+///
+/// A longer prompt is not kept: its first token stands for it, with a reservation of its length, which is refused.
+pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) -> Result<Admission> {
+    let max_compute = not_negative(&format!("{field}.max_compute_token_count"), message.max_compute_token_count)?;
+    let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;
+    check_bytes(&format!("{field}.salt"), message.salt.len(), MAX_SALT_BYTES)?;
+    let mut tokens = message.token_ids;
+    if tokens.len() > most_tokens {
+        reserved_tokens = reserved_tokens.max(tokens.len());
+        tokens = vec![tokens[0]];
+    }
+    Ok(Admission {
+        seq_id: message.sequence_id.into(),
+        tokens,
+        max_compute,
+        salt: message.salt,
+        reserved_tokens,
+        retention: retention(&message.retention, &format!("{field}.retention"))?,
+        resumed: message.resumed,
+    })
+}
+
+fn retention(ranges: &[messages::Retention], field: &str) -> Result<Vec<Retention>> {
+    check_count(field, ranges.len(), MAX_RANGES)?;
+    let range = |(index, range)| retained(range, field, index + 1 == ranges.len());
+    ranges.iter().enumerate().map(range).collect()
+}
+
+fn retained(range: &messages::Retention, field: &str, is_last: bool) -> Result<Retention> {
+    let num_tokens = not_negative(&format!("{field}.token_count"), range.token_count)?;
+    if num_tokens == 0 && !is_last {
+        return refused(&format!("{field}.token_count"), 0, "at least 1 but in the last range");
+    }
+    let level = level(&format!("{field}.priority"), range.priority)?;
+    let ttl = range.ttl.as_ref().map(seconds_of);
+    if let Some(seconds) = ttl.filter(|seconds| !(*seconds > 0.0 && *seconds <= MAX_RETENTION_S)) {
+        let limit = format!("more than 0 s, at most {MAX_RETENTION_S} s");
+        return refused(&format!("{field}.ttl"), shown_seconds(seconds), limit);
+    }
+    Ok(Retention { num_tokens, level, ttl })
+}
+
+fn seconds_of(duration: &Duration) -> f64 {
+    duration.seconds as f64 + f64::from(duration.nanos) / 1e9
+}

@@ -1,0 +1,269 @@
+"""Plans as tests ask for them, and as they are answered: messages, made of plain values and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cache.v1 import grant_pb2
+from quire.cachemgr import _core
+from quire.cachemgr.blocks import BlockCounts, HostBlockCounts
+from quire.cachemgr.errors import Refusal
+from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.ledger import Ledger
+
+TOKEN_BYTES = 4
+
+
+class PlanItem(Enum):
+    """The kinds of items that are answered one by one."""
+
+    OFFLOAD = pb.PLAN_ITEM_OFFLOAD
+    TRIM = pb.PLAN_ITEM_TRIM
+    FORK = pb.PLAN_ITEM_FORK
+    EXTEND = pb.PLAN_ITEM_EXTEND
+    RESTORE = pb.PLAN_ITEM_RESTORE
+    ADMISSION = pb.PLAN_ITEM_ADMISSION
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    seq_id: int
+    num_tokens: int
+    """Tokens to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    parent_id: int
+    child_ids: Sequence[int]
+    num_tokens: int
+    """Tokens each child begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    seq_id: int
+    max_compute: int = 0
+    """The most tokens to compute in this step; 0: no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How much a range of a sequence is worth keeping."""
+
+    num_tokens: int
+    """From the end of the range before it on; 0: all that follow."""
+    priority: int
+    """LEAST_WORTH to MOST_WORTH of the core."""
+    ttl_s: float | None = None
+    """How long this stands; None: as long as the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnHint:
+    """What is known of the future of a sequence that is released."""
+
+    seq_id: int
+    expected_in_s: float | None
+    """It will be asked for again in about so many seconds; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    seq_id: int
+    tokens: bytes
+    """TOKEN_BYTES each."""
+    max_compute: int = 0
+    """The most tokens to compute in this step; 0: no limit of its own."""
+    salt: bytes = b""
+    reserved_tokens: int = 0
+    """The most tokens the sequence will ever have, guaranteed; 0: best effort."""
+    retention: Sequence[Retention] = ()
+    """What is worth keeping, from the first token on."""
+    resumed: bool = False
+    """It was here before, and was released to make room."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """Everything a client wants of one step."""
+
+    releases: Sequence[int] = ()
+    return_hints: Sequence[ReturnHint] = ()
+    """About sequences that are released."""
+    offloads: Sequence[int] = ()
+    """Sequences to move to the host tier."""
+    trims: Sequence[Trim] = ()
+    forks: Sequence[Fork] = ()
+    extend_ids: Sequence[int] | bytes = ()
+    """Sequences to run; as bytes, a little-endian int32 each."""
+    extend_token_counts: Sequence[int] | bytes = ()
+    """Tokens to compute, parallel to extend_ids."""
+    appends: Mapping[int, bytes] = field(default_factory=dict)
+    """Tokens to append before computing, by sequence, TOKEN_BYTES each."""
+    restores: Sequence[Restore] = ()
+    admissions: Sequence[Admission] = ()
+    admission_token_budget: int = 0
+    """The most tokens restores and admissions may compute together; 0: no limit."""
+    admission_reserve: int = 0
+    """Blocks that restores and admissions leave allocatable."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedItem:
+    item: PlanItem
+    seq_id: int
+    refusal: Refusal
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+
+
+def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> _core.StepRequest:
+    """What cachemgr makes of a request. Raises CallRefused."""
+    body = message.SerializeToString()
+    return _core.StepRequest(body, max_sequences=geometry.max_sequences, max_tokens=geometry.max_tokens)
+
+
+def body_of(request: StepRequest, lease_id: str, epoch: int = 1, *, request_id: str = "") -> bytes:
+    """A serialised PlanStepRequest."""
+    message = pb.PlanStepRequest(
+        lease_id=lease_id,
+        epoch=epoch,
+        request_id=request_id,
+        release_sequence_ids=request.releases,
+        return_hints=[message_of_hint(hint) for hint in request.return_hints],
+        offload_sequence_ids=request.offloads,
+        trim_sequence_ids=[trim.seq_id for trim in request.trims],
+        trim_token_counts=[trim.num_tokens for trim in request.trims],
+        forks=[
+            pb.Fork(parent_sequence_id=fork.parent_id, child_sequence_ids=fork.child_ids, token_count=fork.num_tokens)
+            for fork in request.forks
+        ],
+        extends=message_of_extends(request),
+        restores=[
+            pb.Restore(sequence_id=restore.seq_id, max_compute_token_count=restore.max_compute)
+            for restore in request.restores
+        ],
+        admissions=[message_of(admission) for admission in request.admissions],
+        admission_token_budget=request.admission_token_budget,
+        admission_reserve_block_count=request.admission_reserve,
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def message_of_extends(request: StepRequest) -> pb.Extends:
+    extends = pb.Extends(sequence_ids=request.extend_ids, token_counts=request.extend_token_counts)
+    if request.appends:
+        appends = [np.frombuffer(request.appends.get(seq_id, b""), "<i4") for seq_id in request.extend_ids]
+        extends.append_token_counts.extend(map(len, appends))
+        extends.append_token_ids.extend(np.concatenate(appends).tolist() if appends else ())
+    return extends
+
+
+def message_of_hint(hint: ReturnHint) -> pb.ReturnHint:
+    message = pb.ReturnHint(sequence_id=hint.seq_id)
+    if hint.expected_in_s is None:
+        message.not_expected = True
+    else:
+        message.expected_in.FromNanoseconds(int(hint.expected_in_s * 1e9))
+    return message
+
+
+def message_of(admission: Admission) -> pb.Admission:
+    message = pb.Admission(
+        sequence_id=admission.seq_id,
+        token_ids=np.frombuffer(admission.tokens, "<i4").tolist(),
+        max_compute_token_count=admission.max_compute,
+        salt=admission.salt,
+        reserved_token_count=admission.reserved_tokens,
+        resumed=admission.resumed,
+    )
+    for part in admission.retention:
+        added = message.retention.add(token_count=part.num_tokens, priority=part.priority)
+        if part.ttl_s is not None:
+            added.ttl.FromNanoseconds(int(part.ttl_s * 1e9))
+    return message
+
+
+# -- answers --------------------------------------------------------------------------------------------------------
+
+GRANTED = {
+    "known_step": "known_step_number",
+    "released_ids": "released_sequence_ids",
+    "offloaded_ids": "offloaded_sequence_ids",
+    "fork_parent_ids": "fork_parent_ids",
+    "fork_child_ids": "fork_child_ids",
+    "write_seq_ids": "write_sequence_ids",
+    "write_first_indexes": "write_first_indexes",
+    "write_block_counts": "write_block_counts",
+    "write_block_ids": "write_block_ids",
+    "copy_sources": "copy_source_block_ids",
+    "copy_targets": "copy_target_block_ids",
+    "offload_sources": "offload_source_block_ids",
+    "offload_targets": "offload_target_host_block_ids",
+    "restore_sources": "restore_source_host_block_ids",
+    "restore_targets": "restore_target_block_ids",
+    "run_seq_ids": "run_sequence_ids",
+    "run_starts": "run_starts",
+    "run_token_counts": "run_token_counts",
+    "run_samples": "run_samples",
+    "given_run_indexes": "given_run_indexes",
+    "given_digests": "given_token_digests",
+}
+"""What a test calls a field of StepGrant."""
+ANSWERED = {
+    "admitted_ids": "admitted_sequence_ids",
+    "admitted_cached_counts": "admitted_cached_token_counts",
+    "restored_ids": "restored_sequence_ids",
+    "restored_counts": "restored_token_counts",
+}
+"""The same of PlanStepResponse."""
+
+
+class Planned:
+    """A planned step, read from its grant and its answer. Fields are lists."""
+
+    def __init__(self, plan: _core.StepPlan) -> None:
+        self.core = plan
+        self.grant = grant_pb2.StepGrant.FromString(plan.encode_grant("pool", 1, 1, "lease"))
+        self.answer = pb.PlanStepResponse.FromString(plan.encode_answer())
+        self.step_number = self.grant.step_number
+        self.refusals = [RefusedItem(PlanItem(item), *refused) for item, *refused in plan.refusals]
+        self.has_refusals = plan.has_refusals
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ANSWERED:
+            return list(getattr(self.answer, ANSWERED[name]))
+        if name not in GRANTED:
+            raise AttributeError(name)
+        value = getattr(self.grant, GRANTED[name])
+        return value if isinstance(value, int | bytes) else list(value)
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Blocks by state after the step was planned."""
+        counts = self.answer.block_counts
+        return BlockCounts(counts.free_count, counts.cached_count, counts.active_count, counts.retired_count)
+
+    @property
+    def host_counts(self) -> HostBlockCounts | None:
+        """The same of the host tier; None if there is none."""
+        counts = self.answer.host_block_counts
+        if not self.answer.HasField("host_block_counts"):
+            return None
+        return HostBlockCounts(counts.free_count, counts.held_count, counts.retired_count)
+
+
+def plan_step(
+    ledger: Ledger, lease_id: str, request: StepRequest, *, now: float, epoch: int | None = None, request_id: str = ""
+) -> Planned:
+    """Plans a step of a lease, of the present epoch if no other is given. Raises CallRefused."""
+    body = body_of(request, lease_id, ledger.epoch if epoch is None else epoch, request_id=request_id)
+    return Planned(ledger.plan(body, now=now))
