@@ -41,7 +41,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify model faults flood soak fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify model faults flood soak mutants fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +79,9 @@ soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
 
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/model/check.py $(ARGS)
+
+mutants: venv  ## mutants of what changed since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/diff_mutants.py $(ARGS)
 
 fuzz: venv typecheck-links  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python tests/fuzz/run.py $(ARGS)

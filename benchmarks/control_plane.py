@@ -46,6 +46,7 @@ import psutil
 import uvloop
 from google.protobuf import duration_pb2
 from machine import machine
+from report import save_svg
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
 from quire.client.channel import decode_rpc_error, open_channel
@@ -787,7 +788,7 @@ def plot(figures: list[Figure], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("PlanStep through gRPC: medians of restarts", fontsize=10)
     canvas.tight_layout()
-    canvas.savefig(path, metadata={"Date": None})
+    save_svg(canvas, path)
 
 
 @click.command()

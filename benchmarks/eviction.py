@@ -17,6 +17,7 @@ import click
 import matplotlib
 from matplotlib import pyplot
 from replay import Outcome, Replay, expectations, load
+from report import save_svg
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -115,7 +116,7 @@ def plot(measurements: list[Measurement], path: Path) -> None:
     axes[0].set_ylim(0, 1.03)
     axes[-1].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    save_svg(figure, path)
 
 
 @click.command()

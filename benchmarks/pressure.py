@@ -22,7 +22,7 @@ import numpy as np
 from books import EPOCH, LEASE, Books
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from report import Findings, benchmark, percent, plain, table
+from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
@@ -41,7 +41,7 @@ STEPS_BETWEEN_ARRIVALS = 4.0
 MAX_STEP_TOKENS, MAX_RUNNING = 512, 64
 STEPS_IN_FLIGHT = 2
 SAMPLED_TOKEN = 7
-MOST_DRAWN = 600
+MOST_DRAWN = 100
 """Steps that the picture shows, about."""
 STATES = ("full", "partial", "retired", "cached", "free")
 
@@ -89,6 +89,11 @@ class Result:
     """New tokens per step from arrival to the last token, by request."""
     blocks: list[list[int]] = field(default_factory=list)
     """By step, as STATES."""
+
+    @property
+    def drawn_every(self) -> int:
+        """The picture shows one of so many steps."""
+        return max(1, len(self.blocks) // MOST_DRAWN)
 
     @property
     def fairness(self) -> float:
@@ -245,12 +250,22 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "block_size": BLOCK_SIZE,
         "max_step_tokens": MAX_STEP_TOKENS,
         "max_running_sequences": MAX_RUNNING,
-        "requests": [asdict(request) for request in requests],
+        "num_requests": len(requests),
+        "prompt_tokens": summary([request.num_prompt for request in requests]),
+        "new_tokens": summary([request.num_new for request in requests]),
         "states": STATES,
-        "results": [asdict(result) | {"fairness": result.fairness} for result in results],
+        "results": [as_json(result) for result in results],
     }
     notes = ["What copies to the host tier take is not counted: steps are."]
     return Findings([result_table(requests, results)], figures, lambda: plot(results[1:]), notes)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Quantiles in place of what there is for each request, and of the steps those that are drawn."""
+    named = asdict(result) | {"fairness": result.fairness, "drawn_every_steps": result.drawn_every}
+    for name in ("first_token_steps", "last_token_steps", "speeds"):
+        named[name] = summary(named[name])
+    return named | {"blocks": result.blocks[:: result.drawn_every]}
 
 
 def result_table(requests: Sequence[Request], results: Sequence[Result]) -> Any:
@@ -281,7 +296,7 @@ def plot(results: Sequence[Result]) -> Figure:
     figure, panels = pyplot.subplots(len(results), 1, figsize=(10, 7.2), sharex=True)
     colours = ("tab:blue", "tab:cyan", "tab:orange", "0.8", "white")
     for axes, result in zip(panels, results, strict=True):
-        steps = range(0, len(result.blocks), max(1, len(result.blocks) // MOST_DRAWN))
+        steps = range(0, len(result.blocks), result.drawn_every)
         columns = zip(*(result.blocks[step] for step in steps), strict=True)
         drawn = axes.stackplot(steps, *columns, labels=STATES, colors=colours)
         drawn[-1].set_edgecolor("0.6")

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import matplotlib
+import numpy as np
 from machine import machine
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -23,8 +24,10 @@ from rich.table import Table
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "quire"  # the same figures give the same file
+matplotlib.rcParams["svg.fonttype"] = "none"  # letters as text: a quarter of the size that their outlines take
 
 WIDTH = 120
+QUANTILES = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Findings:
     """What a benchmark found.
 
     tables     for people
-    figures    for JSON: every figure of the tables, and the raw samples behind it
+    figures    for JSON: every figure of the tables, with the quantiles behind it; samples only if the plot needs them
     draw       makes the plot
     notes      what a reader has to know to judge the figures, a sentence each
     file_name  of the JSON and the plot, without ending; the benchmark's own if empty
@@ -101,7 +104,7 @@ def write(findings: Findings, about: dict[str, Any], folder: Path, name: str) ->
     write_json(about | {"notes": list(findings.notes)} | findings.figures, path)
     figure = findings.draw()
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    save_svg(figure, path.with_suffix(".svg"))
     Console(highlight=False, soft_wrap=True).print(f"written: {path} and {path.with_suffix('.svg').name}")
 
 
@@ -109,6 +112,37 @@ def write_json(content: dict[str, Any], path: Path) -> None:
     """Indented, lists of numbers on one line each."""
     text = json.dumps(content, indent=1)
     path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """What is kept of samples: their number and quantiles, to 4 significant digits."""
+    quantiles = np.percentile(samples, list(QUANTILES.values()))
+    named = {name: float(f"{value:.4g}") for name, value in zip(QUANTILES, quantiles, strict=True)}
+    return {"num_samples": len(samples)} | named
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """Writes a figure. The same figure gives the same file."""
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text(compact_svg(path.read_text()))
+
+
+def compact_svg(svg: str) -> str:
+    """The same picture in fewer bytes: coordinates to a tenth of a point, a path on one line, no metadata."""
+    svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
+    return re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', lambda found: compact_path(found[0]), svg)
+
+
+def compact_path(path: str) -> str:
+    """Coordinates with one digit behind the point; a command that is the one before it is left out."""
+    short = re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path)
+    words, command = [], ""
+    for word in short.split():
+        if word.isalpha() and word == command and word in "LQC":
+            continue
+        command = word if word.isalpha() else command
+        words.append(word)
+    return " ".join(words)
 
 
 def table(title: str, *headings: str, words: int = 1) -> Table:

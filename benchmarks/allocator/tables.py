@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from workload import CALIBRATION_REFERENCE_US, ROWS
 sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
 
 from machine import machine
-from report import write_json
+from report import save_svg, summary, write_json
 
 
 @dataclass(slots=True)
@@ -72,9 +73,20 @@ class Results:
             "to_reach_us": TO_REACH_US,
             "metadata_bytes_per_block": self.metadata,
             "recorded_only": self.unavailable,
-            "quire": {"samples_ns": self.quire},
-            "peers": self.peers,
+            "quire": {"quantiles_ns": summaries(self.quire)},
+            "peers": {peer: without_samples(found) for peer, found in self.peers.items()},
         }
+
+
+def summaries(rows_by_point: Mapping[Any, Mapping[str, list[float]]]) -> dict[Any, dict[str, Any]]:
+    """Quantiles of the samples, by point (a pool size, a value of an axis) and row."""
+    return {point: {row: summary(samples) for row, samples in rows.items()} for point, rows in rows_by_point.items()}
+
+
+def without_samples(found: dict[str, Any]) -> dict[str, Any]:
+    """What a peer told, with quantiles in place of samples."""
+    others = {name: value for name, value in found.items() if name != "samples_ns"}
+    return others | {"quantiles_ns": summaries(found["samples_ns"])}
 
 
 def median_us(samples: list[float]) -> float:
@@ -214,7 +226,8 @@ def write(results: Results, folder: Path) -> None:
         write_json(results.rows_as_json(), folder / "allocator_rows.json")
         plot(results, folder / "allocator.svg", size=max(results.quire))
     if results.scaling:
-        write_json(results.about() | {"samples_ns": results.scaling}, folder / "allocator_scaling.json")
+        quantiles = {axis: summaries(points) for axis, points in results.scaling.items()}
+        write_json(results.about() | {"quantiles_ns": quantiles}, folder / "allocator_scaling.json")
     if results.mixed:
         write_json(results.about() | results.mixed, folder / "allocator_mixed.json")
 
@@ -242,7 +255,7 @@ def plot(results: Results, path: Path, *, size: int) -> None:
     axes.legend(fontsize=8, markerscale=0.4)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save_svg(figure, path)
 
 
 def ratio(results: Results, peer: str, row: str, size: int) -> float:

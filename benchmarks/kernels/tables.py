@@ -21,7 +21,7 @@ from timing import median
 sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
 
 from machine import machine
-from report import write_json
+from report import save_svg, write_json
 
 matplotlib.use("svg")
 
@@ -191,7 +191,7 @@ def plot(results: Results, path: Path) -> None:
     panels[0][0].set_ylabel("TB/s of keys and values")
     panels[0][-1].legend(fontsize=7)
     canvas.suptitle(f"paged decode, {', '.join(map(str, kind))}, {gpu()['gpu']}", fontsize=10)
-    canvas.savefig(path, metadata={"Date": None})
+    save_svg(canvas, path)
     pyplot.close(canvas)
 
 

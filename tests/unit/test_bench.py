@@ -219,6 +219,40 @@ def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
     assert kernel.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
 
 
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_of_samples_their_number_and_quantiles_are_kept() -> None:
+    kept = report.summary([float(number) for number in range(101)])
+    assert kept == {"num_samples": 101, "min": 0, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
+
+
+def test_a_figure_is_written_small_and_the_same_each_time(tmp_path: Path) -> None:
+    figure, axes = pressure.pyplot.subplots()
+    axes.plot([number**0.5 for number in range(300)], label="a curve")
+    written = []
+    for name in ("first.svg", "second.svg"):
+        report.save_svg(figure, tmp_path / name)
+        written.append((tmp_path / name).read_text())
+    figure.savefig(tmp_path / "large.svg")
+    assert written[0] == written[1]
+    assert "<metadata>" not in written[0]
+    assert len(written[0]) < (tmp_path / "large.svg").stat().st_size
+
+
+def test_a_path_keeps_its_commands_and_a_tenth_of_a_point() -> None:
+    svg = '<path d="M 80.811541 151.168729 \nL 81.463464 154.732552 \nL 82.04 1.96 \nQ 1 2 3.0 4 \nz\n"/>'
+    assert report.compact_svg(svg) == '<path d="M 80.8 151.2 L 81.5 154.7 82 2 Q 1 2 3 4 z "/>'
+
+
+def test_the_steps_that_are_not_drawn_are_not_written() -> None:
+    result = under_pressure(2_000, reserves=False)
+    written = pressure.as_json(result)
+    assert len(written["blocks"]) < 2 * pressure.MOST_DRAWN
+    assert written["blocks"] == result.blocks[:: written["drawn_every_steps"]]
+    assert written["speeds"]["num_samples"] == 10
+
+
 # -- pressure ---------------------------------------------------------------------------------------------------------
 
 

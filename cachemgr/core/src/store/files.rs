@@ -362,7 +362,7 @@ mod tests {
 
     use super::*;
     use crate::books::leases::RequestKey;
-    use crate::books::plans::StepRequest;
+    use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::books::tests::{admission, geometry, report, some_request, some_share};
     use crate::cache::accounts::Share;
@@ -371,6 +371,8 @@ mod tests {
     use crate::store::stored_books::StoredBooks;
 
     const LIMITS: LogLimits = LogLimits { num_bytes: 1 << 20, num_records: 9 };
+    /// The nine records of `planned` close one log. A second one would be closed only if the first snapshot is ready.
+    const ONE_SNAPSHOT: LogLimits = LogLimits { num_records: 5, ..LIMITS };
     const LEASES: [(&str, &[u8]); 3] = [("a", b"x"), ("b", b"x"), ("c", b"y")];
 
     fn key<'a>(request_id: &'a str, digest: &'a [u8]) -> RequestKey<'a> {
@@ -522,6 +524,24 @@ mod tests {
     }
 
     #[test]
+    fn a_pin_that_a_refused_plan_ended_does_not_come_back() {
+        let folder = Folder::new("refused");
+        let mut stored = create(&folder, "lru", LogLimits::default());
+        open_leases(&mut stored);
+        let tokens = [1, 2, 3, 4, 0];
+        let request = StepRequest { admissions: vec![admission(1, &tokens)], ..StepRequest::default() };
+        stored.plan("a", &request, 1.0, &key("", b"")).unwrap();
+        stored.settle("a", &report(stored.books(), "a"), 1).unwrap();
+        stored.pin_prefix(b"x", &tokens, b"", 5.0).unwrap().unwrap();
+        let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
+        let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
+        assert!(matches!(stored.plan("a", &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
+        assert_eq!(stored.books().pins().all().count(), 0);
+        drop(stored);
+        assert_eq!(recover(&folder, LIMITS).books().pins().all().count(), 0);
+    }
+
+    #[test]
     fn answers_are_remembered_through_a_log_and_through_a_snapshot() {
         for limits in [LogLimits::default(), LogLimits { num_records: 1, ..LIMITS }] {
             let folder = Folder::new(&format!("answers-{}", limits.num_records));
@@ -565,7 +585,7 @@ mod tests {
     #[test]
     fn a_damaged_snapshot_is_not_read() {
         let folder = Folder::new("damaged-snapshot");
-        let mut stored = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        let mut stored = create(&folder, "lru", ONE_SNAPSHOT);
         planned(&mut stored);
         stored.finish().unwrap();
         assert_eq!(folder.files(), ["books-1", "log-1"]);
@@ -584,7 +604,7 @@ mod tests {
     #[test]
     fn what_is_not_a_regular_file_is_not_read() {
         let folder = Folder::new("irregular");
-        let mut stored = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        let mut stored = create(&folder, "lru", ONE_SNAPSHOT);
         planned(&mut stored);
         stored.finish().unwrap();
         drop(stored);
@@ -612,7 +632,7 @@ mod tests {
         let target = folder.0.join("target");
         fs::write(&target, b"not ours").unwrap();
         std::os::unix::fs::symlink(&target, folder.0.join("books.unfinished")).unwrap();
-        let mut stored = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        let mut stored = create(&folder, "lru", ONE_SNAPSHOT);
         planned(&mut stored);
         stored.finish().unwrap();
         assert_eq!(fs::read(&target).unwrap(), b"not ours");
@@ -626,7 +646,7 @@ mod tests {
     #[test]
     fn files_are_for_their_owner_only() {
         let folder = Folder::new("modes");
-        let mut stored = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        let mut stored = create(&folder, "lru", ONE_SNAPSHOT);
         planned(&mut stored);
         stored.finish().unwrap();
         for name in ["books-1", "log-1"] {
@@ -638,7 +658,7 @@ mod tests {
     #[test]
     fn a_missing_log_is_told_and_a_snapshot_that_was_not_finished_is_none() {
         let folder = Folder::new("missing");
-        let mut stored = create(&folder, "lru", LogLimits { num_records: 4, ..LIMITS });
+        let mut stored = create(&folder, "lru", ONE_SNAPSHOT);
         planned(&mut stored);
         stored.finish().unwrap();
         fs::write(folder.0.join("books.unfinished"), b"quire").unwrap();

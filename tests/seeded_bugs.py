@@ -1,0 +1,514 @@
+"""The seeded bugs: mistakes in the protocol that the tests have to notice. `tests/mutants.py` seeds them.
+
+Each one breaks a rule of docs/protocol.md, or brings back a bug of the table in tests/README.md. Changes of a single
+operator are not here: cargo-mutants and mutmut make them (`make mutants`).
+
+A change names a function and a statement in it, not a file and not a line. The function is looked for in all files of
+its package, and the statement is compared without white space. So a bug survives a move of its function to another
+file and a new line break. A change whose statement is not there exactly once is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CORE = "core"
+"""The Rust crate; every other package is a Python package of the repository."""
+
+
+class NotSeeded(Exception):
+    """A change does not fit the present source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """In a function of this name, `old` becomes `new`. Both are statements or expressions."""
+
+    function: str
+    old: str
+    new: str
+
+    def places(self, sources: Mapping[Path, str]) -> set[tuple[Path, int, int]]:
+        """Each place of `old`: file, begin and end. Exactly one is right."""
+        pattern, found = pattern_of(self.old), set()
+        for path, source in sources.items():
+            for begin, end in functions_of(path, source, self.function):
+                found |= {(path, *match.span()) for match in pattern.finditer(source, begin, end)}
+        return found
+
+    def applied(self, sources: Mapping[Path, str]) -> dict[Path, str]:
+        """All sources with this change. Raises NotSeeded."""
+        places = self.places(sources)
+        if len(places) != 1:
+            raise NotSeeded(f"function {self.function} has this statement {len(places)} times: {self.old}")
+        ((path, begin, end),) = places
+        source = sources[path]
+        line = source[source.rfind("\n", 0, begin) + 1 :]
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        new = self.new.replace("\n", "\n" + indent)
+        return {**sources, path: source[:begin] + new + source[end:]}
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One mistake: all of its changes together."""
+
+    idea: str
+    name: str
+    package: str
+    changes: tuple[Change, ...]
+
+    def seed(self, folder: Path) -> None:
+        """Changes the files of a copy of its package. Raises NotSeeded, with nothing changed."""
+        before = read_sources(folder, self.package)
+        sources = before
+        for change in self.changes:
+            sources = change.applied(sources)
+        for path, source in sources.items():
+            if source != before[path]:
+                path.write_text(source)
+
+
+def read_sources(folder: Path, package: str) -> dict[Path, str]:
+    """The product's source files below a folder, by path. Those of Rust end before their own tests."""
+    if package != CORE:
+        return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+    return {path: path.read_text() for path in sorted((folder / "src").rglob("*.rs")) if path.stem != "tests"}
+
+
+def functions_of(path: Path, source: str, name: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of every function of this name."""
+    if path.suffix == ".rs":
+        product = source.split("\n#[cfg(test)]\n")[0]
+        for match in re.finditer(rf"^( *)(?:pub(?:\([a-z]+\))? )?fn {name}\b", product, re.MULTILINE):
+            yield match.start(), product.find(f"\n{match[1]}}}\n", match.end()) + 1 or len(product)
+        return
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            yield lines[node.lineno - 1], lines[node.end_lineno or node.lineno]
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Matches the text with any white space between its words and signs, and a comma before a closing bracket."""
+    tokens = re.findall(r"\w+|\S", text)
+    parts = [(",?" + r"\s*" if token in ")]}" else "") + re.escape(token) for token in tokens]
+    return re.compile(r"(?<!\w)" + r"\s*".join(parts) if tokens[0].isidentifier() else r"\s*".join(parts))
+
+
+def rust(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, CORE, tuple(Change(*change) for change in changes))
+
+
+def manager(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "cachemgr", tuple(Change(*change) for change in changes))
+
+
+def worker(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "worker", tuple(Change(*change) for change in changes))
+
+
+BUGS = [
+    # -- retired blocks: what a planned step may still touch is not handed out
+    rust(
+        "retired blocks",
+        "released blocks are free while steps in flight use them",
+        (
+            "let_go",
+            "self.pool.retire(&tail_first)?; last.pinned.push(tail_first); Ok(())",
+            "let _ = last;\nself.pool.release(&tail_first)",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "blocks wait for the first step in flight, not for the last one",
+        ("let_go", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
+        ("swap", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
+    ),
+    rust(
+        "retired blocks",
+        "the source of a copy waits for the steps before the copy only",
+        (
+            "replace",
+            "self.step.pinned.push(vec![source]); self.pool.retire(&[source])",
+            "self.let_go(vec![source])",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "a step's blocks come back before what it computed is published",
+        (
+            "enter",
+            'let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");',
+            'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n'
+            "for blocks in std::mem::take(&mut step.pinned) {\n    self.pool.unpin(&blocks)?;\n}",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "a released sequence's row is another one's at once",
+        (
+            "end",
+            "self.step.released_rows.push(row); sequence.blocks_tail_first(0)",
+            "let blocks = sequence.blocks_tail_first(0);\nself.table.leave(row);\nblocks",
+        ),
+    ),
+    # -- reference counts
+    rust(
+        "reference counts",
+        "a duplicate is replaced by a published block without a reference",
+        ("swap", "self.pool.acquire(&[standing], 1)?;", ""),
+    ),
+    # -- forks and copy-on-write
+    rust(
+        "copy-on-write",
+        "a shared block is replaced without a copy of what counts in it",
+        (
+            "make_writable",
+            "self.replace(row, index, target, index * block_size < start)?;",
+            "self.replace(row, index, target, false)?;",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "a published block is written",
+        (
+            "is_writable",
+            "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
+            "self.ref_count(block) == 1",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "extends come before forks: a parent writes on what its fork shares",
+        (
+            "run",
+            "for fork in &request.forks { self.fork(fork)?; } self.extend_all(&request.extends)?;",
+            "self.extend_all(&request.extends)?;\nfor fork in &request.forks {\n    self.fork(fork)?;\n}",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "a released sequence's step publishes a block that a fork writes on",
+        ("make_writable", "self.forget_claims(block);", ""),
+    ),
+    rust(
+        "copy-on-write",
+        "a fork does not get the token that its parent is sampling",
+        ("join", "self.also.entry(index).or_default().push(child);", "let _ = index;"),
+    ),
+    # -- published prefixes
+    rust(
+        "published prefixes",
+        "a block can be found as soon as it is planned",
+        (
+            "schedule",
+            "self.step.expect_fill(",
+            "let num_full = end.min(self.table.get(row).num_known()) / self.geometry.block_size;\n"
+            "let (first, sequence) = (self.table.get(row).num_published, self.table.get_mut(row));\n"
+            "if num_full > first {\n"
+            "    for (index, hash) in (first..).zip(sequence.take_hashes(num_full, self.geometry.block_size)) {\n"
+            "        self.pool.publish(&hash, sequence.block_table[index]);\n"
+            "    }\n"
+            "}\n"
+            "self.step.expect_fill(",
+        ),
+    ),
+    rust(
+        "published prefixes",
+        "what a failed step was to compute is published",
+        (
+            "enter",
+            "self.doom_in_flight();",
+            "self.enter_computed(&step, &vec![0; step.runs.len()])?;\nself.doom_in_flight();",
+        ),
+    ),
+    rust(
+        "published prefixes",
+        "a block's hash says nothing of what comes before it",
+        ("chain_hashes", "content[..32].copy_from_slice(&parent);", ""),
+    ),
+    rust(
+        "published prefixes",
+        "tenants and salts share one root",
+        ("root_hash", "[tenant, salt, model_fingerprint]", "[&tenant[..0], &salt[..0], model_fingerprint]"),
+    ),
+    rust(
+        "published prefixes",
+        "a prefix of a model with a state is found and published without the state",
+        (
+            "num_sharable",
+            "if self.geometry.has_recurrent_state { 0 } else { (num_tokens - 1) / self.geometry.block_size }",
+            "(num_tokens - 1) / self.geometry.block_size",
+        ),
+        ("enter_computed", "&& !self.geometry.has_recurrent_state", ""),
+    ),
+    # -- steps and their reports
+    rust(
+        "steps",
+        "steps planned after a failure fail with it",
+        ("doom_in_flight", "self.lease.known_step = step.step_number;", ""),
+    ),
+    rust(
+        "steps",
+        "a step behind a failed one can be reported as computed",
+        ("enter", "refuse_doomed(step)?;", ""),
+    ),
+    rust(
+        "steps",
+        "sampled tokens go by the order of the runs, not by their sequences",
+        (
+            "tokens_by_run",
+            "if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied())",
+            "if report.sampled_ids.len() == step.runs.len()",
+        ),
+    ),
+    rust(
+        "steps",
+        "a step in flight counts and samples beyond a trim",
+        (
+            "cut",
+            "run.end = run.end.min(num_tokens); run.receives &= run.sampled_position < num_tokens;",
+            "let _ = run;",
+        ),
+    ),
+    # -- eviction order
+    rust(
+        "eviction order",
+        "a sequence's head is evicted before its tail",
+        ("blocks_tail_first", ".iter().rev().copied().collect()", ".iter().copied().collect()"),
+    ),
+    rust(
+        "eviction order",
+        "a parent is kept shorter than its child",
+        ("admit", "place = place.max(self.segment(number).place).max(worth);", "place = worth;"),
+    ),
+    # -- reservations
+    rust(
+        "reservations",
+        "a trim takes the blocks that others were promised",
+        ("trim", "refuse_if!(self.room().refuse(trim.seq_id, needed, 0, 0));", "let _ = needed;"),
+    ),
+    rust(
+        "reservations",
+        "a reservation ends with its last block and not within it",
+        (
+            "num_slots",
+            "if reserved > 0 { reserved.min(self.max_tokens()) } else { self.max_tokens() };",
+            "self.max_tokens();\nlet _ = reserved;",
+        ),
+    ),
+    rust(
+        "reservations",
+        "a cached block behind one that is being filled is counted on",
+        (
+            "num_guaranteed",
+            "num_guaranteed += found.len() - num_published;",
+            "num_guaranteed += usize::from(found.len() > num_published);",
+        ),
+    ),
+    # -- tenants and quotas
+    rust(
+        "tenants",
+        "nobody keeps a tenant's floor free",
+        (
+            "num_promised",
+            "self.num_reserved.max(self.share.floor.saturating_sub(self.num_held))",
+            "self.num_reserved",
+        ),
+    ),
+    rust(
+        "tenants",
+        "a tenant over its quota takes others' cached blocks",
+        ("reclaims", "(!is_asker, std::cmp::Reverse(num_reclaimed)", "(is_asker, std::cmp::Reverse(num_reclaimed)"),
+    ),
+    rust(
+        "tenants",
+        "any tenant takes back any tenant's pin",
+        (
+            "unpin_prefix",
+            "if self.pins.get(id).filter(is_theirs).is_none()",
+            "let _ = is_theirs;\nif self.pins.get(id).is_none()",
+        ),
+    ),
+    # -- the host tier
+    rust(
+        "host tier",
+        "host blocks are free while they are copied from",
+        (
+            "copy_back",
+            "self.host.retire(&host_blocks)?; self.step.pinned_in_host.push(host_blocks); Ok(())",
+            "self.host.release(&host_blocks)",
+        ),
+    ),
+    rust(
+        "host tier",
+        "an offload leaves out what steps in flight compute",
+        (
+            "offload",
+            "self.geometry.num_blocks_for(sequence.num_scheduled).max(1)",
+            "self.geometry.num_blocks_for(sequence.num_computed).max(1)",
+        ),
+    ),
+    rust(
+        "host tier",
+        "what steps in flight compute is lost with an offload",
+        ("offload", "step.hand_over(row, heir, num_tokens);", "step.join(row, heir, num_tokens);"),
+    ),
+    # -- request ids
+    rust(
+        "request ids",
+        "a plan with a request_id that is known is planned again",
+        (
+            "recall",
+            "let answers = self.leases.get(lease_id).map(|holdings| &holdings.answers);",
+            "let answers = self.leases.get(lease_id).filter(|_| false).map(|holdings| &holdings.answers);",
+        ),
+    ),
+    manager(
+        "request ids",
+        "a tenant gets another one's lease by its request_id",
+        ("recall", "key = tenant, request.request_id", 'key = "", request.request_id'),
+        ("remember", "self._calls[tenant, request.request_id]", 'self._calls["", request.request_id]'),
+    ),
+    # -- audits
+    rust(
+        "audits",
+        "holders of a block are compared with the first one alone",
+        ("check_sharing", "*known = (index, sequence, filled);", ""),
+    ),
+    # -- restart and state
+    rust(
+        "restart",
+        "a damaged record of a log is read",
+        ("next_record", "if crc32fast::hash(content).to_le_bytes() != *crc { return None; }", "let _ = crc;"),
+    ),
+    rust(
+        "restart",
+        "what a refused plan has done is not written down",
+        ("plan", "self.write(&Record::Advance { now })?;", ""),
+    ),
+    manager(
+        "restart",
+        "a damaged pool.json is read",
+        ("unseal", 'if sealed.get("sha256") != checksum(content):\n    raise ValueError("it is damaged")', "pass"),
+    ),
+    manager(
+        "restart",
+        "a cachemgr goes on with an epoch that another one has ruled",
+        ("register", "is_ours = registration.attached_term in (0, *known.terms)", "is_ours = True"),
+    ),
+    manager(
+        "restart",
+        "books that are behind the worker's steps are taken",
+        (
+            "lacks",
+            "if self.ledger.tenant_of(lease_id) is None or self.ledger.holdings(lease_id).next_step < next_step:\n"
+            "    return True",
+            "del lease_id, next_step",
+        ),
+    ),
+    # -- leases, their time and their fences
+    manager(
+        "leases",
+        "a lease's blocks come back before the worker has fenced it",
+        ("_end", "self._books.end_lease(lease.lease_id)", "self.lease_fenced(lease.lease_id)"),
+    ),
+    manager(
+        "leases",
+        "a lease that has ended goes on planning",
+        ("lease", "if lease is None or lease.state is not LeaseState.OPEN:", "if lease is None:"),
+    ),
+    manager(
+        "leases",
+        "a lease ends at its first time, whoever renewed it",
+        (
+            "pop_expired",
+            "if lease.expires_at > now:\n    self.add(lease)\nelse:\n    expired.append(lease)",
+            "expired.append(lease)",
+        ),
+    ),
+    manager(
+        "leases",
+        "the time in which no renewal was read counts",
+        ("look", "return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0", "return 0.0 * passed_s"),
+    ),
+    manager(
+        "leases",
+        "entries of leases that have ended pile up",
+        (
+            "add",
+            "self._entries = [entry for entry in self._entries if entry[2].state is LeaseState.OPEN]",
+            "pass",
+        ),
+    ),
+    manager(
+        "leases",
+        "a worker fences other pools' leases",
+        (
+            "lease_fenced",
+            "if self._pool_of_lease.get(lease_id) == pool.ledger.pool:",
+            "if lease_id in self._pool_of_lease:",
+        ),
+    ),
+    # -- grants and epochs
+    manager(
+        "grants",
+        "a plan for another epoch is taken",
+        ("_require_epoch", "if epoch == self.epoch:\n    return", "return"),
+    ),
+    manager(
+        "watches",
+        "a watch goes on past changes that it has lost",
+        ("next", "raise cursor_expired(self._ledger)", "return None"),
+    ),
+    worker(
+        "grants",
+        "a small grant runs whoever signed it",
+        (
+            "check",
+            "self._check_signature(signed)",
+            "if len(signed.grant) > MAX_UNSIGNED_BYTES:\n    self._check_signature(signed)",
+        ),
+    ),
+    worker(
+        "grants",
+        "leases of an epoch are open in the next one",
+        ("begin_epoch", "self._next_step.clear()", "pass"),
+    ),
+    worker(
+        "grants",
+        "a cachemgr that was superseded is obeyed again",
+        (
+            "obey",
+            'if term < self._highest_term:\n    raise ValueError(f"term {term} is below {self._highest_term}, '
+            'which was obeyed before")',
+            "pass",
+        ),
+    ),
+    worker(
+        "grants",
+        "leases that ended while the worker was away run on",
+        ("attach", "self.fence_lease(lease_id)", "pass"),
+    ),
+    worker(
+        "grants",
+        "a step runs twice",
+        ("use", "self._next_step[grant.lease_id] = grant.step_number + 1", "pass"),
+    ),
+    worker(
+        "grants",
+        "tokens run that cachemgr was not told",
+        (
+            "match_given_tokens",
+            "if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:",
+            "if len(digest) != DIGEST_BYTES:",
+        ),
+    ),
+]
