@@ -367,8 +367,8 @@ BUGS = [
         "a plan with a request_id that is known is planned again",
         (
             "recall",
-            "let answers = self.leases.get(lease_id).map(|holdings| &holdings.answers);",
-            "let answers = self.leases.get(lease_id).filter(|_| false).map(|holdings| &holdings.answers);",
+            "answer.request_id == key.request_id",
+            "answer.request_id.len() > key.request_id.len()",
         ),
     ),
     manager(
@@ -392,7 +392,7 @@ BUGS = [
     rust(
         "restart",
         "what a refused plan has done is not written down",
-        ("plan", "self.write(&Record::Advance { now })?;", ""),
+        ("plan", "self.write(&Change::Advance { now })?;", ""),
     ),
     manager(
         "restart",

@@ -531,7 +531,7 @@ mod tests {
         let tokens = [1, 2, 3, 4, 0];
         let request = StepRequest { admissions: vec![admission(1, &tokens)], ..StepRequest::default() };
         stored.plan("a", &request, 1.0, &key("", b"")).unwrap();
-        stored.settle("a", &report(stored.books(), "a"), 1).unwrap();
+        stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
         stored.pin_prefix(b"x", &tokens, b"", 5.0).unwrap().unwrap();
         let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
         let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
