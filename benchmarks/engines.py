@@ -15,7 +15,7 @@ from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcess
 
 from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.cache_client import CacheClient
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 from quire.worker.model import PagedModel, load_model
 
 NUM_CORES = len(os.sched_getaffinity(0))

@@ -1,8 +1,16 @@
-"""The Python client: Engine for text, thin clients for everything else."""
+"""The Python client: Engine and LLM for text, thin clients for everything else."""
 
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.credentials import Credentials
-from quire.client.engine import Engine, EngineConfig, EngineStatistics, Outage
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.connection import Outage
+from quire.client.engine.engine import Engine, EngineStatistics
+from quire.client.engine.llm import LLM
+from quire.client.engine.outputs import Chunk, Completion, Sample, TokenLogprobs
+from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import (
     AccessDenied,
     CredentialsUnusable,
@@ -21,13 +29,10 @@ from quire.client.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from quire.client.outputs import Chunk, Completion, Sample, TokenLogprobs
-from quire.client.sampling import SamplingParams
-from quire.client.sequence import FinishReason
-from quire.client.tokenizer import Tokenizer
 from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
 
 __all__ = [
+    "LLM",
     "AccessDenied",
     "CacheApi",
     "CacheClient",
@@ -47,11 +52,15 @@ __all__ = [
     "NotFound",
     "OutOfRoom",
     "Outage",
+    "Policy",
+    "PoolView",
+    "PriorityPolicy",
     "ProtocolViolation",
     "QuireError",
     "RequestFailed",
     "Sample",
     "SamplingParams",
+    "Sequence",
     "StepAnswer",
     "StepFailed",
     "StepRefused",

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any, Protocol
 
 from google.protobuf import duration_pb2
 
@@ -78,9 +78,7 @@ class CacheClient:
 
         Raises NotFound, OutOfRoom, LeaseLost (it ended before the answer came), Unavailable.
         """
-        ttl = duration_pb2.Duration()
-        ttl.FromMilliseconds(round(ttl_s * 1000))
-        request = pb.CreateLeaseRequest(pool=pool, ttl=ttl, request_id=uuid.uuid4().hex)
+        request = pb.CreateLeaseRequest(pool=pool, ttl=_duration_of(ttl_s), request_id=uuid.uuid4().hex)
         return await unary(self._stub.CreateLease, request, timeout_s=self._timeout_s, policy=self._retry)
 
     async def renew_lease(self, lease_id: str) -> None:
@@ -125,49 +123,28 @@ class CacheClient:
 
     async def list_pools(self) -> list[pb.Pool]:
         """See CacheService.ListPools; all pages."""
-        pools: list[pb.Pool] = []
-        request = pb.ListPoolsRequest()
-        while True:
-            page = await unary(self._stub.ListPools, request, timeout_s=self._timeout_s, policy=self._retry)
-            pools += page.pools
-            if not page.next_page_token:
-                return pools
-            request.page_token = page.next_page_token
+        pages = self._pages(self._stub.ListPools, pb.ListPoolsRequest())
+        return [each async for page in pages for each in page.pools]
 
     async def list_leases(self, pool: str = "") -> list[pb.Lease]:
         """See CacheService.ListLeases; all pages."""
-        leases: list[pb.Lease] = []
-        request = pb.ListLeasesRequest(pool=pool)
-        while True:
-            page = await unary(self._stub.ListLeases, request, timeout_s=self._timeout_s, policy=self._retry)
-            leases += page.leases
-            if not page.next_page_token:
-                return leases
-            request.page_token = page.next_page_token
+        pages = self._pages(self._stub.ListLeases, pb.ListLeasesRequest(pool=pool))
+        return [each async for page in pages for each in page.leases]
 
     async def list_sequences(self, pool: str = "", *, lease_id: str = "") -> list[pb.Sequence]:
         """See CacheService.ListSequences; all pages. Raises NotFound."""
-        sequences: list[pb.Sequence] = []
-        request = pb.ListSequencesRequest(pool=pool, lease_id=lease_id)
-        while True:
-            page = await unary(self._stub.ListSequences, request, timeout_s=self._timeout_s, policy=self._retry)
-            sequences += page.sequences
-            if not page.next_page_token:
-                return sequences
-            request.page_token = page.next_page_token
+        pages = self._pages(self._stub.ListSequences, pb.ListSequencesRequest(pool=pool, lease_id=lease_id))
+        return [each async for page in pages for each in page.sequences]
 
     async def list_blocks(
         self, pool: str = "", *, state: pb.BlockState.ValueType = pb.BLOCK_STATE_UNSPECIFIED, lease_id: str = ""
     ) -> list[pb.Block]:
         """See CacheService.ListBlocks; all pages. Raises NotFound."""
-        blocks: list[pb.Block] = []
-        request = pb.ListBlocksRequest(pool=pool, state=state, lease_id=lease_id, page_size=_BLOCK_PAGE_SIZE)
-        while True:
-            page = await unary(self._stub.ListBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
-            blocks += page.blocks
-            if not page.next_page_token:
-                return blocks
-            request.page_token = page.next_page_token
+        pages = self._pages(
+            self._stub.ListBlocks,
+            pb.ListBlocksRequest(pool=pool, state=state, lease_id=lease_id, page_size=_BLOCK_PAGE_SIZE),
+        )
+        return [each async for page in pages for each in page.blocks]
 
     async def watch_blocks(self, pool: str = "", *, cursor: str = "") -> AsyncGenerator[pb.WatchBlocksResponse, None]:
         """See CacheService.WatchBlocks; goes on until it is closed. Raises NotFound, CursorExpired, Unavailable."""
@@ -176,12 +153,53 @@ class CacheClient:
             async for answer in changes:
                 yield answer
 
+    async def list_tenants(self, pool: str = "") -> list[pb.Tenant]:
+        """See CacheService.ListTenants; all pages. Raises NotFound."""
+        pages = self._pages(self._stub.ListTenants, pb.ListTenantsRequest(pool=pool))
+        return [each async for page in pages for each in page.tenants]
+
     async def lookup_prefix(
-        self, token_ids: list[int], *, pool: str = "", salt: bytes = b""
+        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", tenant: str | None = None
     ) -> pb.LookupPrefixResponse:
-        """See CacheService.LookupPrefix. Raises NotFound, InvalidRequest."""
-        request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt)
+        """See CacheService.LookupPrefix. tenant None is the caller's. Raises NotFound, InvalidRequest, AccessDenied."""
+        request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
         return await unary(self._stub.LookupPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def explain_prefix(
+        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", tenant: str | None = None
+    ) -> pb.ExplainPrefixResponse:
+        """See CacheService.ExplainPrefix; as lookup_prefix otherwise."""
+        request = pb.ExplainPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
+        return await unary(self._stub.ExplainPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def check_admission(
+        self, admission: pb.Admission, *, pool: str = "", reserve_blocks: int = 0
+    ) -> list[pb.AdmissionCheck]:
+        """See CacheService.CheckAdmission: one check per pool. Raises NotFound, InvalidRequest."""
+        request = pb.CheckAdmissionRequest(pool=pool, admission=admission, admission_reserve_block_count=reserve_blocks)
+        answer = await unary(self._stub.CheckAdmission, request, timeout_s=self._timeout_s, policy=self._retry)
+        return list(answer.checks)
+
+    async def pin_prefix(
+        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", ttl_s: float | None = None
+    ) -> pb.PinPrefixResponse:
+        """See CacheService.PinPrefix. ttl_s from 1 to 86,400; None is the server's default.
+
+        Raises NotFound, OutOfRoom, InvalidRequest.
+        """
+        ttl = None if ttl_s is None else _duration_of(ttl_s)
+        request = pb.PinPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, ttl=ttl)
+        return await unary(self._stub.PinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def unpin_prefix(self, pin_id: str, *, pool: str = "") -> None:
+        """See CacheService.UnpinPrefix; a pin that is gone is fine. Raises NotFound for the pool."""
+        request = pb.UnpinPrefixRequest(pool=pool, pin_id=pin_id)
+        await unary(self._stub.UnpinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def list_pins(self, pool: str = "") -> list[pb.Pin]:
+        """See CacheService.ListPins; all pages. Raises NotFound."""
+        pages = self._pages(self._stub.ListPins, pb.ListPinsRequest(pool=pool))
+        return [each async for page in pages for each in page.pins]
 
     async def reset_prefix_cache(self, pool: str = "") -> int:
         """See CacheService.ResetPrefixCache. Returns how many blocks lost their content. Raises NotFound."""
@@ -200,6 +218,15 @@ class CacheClient:
         answer = await unary(self._stub.GetStatistics, request, timeout_s=self._timeout_s, policy=self._retry)
         return list(answer.pools)
 
+    async def _pages(self, call: Any, request: Any) -> AsyncGenerator[Any, None]:
+        """All pages of a list; the server says where the next one begins."""
+        while True:
+            page = await unary(call, request, timeout_s=self._timeout_s, policy=self._retry)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
     async def hang_up(self) -> None:
         """End the stream of plans; those that wait get Unavailable. The next plan opens another one."""
         await self._plans.close()
@@ -208,6 +235,12 @@ class CacheClient:
         """Give up the stream and the channel."""
         await self._plans.close()
         await self._channel.close()
+
+
+def _duration_of(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromMilliseconds(round(seconds * 1000))
+    return duration
 
 
 async def keep_lease_alive(

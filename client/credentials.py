@@ -1,9 +1,7 @@
 """What a client shows and whom it trusts: TLS, a client certificate, a token."""
 
 import contextlib
-import ipaddress
 import os
-import socket
 import ssl
 import stat
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ from typing import Any, cast
 import grpc
 
 from quire.client.errors import CredentialsUnusable
+from quire.serving.loopback import is_loopback_host
 
 ChannelOptions = Sequence[tuple[str, int | str]]
 Metadata = tuple[tuple[str, str], ...]
@@ -123,16 +122,9 @@ def is_local(address: str) -> bool:
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return is_loopback_host(host)
     except (OSError, UnicodeError):
         return False
-    return all(_is_loopback(str(sockaddr[0])) for *_, sockaddr in found)
-
-
-def _is_loopback(host: str) -> bool:
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
 
 
 def _token_in(path: Path) -> str:

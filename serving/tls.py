@@ -5,9 +5,7 @@ that are open stay as they are. A certificate that can't be used, and a key that
 start the process does not start, later the certificate before stays in force.
 """
 
-import ipaddress
 import re
-import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import grpc
 
 from quire.serving.addresses import Address, AddressError, UnixAddress
+from quire.serving.loopback import is_loopback_host
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\s*", re.DOTALL)
@@ -194,13 +193,6 @@ def is_local(address: Address) -> bool:
     if isinstance(address, UnixAddress):
         return True
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        return is_loopback_host(address.host)
     except (OSError, UnicodeError) as error:
         raise AddressError(f"{address}: no such host ({error})") from error
-    return all(_is_loopback(str(sockaddr[0])) for *_, sockaddr in found)
-
-
-def _is_loopback(host: str) -> bool:
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback

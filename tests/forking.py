@@ -56,12 +56,12 @@ STARTS_SERVICES = ("up", "demo", "bench")
 LIGHT = (
     *("quire.cachemgr.servicer", "quire.cachemgr.catalog", "quire.cachemgr.metrics", "quire.cachemgr.state"),
     *("quire.serving.server", "quire.serving.options", "quire.serving.logs", "quire.serving.manual"),
-    *("quire.client.commands", "quire.client.engine", "quire.client.generate", "quire.client.stats"),
-    *("quire.client.top", "quire.client.up", "uvloop", "tokenizers"),
+    *("quire.client.cli.commands", "quire.client.engine.engine", "quire.client.cli.generate", "quire.client.cli.stats"),
+    *("quire.client.cli.top", "quire.client.cli.up", "uvloop", "tokenizers"),
 )
 HEAVY = (
     *LIGHT,
-    *("quire.worker.process", "quire.client.demo", "transformers.models.llama.modeling_llama"),
+    *("quire.worker.process", "quire.client.cli.demo", "transformers.models.llama.modeling_llama"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
 )
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2
 from quire.client import CacheClient, Engine, EngineConfig, SamplingParams
-from quire.client.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.client.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 WORKER_FLAGS = ("--model", str(MODEL), "--num-blocks", "256", "--threads", "1")

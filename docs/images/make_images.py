@@ -22,11 +22,11 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
 from quire.client import Credentials, Engine, SamplingParams
-from quire.client.demo import DemoOptions, Prompts, read_prompts, report, run_demo
-from quire.client.launch import LocalServices
-from quire.client.token import entry, make_token
-from quire.client.top import look_once
-from quire.client.top_view import Shown, TopScreen
+from quire.client.cli.demo import DemoOptions, Prompts, read_prompts, report, run_demo
+from quire.client.cli.launch import LocalServices
+from quire.client.cli.token import entry, make_token
+from quire.client.cli.top import look_once
+from quire.client.cli.top_view import Shown, TopScreen
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "quire"

@@ -12,7 +12,7 @@ from conformance.foreign import CACHE, TIMEOUT_S, find
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 METHOD = f"{CACHE}/GetPool"
 

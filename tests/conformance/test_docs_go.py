@@ -14,7 +14,7 @@ from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 THIS = "tests/conformance/test_docs_go.py"
 # Ends the watch behind the snapshot, which is the answer with the first cursor, and writes the ids of the blocks.

@@ -15,7 +15,7 @@ from conformance import page
 from conformance.foreign import ROOT, find
 from deadlines import DEADLINE_S
 
-from quire.client.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 PAGE = ROOT / "docs/grpcurl.md"
 TOKEN = "t-client"

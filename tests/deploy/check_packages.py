@@ -44,7 +44,12 @@ IN_SDIST = (
 )
 IN_WHEEL = (
     *("quire/cachemgr/_core.abi3.so", "quire/cachemgr/_core.pyi", "quire/cachemgr/py.typed"),
-    *("quire/worker/__main__.py", "quire/kernels/paged_decode.py", "quire/client/cli.py", "quire/serving/systemd.py"),
+    *(
+        "quire/worker/__main__.py",
+        "quire/kernels/paged_decode.py",
+        "quire/client/cli/__init__.py",
+        "quire/serving/systemd.py",
+    ),
     *("quire/cache/v1/cache_service.proto", "quire/compute/v1/worker_service_pb2.py"),
 )
 # No package at the top level but quire, and nothing that only a checkout needs.

@@ -23,7 +23,7 @@ import yaml
 from deploy.cert_manager import make_secrets
 from deploy.tools import DEPLOY, ROOT, find, parse_service
 
-from quire.client.launch import ServiceProcess
+from quire.client.cli.launch import ServiceProcess
 
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes/overlays").glob("*/kustomization.yaml"))
 # The oldest that has all fields in use, and the newest that the validator knows.

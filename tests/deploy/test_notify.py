@@ -18,7 +18,7 @@ import pytest
 from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 
-from quire.client.launch import ServiceProcess
+from quire.client.cli.launch import ServiceProcess
 from quire.serving.systemd import ServiceManager
 
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")

@@ -34,10 +34,11 @@ from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.metrics import metric_families as cachemgr_families
 from quire.cachemgr.servicer import CacheServicer
 from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.engine_metrics import EngineLook, Measured
-from quire.client.engine_metrics import families as engine_families
-from quire.client.launch import LocalServices, ServiceProcess
-from quire.client.scheduler import Scheduler, SchedulerLimits
+from quire.client.cli.launch import LocalServices, ServiceProcess
+from quire.client.engine.metrics import EngineLook, Measured
+from quire.client.engine.metrics import families as engine_families
+from quire.client.engine.plans import SchedulerLimits
+from quire.client.engine.scheduler import Scheduler
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, certificate_family
 

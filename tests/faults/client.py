@@ -29,7 +29,8 @@ from faults.schedule import LEASE_TTL_S
 from faults.workload import MAX_STEP_TOKENS, make_requests
 
 from quire.client.cache_client import CacheClient
-from quire.client.engine import Engine, EngineConfig
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
 from quire.client.errors import EpochChanged, LeaseLost, NotFound, QuireError, Unavailable
 from quire.client.worker_client import WorkerClient
 

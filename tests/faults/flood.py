@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2
-from quire.client.launch import LocalServices, ServiceProcess
+from quire.client.cli.launch import LocalServices, ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 MODEL = Path(__file__).parents[2] / "deploy/demo/model"

@@ -38,10 +38,11 @@ from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2
 from quire.client.cache_client import CacheClient
-from quire.client.engine import Engine, EngineConfig
+from quire.client.cli.launch import LocalServices
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import InvalidRequest
-from quire.client.launch import LocalServices
-from quire.client.sampling import SamplingParams
 
 mpl.use("Agg")
 from matplotlib import pyplot  # after the choice of what it draws with

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.client.launch import LocalServices, ServiceProcess
+from quire.client.cli.launch import LocalServices, ServiceProcess
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 MODEL = Path(__file__).parents[2] / "deploy/demo/model"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from faults.flood import CASES, Target, measure, services
 
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 QUICK = 0.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from quire.client.sampling import SamplingParams
+from quire.client.engine.sampling import SamplingParams
 
 VOCAB_SIZE = 96
 BLOCK_SIZE = 4

@@ -23,7 +23,7 @@ from fuzz.surface import CACHEMGR, WORKER
 from integration.protocol_client import CHANNEL_OPTIONS, LeaseHolder, Pair, ask, await_that
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 MODEL = Path(__file__).parents[2] / "deploy/demo/model"

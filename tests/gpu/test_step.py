@@ -15,7 +15,7 @@ from compilations import compilations
 
 from quire.cache.v1 import grant_pb2
 from quire.client import Completion, Engine, SamplingParams
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 from quire.worker.executor import Executor, StepResult
 from quire.worker.grants import Step
 from quire.worker.graphs import StaticDecode, capture_decode, measure_graphs

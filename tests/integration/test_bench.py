@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.client.bench import NAMES
+from quire.client.cli.bench import NAMES
 
 TIMEOUT_S = 240
 FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "step_cpu")}

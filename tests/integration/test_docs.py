@@ -26,7 +26,7 @@ from pages import ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 THIS = "tests/integration/test_docs.py"
 MODEL = ROOT / "deploy/demo/model"

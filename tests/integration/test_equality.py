@@ -15,7 +15,7 @@ import torch
 from model_zoo import VOCAB_SIZE, build, save
 
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams, WorkerClient
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 from quire.compute.v1.worker_service_pb2 import GetModelResponse
 
 FAMILIES = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"

@@ -21,8 +21,8 @@ from integration.protocol_client import VOCAB_SIZE, draw_tokens
 
 from quire.cache.v1 import cache_service_pb2
 from quire.client import CacheClient, Engine, EngineConfig, InvalidRequest, RequestFailed, SamplingParams, WorkerClient
-from quire.client.launch import LocalServices
-from quire.client.sampling import MAX_SAMPLES
+from quire.client.cli.launch import LocalServices
+from quire.client.engine.sampling import MAX_SAMPLES
 from quire.client.worker_client import StepAnswer
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import RANGES
@@ -127,7 +127,7 @@ async def run_innocents(engine: Engine, beside: Callable[[], Any]) -> list[list[
 
 def assert_no_recovery(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """The engine has not recovered; if it has, the log says from what."""
-    said = [record.getMessage() for record in caplog.records if record.name == "quire.client.engine"]
+    said = [record.getMessage() for record in caplog.records if record.name == "quire.client.engine.engine"]
     assert (engine.statistics().recoveries, [line for line in said if line.startswith("recovering")]) == (0, [])
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from quire.client import Engine, SamplingParams
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 from quire.worker.__main__ import main
 from quire.worker.config import StepRange
 

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.client import launch
 from quire.client.channel import CHANNEL_OPTIONS
+from quire.client.cli import launch
 from quire.worker import attachment
 
 SERVICE, METHOD = "quire.test.Slow", "Echo"

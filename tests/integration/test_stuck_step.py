@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from integration.protocol_client import FAULTY_WORKER, NUM_BLOCKS, WORKER_ARGS, WORKER_SERVICE, Pair, draw_tokens
 
 from quire.client import Engine, SamplingParams
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 LIMIT_S = 4
 END_TIMEOUT_S = 60.0

@@ -34,7 +34,7 @@ from integration.protocol_client import (
 )
 
 from quire.client import Engine, EngineConfig, EngineStatistics, SamplingParams
-from quire.client.launch import LocalServices
+from quire.client.cli.launch import LocalServices
 
 DISTURBED_AFTER = 3
 """Tokens of one stream."""

@@ -34,8 +34,8 @@ from integration.protocol_client import (
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.client import AccessDenied, CacheClient, Credentials, Engine, Unavailable, WorkerClient
-from quire.client.launch import LocalServices
-from quire.client.sampling import SamplingParams
+from quire.client.cli.launch import LocalServices
+from quire.client.engine.sampling import SamplingParams
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")

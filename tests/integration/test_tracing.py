@@ -23,8 +23,8 @@ from integration.protocol_client import DEADLINE_S, Pair, await_that, draw_token
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.client import Completion, Engine, SamplingParams
-from quire.client.launch import LocalServices
-from quire.client.tracing import otlp_tracing
+from quire.client.cli.launch import LocalServices
+from quire.client.engine.tracing import otlp_tracing
 from quire.compute.v1 import worker_service_pb2
 
 NUM_TOKENS = 6
@@ -205,7 +205,7 @@ def test_what_is_not_sampled_is_not_told(services: LocalServices, collector: Col
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-    from quire.client.tracing import Tracing
+    from quire.client.engine.tracing import Tracing
 
     before = {span.trace for span in collector.spans()}
     generate(services, Tracing(TracerProvider(sampler=ALWAYS_OFF)), PROMPT)

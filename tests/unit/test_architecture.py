@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "cachemgr": ("quire.serving", *PROTOS),
     "worker": ("quire.serving", "quire.kernels", *PROTOS),
     "kernels": (),
-    "client": ("quire.serving.runtime_folder", *PROTOS),  # the one rule for the default address
+    # The one rule for the default address, and for which hosts are this machine.
+    "client": ("quire.serving.runtime_folder", "quire.serving.loopback", *PROTOS),
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
@@ -27,11 +28,20 @@ MUST_NOT_IMPORT = {
     "client": ("torch", "triton"),
     "kernels": ("transformers", "grpc", "google"),
 }
+# What of client its folders must not import: the thin clients know no engine, and the engine no command line.
+WITHIN_CLIENT = {
+    "client": ("quire.client.engine.engine", "quire.client.cli"),
+    "client/engine": ("quire.client.cli",),
+}
 # Modules that decide and touch nothing: no gRPC, tensors, clock, randomness, logging or metrics, and of quire only
 # each other.
 PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry", "leases", "ledger"),
-    "client": ("errors", "sampling", "scheduler", "sequence", "tier"),
+    "client": (
+        "errors",
+        *(f"engine.{name}" for name in ("drafting", "plans", "policy", "queues", "room", "sampling", "scheduler")),
+        *("engine.sequence", "engine.tier"),
+    ),
 }
 # Beside the generated code; as pure as the modules that may import it.
 PURE_PROTOS = ("quire.compute.v1.sampling_ranges",)
@@ -146,9 +156,17 @@ def test_modules_of_the_core_use_one_another_in_one_direction() -> None:
     assert uses == {}
 
 
+@pytest.mark.parametrize("folder", WITHIN_CLIENT)
+def test_the_thin_clients_know_no_engine_and_the_engine_no_commands(folder: str) -> None:
+    paths = [path for path in (ROOT / folder).glob("*.py") if path != ROOT / "client/__init__.py"]
+    assert paths, "the folder is gone: correct the table"
+    found = {path: [each for each in imports_of(path) if each.is_within(WITHIN_CLIENT[folder])] for path in paths}
+    assert not any(found.values()), "\n".join(show(path, bad) for path, bad in found.items() if bad)
+
+
 @pytest.mark.parametrize(("folder", "module"), [(folder, module) for folder in PURE for module in PURE[folder]])
 def test_pure_modules_import_nothing_that_acts(folder: str, module: str) -> None:
-    path = ROOT / folder / f"{module}.py"
+    path = ROOT / folder / f"{module.replace('.', '/')}.py"
     assert path.exists(), f"{module} is listed as pure and is gone: correct the list"
     found = impurities(folder, imports_of(path))
     assert not found, show(path, found)
@@ -176,11 +194,11 @@ def test_kernels_is_no_package_to_transformers() -> None:
         ("cachemgr", "import torch"),
         ("cachemgr", "def f():\n    from torch.nn import functional"),
         ("cachemgr", "from quire import worker"),
-        ("cachemgr", "from quire.client import launch"),
+        ("cachemgr", "from quire.client.cli import launch"),
         ("cachemgr", "from ..worker import model"),
         ("cachemgr", "import importlib\nimportlib.import_module('quire.worker')"),
         ("worker", "import quire.cachemgr.pool"),
-        ("worker", "from quire.client.launch import LocalServices"),
+        ("worker", "from quire.client.cli.launch import LocalServices"),
         ("client", "import quire.worker.servicer as s"),
         ("client", "from quire.kernels import reference"),
         ("serving", "from quire.cache.v1 import cache_service_pb2"),
@@ -198,7 +216,7 @@ def test_the_walls_catch(folder: str, source: str) -> None:
         ("cachemgr", "import logging as log"),
         ("cachemgr", "from quire.cache.v1 import grant_pb2"),
         ("cachemgr", "from quire.cachemgr import servicer"),
-        ("client", "from quire.client.engine import Engine"),
+        ("client", "from quire.client.engine.engine import Engine"),
         ("client", "from google.protobuf import duration_pb2"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quire.client import bench
+from quire.client.cli import bench
 from quire.kernels import reference
 from quire.worker.attention import AttentionStep, attention_step, paged_attention
 from quire.worker.kv_pool import KVPool

@@ -15,7 +15,8 @@ from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
 from quire.client import channel
 from quire.client.cache_client import CacheClient, keep_lease_alive
 from quire.client.channel import RetryPolicy, decode_error
-from quire.client.commands import explain
+from quire.client.cli.commands import explain
+from quire.client.cli.snapshot import UnreachableError, answering
 from quire.client.errors import (
     REASONS,
     EpochChanged,
@@ -31,7 +32,6 @@ from quire.client.errors import (
     Unavailable,
     error_of_reason,
 )
-from quire.client.snapshot import UnreachableError, answering
 from quire.client.worker_client import WorkerClient
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 

@@ -17,8 +17,8 @@ from pages import PAGES, ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.shares import read_shares
-from quire.client.bench import NAMES
-from quire.client.commands import quire
+from quire.client.cli.bench import NAMES
+from quire.client.cli.commands import quire
 from quire.serving.access import read_token_file
 
 THIS = "tests/unit/test_docs.py"
@@ -32,7 +32,7 @@ PACKAGES = ("cachemgr", "worker", "client", "serving", "kernels")
 READERS = [ROOT / "Makefile", *(ROOT / "client").rglob("*.go")] + [
     path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)
 ]
-METRICS = ("cachemgr/metrics.py", "worker/metrics.py", "client/engine_metrics.py", "serving/metrics.py")
+METRICS = ("cachemgr/metrics.py", "worker/metrics.py", "client/engine/metrics.py", "serving/metrics.py")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)

@@ -20,11 +20,12 @@ from quire.client import (
     InvalidRequest,
     LeaseLost,
     RequestFailed,
-    engine_metrics,
 )
-from quire.client.engine_metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
-from quire.client.scheduler import Scheduler, SchedulerLimits
-from quire.client.sequence import FinishReason
+from quire.client.engine import metrics
+from quire.client.engine.metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
+from quire.client.engine.plans import SchedulerLimits
+from quire.client.engine.scheduler import Scheduler
+from quire.client.engine.sequence import FinishReason
 
 Page = dict[str, float]
 """Values by "name{label=value,…}", pool and model left out."""
@@ -234,7 +235,7 @@ def test_a_loop_that_is_busy_costs_one_page(monkeypatch: pytest.MonkeyPatch) -> 
             get(engine.metrics_address)  # holds the loop up
         assert await page_of(engine)
 
-    monkeypatch.setattr(engine_metrics, "_READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(metrics, "_READ_TIMEOUT_S", 0.2)
     measured(body)
 
 

@@ -16,7 +16,7 @@ from deadlines import DEADLINE_S
 from unit.test_engine import PROMPT_END, TOKENIZER, Services, greedy, read, turns
 
 from quire.client import Engine, EngineConfig, QuireError, RequestFailed, Unavailable
-from quire.client.tracing import TracedWorkerClient, Tracing
+from quire.client.engine.tracing import TracedWorkerClient, Tracing
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 PROMPT = "once\n"

@@ -8,10 +8,9 @@ from rich.console import Console, Group, RenderableType
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.demo import DemoRun, SampleGrid, report
-from quire.client.generate import SampleTexts
-from quire.client.outputs import Chunk
-from quire.client.render import (
+from quire.client.cli.demo import DemoRun, SampleGrid, report
+from quire.client.cli.generate import SampleTexts
+from quire.client.cli.render import (
     LOOKS,
     BlockKind,
     BlockMap,
@@ -25,8 +24,9 @@ from quire.client.render import (
     printable,
     text_tail,
 )
-from quire.client.sequence import FinishReason
-from quire.client.snapshot import Snapshot, as_dict
+from quire.client.cli.snapshot import Snapshot, as_dict
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sequence import FinishReason
 
 FREE, CACHED, RETIRED, ACTIVE, SHARED = BlockKind
 WIDTHS = [20, 40, 80, 200]

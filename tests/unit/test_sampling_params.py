@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import InvalidRequest
-from quire.client.sampling import SamplingParams
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import RANGES
 

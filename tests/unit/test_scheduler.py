@@ -14,20 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.engine.policy import Policy, PoolView
+from quire.client.engine.room import Pressure as PressureNow
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduler import Scheduler
+from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, StepFailed, error_of_reason
-from quire.client.sampling import SamplingParams
-from quire.client.scheduler import (
-    Admission,
-    Blocks,
-    Plan,
-    PlanItem,
-    PlanOutcome,
-    Refusal,
-    Scheduler,
-    SchedulerLimits,
-    Step,
-)
-from quire.client.sequence import FinishReason, Sequence, SequenceState
 
 VOCABULARY = 7
 END_TOKEN = 6
@@ -357,9 +350,9 @@ class ModelWorker:
 class World:
     """A scheduler and both models, two steps in flight at most; `choose(n)` decides what is free to happen."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
         self.limits = limits
-        self.scheduler = Scheduler(limits, verify=True)
+        self.scheduler = Scheduler(limits, policy=policy, verify=True)
         self.fresh_pool()
         self.output: dict[tuple[int, int], list[int]] = {}
         self.ended: dict[tuple[int, int], FinishReason] = {}
@@ -456,8 +449,8 @@ class World:
 def everybody(scheduler: Scheduler) -> list[Sequence]:
     """Those that have not ended, and whom a step in flight is for."""
     stepping = [sequence for step in scheduler._steps for sequence in step.sequences]
-    followers = [child for children in scheduler._followers.values() for child in children]
-    return [*scheduler._waiting, *scheduler._running, *scheduler._draining, *followers, *stepping]
+    followers = [child for children in scheduler._queues.followers.values() for child in children]
+    return [*scheduler._queues.waiting, *scheduler._queues.running, *scheduler._queues.draining, *followers, *stepping]
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -529,11 +522,11 @@ def test_prompts_get_a_quarter_of_every_step_however_many_decode() -> None:
     world = World(limits(max_step_tokens=8, max_running_sequences=8, num_blocks=200))
     for i in range(8):
         world.add([i % 6], max_tokens=60, ends=())
-    while len(world.scheduler._running) < 6:
+    while len(world.scheduler._queues.running) < 6:
         world.turn()
     assert world.scheduler.statistics().num_waiting == 2, "the other places are a prompt's"
-    (decode, *_) = world.scheduler._running
-    world.scheduler.cancel([world.scheduler._running[-1]])
+    (decode, *_) = world.scheduler._queues.running
+    world.scheduler.cancel([world.scheduler._queues.running[-1]])
     (prompt,) = world.add([5] * 60, max_tokens=2, priority=1, ends=())
     steps = 0
     while not world.output[prompt.arrival]:
@@ -585,7 +578,7 @@ def test_samples_are_forked_from_one_prompt() -> None:
 
 def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt may have more: it goes alone."""
-    monkeypatch.setattr("quire.client.scheduler._MAX_PLAN_TOKENS", 8)
+    monkeypatch.setattr("quire.client.engine.drafting._MAX_PLAN_TOKENS", 8)
     world = World(limits(max_step_tokens=64))
     lengths = [4, 4, 1, 12, 3]
     sequences = [world.add([number + 1] * length, max_tokens=3, ends=())[0] for number, length in enumerate(lengths)]
@@ -601,7 +594,7 @@ def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatc
 
 def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as one sequence can have in any case: 64."""
-    monkeypatch.setattr("quire.client.scheduler._MAX_FORKED_TOKENS", 1)
+    monkeypatch.setattr("quire.client.engine.drafting._MAX_FORKED_TOKENS", 1)
     world = World(limits(max_step_tokens=64))
     sequences = world.add([1, 2, 3, 4] * 5, max_tokens=9, n=6, ends=())
     forked = []
@@ -615,7 +608,7 @@ def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch
 def test_a_plan_releases_no_more_sequences_than_the_pool_has_room_for() -> None:
     """Those in the host tier end, too."""
     scheduler = World(limits(max_running_sequences=3)).scheduler
-    scheduler._releases.update(dict.fromkeys(range(8), 1))
+    scheduler._queues.releases.update(dict.fromkeys(range(8), 1))
     assert scheduler.schedule().release_ids == (0, 1, 2)
 
 
@@ -908,7 +901,7 @@ def test_who_was_refused_for_a_reserve_asks_again_when_that_is_small_again() -> 
     world = World(limits(num_blocks=16))
     (ending,), (staying,) = (world.add([number], max_tokens=count, ends=()) for number, count in ((1, 3), (2, 20)))
     world.plan()
-    world.scheduler._reserve_steps = 64  # as after many preemptions: 16 blocks for each
+    world.scheduler._room.pressure = PressureNow(num_plans=4)  # 16 blocks for each
     (newcomer,) = world.add([3] * 8, max_tokens=2, ends=())
     world.plan()
     assert world.scheduler.statistics().refusals == 1
@@ -1214,7 +1207,7 @@ def test_who_is_cancelled_before_it_left_is_released_instead() -> None:
     world = crowded()
     while world.scheduler.statistics().preemptions == 0:
         world.turn()
-    (sequence,) = world.scheduler._offloads.values()
+    (sequence,) = world.scheduler._queues.offloads.values()
     host_id = sequence.host_id
     world.scheduler.cancel([sequence])
     plan = world.scheduler.schedule()
@@ -1392,11 +1385,11 @@ class Pressure:
 
     @staticmethod
     def turn(world: World) -> None:
-        first = min(world.scheduler._running, key=lambda sequence: sequence.rank, default=None)
+        first = min(world.scheduler._queues.running, key=lambda sequence: sequence.rank, default=None)
         world.turn()
         if first is not None and first.state in (SequenceState.WAITING, SequenceState.DRAINING):
-            running = world.scheduler._running
-            waiting = [*world.scheduler._waiting, *running]
+            running = world.scheduler._queues.running
+            waiting = [*world.scheduler._queues.waiting, *running]
             assert any(other.priority > first.priority for other in waiting), "the first in rank gave way"
 
 
@@ -1420,6 +1413,54 @@ def test_pressure_ends_and_wastes_little(pressure: Pressure, seed: int) -> None:
     assert statistics.preemptions <= 3 * len(sequences)
     assert statistics.scheduled_tokens <= 2 * num_tokens
     assert statistics.planned_steps <= num_tokens
+
+
+class Stubborn:
+    """A policy that says no to everything, and yes when it must not matter."""
+
+    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+        return (sequence.priority,)
+
+    def victim(self, needy: Sequence, candidates: list[Sequence], *, missing_blocks: int, view: PoolView) -> None:
+        return None
+
+    def reserve(self, newcomer: Sequence, *, num_beside: int, view: PoolView) -> int:
+        return 0
+
+    def admits(self, newcomer: Sequence, view: PoolView) -> bool:
+        return False
+
+
+def test_with_a_policy_that_refuses_everything_all_requests_end_in_its_order() -> None:
+    world = World(limits(), Stubborn())
+    high, middle, low = (world.add([i], max_tokens=3, priority=i, ends=())[0] for i in (2, 1, 0))
+    assert finish_order(world, [high, middle, low]) == [low, middle, high]
+    for sequence in (high, middle, low):
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+class Eager(Stubborn):
+    """Preempts and admits whenever it is asked."""
+
+    def victim(self, needy: Sequence, candidates: list[Sequence], *, missing_blocks: int, view: PoolView):
+        return candidates[0] if candidates else None
+
+    def admits(self, newcomer: Sequence, view: PoolView) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("policy", [Stubborn, Eager])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_ends_with_any_policy(policy: type[Stubborn], seed: int) -> None:
+    dice = random.Random(seed)
+    world = World(limits(num_blocks=11, max_step_tokens=32, max_sequence_tokens=40), policy())
+    sequences = []
+    for _ in range(8):
+        length, priority = dice.randint(1, 20), dice.randrange(3)
+        sequences += world.add([dice.randrange(VOCABULARY)] * length, max_tokens=20, priority=priority, ends=())
+    world.run()
+    for sequence in sequences:
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
 
 
 def test_quire_errors_know_their_numbers() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from quire.client.engine.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
 from quire.client.errors import InvalidRequest
-from quire.client.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
 
 
 def test_a_rate_is_its_default_until_something_was_observed() -> None:

@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from quire.client import credentials as client_credentials
+from quire.client.cli.token import PREFIX, run_token
 from quire.client.credentials import Credentials
 from quire.client.errors import CredentialsUnusable
-from quire.client.token import PREFIX, run_token
 from quire.serving.addresses import AddressError, TcpAddress, UnixAddress, parse_listen_address
 from quire.serving.dialing import Dialer, DialOptions, read_token
 from quire.serving.security import Security, SecurityOptions

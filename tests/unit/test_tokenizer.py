@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.client.outputs import Mailbox, SampleText, complete
-from quire.client.sequence import FinishReason
-from quire.client.tokenizer import Detokenizer, StopStrings, Tokenizer
+from quire.client.engine.outputs import Mailbox, SampleText, complete
+from quire.client.engine.sequence import FinishReason
+from quire.client.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 SPECIAL = 256
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.top_model import BlockBook, Look, Place, Rates, Tab
-from quire.client.top_view import Shown, TopScreen, list_height
+from quire.client.cli.top_model import BlockBook, Look, Place, Rates, Tab
+from quire.client.cli.top_view import Shown, TopScreen, list_height
 
 SIZES = [(80, 24), (200, 50), (150, 20), (60, 12), (20, 5), (400, 100), (80, 1)]
 NOW_S = 1_000.0

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from quire.cachemgr.__main__ import main as cachemgr
-from quire.client.commands import up
+from quire.client.cli.commands import up
 from quire.worker.__main__ import main as worker
 
 SERVICES: dict[str, click.Command] = {"cachemgr": cachemgr, "worker": worker}
@@ -37,7 +37,7 @@ def sample(option: click.Option) -> list[str]:
 def passed_on(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """Return by service the flags that `quire up` gives to it."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr("quire.client.up.run_up", lambda **values: given.update(values))
+    monkeypatch.setattr("quire.client.cli.up.run_up", lambda **values: given.update(values))
     up.main(["--model", "m", *arguments], standalone_mode=False)
     return {service: given[f"{service}_flags"] for service in SERVICES}
 

@@ -29,7 +29,7 @@ from gpu_desk.test_start_and_steps import CAPTURED
 from model_zoo import save
 
 from quire.client import Engine, SamplingParams
-from quire.client.launch import LaunchError, LocalServices
+from quire.client.cli.launch import LaunchError, LocalServices
 from quire.client.worker_client import WorkerClient
 from quire.worker import sampler
 from quire.worker.executor import Outcome

@@ -17,16 +17,24 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.client.channel import ONCE
+from quire.client.cli.outages import outages_shown
+from quire.client.cli.render import counted, printable, text_tail
+from quire.client.cli.snapshot import (
+    REACH_TIMEOUT_S,
+    UnreachableError,
+    cause_of,
+    check_pool,
+    check_reachable,
+    is_silent,
+)
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.engine import Engine, EngineConfig
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.engine.outputs import Chunk, Completion, Sample, complete
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.tokenizer import Tokenizer
+from quire.client.engine.tracing import Tracing, otlp_tracing
 from quire.client.errors import InvalidRequest, QuireError
-from quire.client.outages import outages_shown
-from quire.client.outputs import Chunk, Completion, Sample, complete
-from quire.client.render import counted, printable, text_tail
-from quire.client.sampling import SamplingParams
-from quire.client.snapshot import REACH_TIMEOUT_S, UnreachableError, cause_of, check_pool, check_reachable, is_silent
-from quire.client.tokenizer import Tokenizer
-from quire.client.tracing import Tracing, otlp_tracing
 from quire.client.worker_client import WorkerClient
 
 _MAX_LIVE_LINES = 8

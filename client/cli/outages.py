@@ -6,9 +6,10 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 
-from quire.client.engine import Engine, Outage
-from quire.client.render import printable
-from quire.client.snapshot import cause_of
+from quire.client.cli.render import printable
+from quire.client.cli.snapshot import cause_of
+from quire.client.engine.connection import Outage
+from quire.client.engine.engine import Engine
 
 _ERASE_LINE = "\r\x1b[K"
 

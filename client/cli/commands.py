@@ -117,7 +117,7 @@ def explain(error: QuireError) -> click.ClickException:
 
 def _describe_away(error: QuireError, away: Unavailable) -> str:
     """One line on a service that went away in the midst; gRPC's own text is cut down to its cause."""
-    from quire.client.snapshot import cause_of
+    from quire.client.cli.snapshot import cause_of
 
     cause = "no answer in time" if away.reason == "DEADLINE_EXCEEDED" else cause_of(away)
     told = error.message.replace(str(away), cause).replace(away.message, cause)
@@ -293,7 +293,7 @@ def up(
         --tls-cert server.pem --tls-key server.key
     """
     _require("client", "cachemgr", "worker")
-    from quire.client.up import run_up
+    from quire.client.cli.up import run_up
 
     run_up(
         model=model,
@@ -377,8 +377,8 @@ def generate(
       quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
     """
     _require("client", *(() if otlp_endpoint is None else ("otel",)))
-    from quire.client.generate import Target, run_generate
-    from quire.client.sampling import SamplingParams
+    from quire.client.cli.generate import Target, run_generate
+    from quire.client.engine.sampling import SamplingParams
 
     params = SamplingParams(**sampling)
     target = Target(cachemgr, worker, pool, tokenizer, credentials)
@@ -416,7 +416,7 @@ def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str,
       quire stats --json | jq '.pools[].statistics.block_counts'
     """
     _require("client")
-    from quire.client.stats import run_stats
+    from quire.client.cli.stats import run_stats
 
     run_stats(cachemgr, pool, as_json=as_json, interval_s=interval if watch else None, credentials=credentials)
 
@@ -443,9 +443,147 @@ def top(pool: str, once: bool, interval: float, cachemgr: str, credentials: Any)
       quire top --cachemgr cachemgr.internal:7070 --tls-ca ca.pem --token-file operator.token
     """
     _require("client")
-    from quire.client.top import run_top
+    from quire.client.cli.top import run_top
 
     run_top(cachemgr, pool, once=once, interval_s=interval, credentials=credentials)
+
+
+def _place_options(command: Any) -> Any:
+    """Adds where the pool is; the command receives it as one argument `place`."""
+
+    @functools.wraps(command)
+    def with_place(*args: Any, cachemgr: str, pool: str, credentials: Any, **values: Any) -> Any:
+        _require("client")
+        from quire.client.cli.administer import Place
+
+        return command(*args, place=Place(cachemgr, pool, credentials), **values)
+
+    pool = option("--pool", default="", metavar="NAME", show_default="the only one, or all", help="The pool.")
+    return pool(_cachemgr_option(_credentials_options(with_place)))
+
+
+def _prefix_options(command: Any) -> Any:
+    """Adds a prompt; the command receives it as one argument `prefix`, None if there is none."""
+
+    @functools.wraps(command)
+    def with_prefix(*args: Any, prompt: str | None, **values: Any) -> Any:
+        _require("client")
+        from quire.client.cli.administer import Prefix
+
+        given = {name: values.pop(name) for name in ("are_token_ids", "salt", "tokenizer")}
+        return command(*args, prefix=None if prompt is None else Prefix(_read_prompt(prompt), **given), **values)
+
+    decorated: Any = with_prefix
+    text = "Where the tokenizer is. Default: as the worker says."
+    decorated = option("--tokenizer", metavar="PATH_OR_HUB_ID", help=text)(decorated)
+    text = "The salt of the admissions that it is about."
+    decorated = option("--salt", metavar="TEXT", default="", show_default="none", help=text)(decorated)
+    text = "PROMPT is token ids, separated by commas."
+    return option("--token-ids", "are_token_ids", is_flag=True, help=text)(decorated)
+
+
+def _json_option(command: Any) -> Any:
+    text = "Write JSON instead of text."
+    return click.option("--json", "as_json", allow_from_autoenv=False, is_flag=True, help=text)(command)
+
+
+@quire.command()
+@_json_option
+@_place_options
+def leases(place: Any, as_json: bool) -> None:
+    """List the leases: their holders' tenant, when they expire, their sequences.
+
+    \b
+    Examples:
+      quire leases
+      quire leases --json
+    """
+    from quire.client.cli.administer import run_leases
+
+    run_leases(place, as_json=as_json)
+
+
+@quire.command()
+@click.argument("prompt")
+@_prefix_options
+@_json_option
+@_place_options
+def lookup(place: Any, prefix: Any, as_json: bool) -> None:
+    """Show how many tokens of PROMPT each pool holds in its prefix cache. PROMPT - is standard input.
+
+    \b
+    Examples:
+      quire lookup "Once upon a time"
+      quire lookup --token-ids 1,2,3
+    """
+    from quire.client.cli.administer import run_lookup
+
+    run_lookup(place, prefix, as_json=as_json)
+
+
+@quire.command(name="explain")
+@click.argument("prompt")
+@_prefix_options
+@_json_option
+@_place_options
+def explain_prefix(place: Any, prefix: Any, as_json: bool) -> None:
+    """Show why no more of PROMPT is found in the prefix cache: never computed, evicted, another salt ...
+
+    \b
+    Examples:
+      quire explain "Once upon a time"
+      quire explain --salt s1 "Once upon a time"
+    """
+    from quire.client.cli.administer import run_explain
+
+    run_explain(place, prefix, as_json=as_json)
+
+
+@quire.command()
+@click.argument("prompt", required=False)
+@_prefix_options
+@option(
+    "--ttl", type=click.FloatRange(1, 86400), metavar="SECONDS", show_default="3600", help="The pin ends after this."
+)
+@option("--remove", metavar="PIN", help="Take this pin back, instead of pinning.")
+@_json_option
+@_place_options
+def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, as_json: bool) -> None:
+    """Keep the cached blocks of PROMPT from being evicted. Without PROMPT, list the pins.
+
+    \b
+    Examples:
+      quire pin "Once upon a time" --ttl 600
+      quire pin
+      quire pin --remove PIN
+    """
+    from quire.client.cli.administer import run_pin, run_pins, run_unpin
+
+    if remove is not None and prefix is not None:
+        raise click.UsageError("give PROMPT or --remove, not both")
+    if remove is not None:
+        run_unpin(place, remove)
+    elif prefix is None:
+        run_pins(place, as_json=as_json)
+    else:
+        run_pin(place, prefix, ttl_s=ttl, as_json=as_json)
+
+
+@quire.command()
+@_json_option
+@_place_options
+def audit(place: Any, as_json: bool) -> None:
+    """Check a pool's books: that each block has the owners it should have. Exit status 1 if not.
+
+    \b
+    Examples:
+      quire audit
+      quire audit --json
+    """
+    from quire.client.cli.administer import run_audit
+
+    if not run_audit(place, as_json=as_json):
+        raise click.exceptions.Exit(1)
 
 
 @quire.command()
@@ -478,7 +616,7 @@ def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
     """
     if any(c.isspace() or c == "#" for c in name) or not name:
         raise click.BadParameter("must be one word without #", param_hint="'NAME'")
-    from quire.client.token import run_token
+    from quire.client.cli.token import run_token
 
     run_token(name, tuple(dict.fromkeys(roles)), out)
 
@@ -522,7 +660,7 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
       quire demo --model Qwen/Qwen3-0.6B --num-blocks 513
     """
     _require("client", "cachemgr", "worker")
-    from quire.client.demo import DemoOptions, run_demo
+    from quire.client.cli.demo import DemoOptions, run_demo
 
     run_demo(DemoOptions(model, prompts, samples, max_tokens, num_blocks, seed))
 
@@ -550,7 +688,7 @@ def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | 
       quire bench utilization
       quire bench control-plane --restarts 2 --output results
     """
-    from quire.client.bench import list_benches, run_bench
+    from quire.client.cli.bench import list_benches, run_bench
 
     if name is None:
         click.echo(list_benches())

@@ -14,10 +14,8 @@ from rich.text import Text
 
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
-from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import NotFound, QuireError
-from quire.client.render import StatsScreen, pool_view
-from quire.client.snapshot import (
+from quire.client.cli.render import StatsScreen, pool_view
+from quire.client.cli.snapshot import (
     REACH_TIMEOUT_S,
     Snapshot,
     UnreachableError,
@@ -27,6 +25,8 @@ from quire.client.snapshot import (
     describe_trouble,
     take_snapshot,
 )
+from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.errors import NotFound, QuireError
 
 
 def run_stats(

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.render import (
+from quire.client.cli.render import (
     BARS,
     LOOKS,
     MAX_MAP_ROWS,
@@ -24,8 +24,8 @@ from quire.client.render import (
     map_rows,
     printable,
 )
-from quire.client.snapshot import ratio
-from quire.client.top_model import BlockBook, Entry, Look, Place, Rates, Tab, key_of, rows_of
+from quire.client.cli.snapshot import ratio
+from quire.client.cli.top_model import BlockBook, Entry, Look, Place, Rates, Tab, key_of, rows_of
 
 WIDE = 150
 """Columns from which on the lists are beside the numbers."""

@@ -13,11 +13,11 @@ value is known or not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from quire.client.sampling import SamplingParams
+from quire.client.engine.sampling import SamplingParams
 
 
 class SequenceState(Enum):
@@ -89,16 +89,27 @@ class Sequence:
     suspect_until: int | None = None
     # Failures of steps it was alone in.
     num_failures: int = 0
-    # Who is served first: by priority, then by arrival.
-    rank: tuple[int, int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rank = (-self.params.priority, *self.arrival)
+    # The order in which sequences are served: the policy's rank, then arrival.
+    rank: tuple[int, ...] = ()
 
     @property
     def priority(self) -> int:
         """Its request's."""
         return self.params.priority
+
+    @property
+    def is_suspect(self) -> bool:
+        """True while it runs alone, because a step with it has failed."""
+        return self.suspect_until is not None
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that its release gives back, at most: shared ones stay."""
+        num_tokens = max(len(self.token_ids), self.num_scheduled_tokens, self.num_host_tokens)
+        return -(-num_tokens // block_size)
+
+    def num_own_blocks(self, block_size: int) -> int:
+        """Of these, those that no other sequence is known to have had."""
+        return max(1, self.num_blocks(block_size) - self.num_shared_tokens // block_size)
 
     @property
     def num_tokens(self) -> int:

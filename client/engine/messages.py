@@ -2,9 +2,9 @@
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.channel import decode_error
+from quire.client.engine.plans import Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.engine.sequence import Sequence
 from quire.client.errors import ProtocolViolation
-from quire.client.scheduler import Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
-from quire.client.sequence import Sequence
 from quire.compute.v1 import worker_service_pb2
 
 _ITEMS = {

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
-from quire.client.launch import LaunchError, LocalServices, ServiceProcess, is_answered, signals_held
+from quire.client.cli.launch import LaunchError, LocalServices, ServiceProcess, is_answered, signals_held
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 
 CHECK_TIMEOUT_S = 120.0

@@ -7,8 +7,8 @@ from enum import Enum
 from types import MappingProxyType
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.render import kind_of
-from quire.client.snapshot import ratio
+from quire.client.cli.render import kind_of
+from quire.client.cli.snapshot import ratio
 
 Entry = pb.Sequence | pb.Lease | pb.Tenant
 Key = tuple[str, int]

@@ -24,7 +24,7 @@ NAMES = (
     "pressure",
     "peers",
 )
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _RESULTS = Path("build", "bench")
 # What they need beside the services themselves.
 _NEEDED = ("matplotlib", "psutil", "rich")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy
+from quire.client.engine.messages import decode_outcome, encode_plan, encode_step
+from quire.client.engine.plans import Plan, PlanOutcome, Step
 from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
-from quire.client.messages import decode_outcome, encode_plan, encode_step
-from quire.client.scheduler import Plan, PlanOutcome, Step
 from quire.client.worker_client import StepAnswer, WorkerApi
 from quire.compute.v1 import worker_service_pb2
 

@@ -16,7 +16,7 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
-    from quire.client.commands import quire
+    from quire.client.cli.commands import quire
 
     try:
         quire()

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.snapshot import Snapshot, ratio
+from quire.client.cli.snapshot import Snapshot, ratio
 
 MAX_MAP_ROWS = 16
 BARS = "▁▂▃▄▅▆▇█"

@@ -22,11 +22,11 @@ from rich.live import Live
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1 import cache_service_pb2_grpc
 from quire.client.channel import answers, open_channel, unary
+from quire.client.cli.snapshot import MAX_LISTED_BLOCKS, UnreachableError, answering, check_reachable, describe_trouble
+from quire.client.cli.top_model import Action, BlockBook, KeyDecoder, Look, Place, Tab, Trend
+from quire.client.cli.top_view import Shown, TopScreen, list_height
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import LeaseLost, NotFound, QuireError
-from quire.client.snapshot import MAX_LISTED_BLOCKS, UnreachableError, answering, check_reachable, describe_trouble
-from quire.client.top_model import Action, BlockBook, KeyDecoder, Look, Place, Tab, Trend
-from quire.client.top_view import Shown, TopScreen, list_height
 
 Response = TypeVar("Response")
 

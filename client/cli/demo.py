@@ -31,11 +31,8 @@ from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2
 from quire.client.cache_client import CacheClient
-from quire.client.engine import Engine
-from quire.client.errors import QuireError
-from quire.client.launch import LocalServices
-from quire.client.outputs import Chunk
-from quire.client.render import (
+from quire.client.cli.launch import LocalServices
+from quire.client.cli.render import (
     Row,
     counted,
     format_ratio,
@@ -45,16 +42,19 @@ from quire.client.render import (
     printable,
     text_tail,
 )
-from quire.client.sampling import SamplingParams
-from quire.client.sequence import FinishReason
-from quire.client.snapshot import Snapshot, ratio, take_snapshot
-from quire.client.up import check_alive, ending_on, started
+from quire.client.cli.snapshot import Snapshot, ratio, take_snapshot
+from quire.client.cli.up import check_alive, ending_on, started
+from quire.client.engine.engine import Engine
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.sequence import FinishReason
+from quire.client.errors import QuireError
 
 TEMPERATURE = 0.7
 TOP_K = 40
 DEFAULT_REPETITION_PENALTY = 1.15
 
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _MODEL = "deploy/demo/model"
 _PROMPTS = "deploy/demo/prompts.json"
 _LOOK_INTERVAL_S = 0.01

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.client.sequence import FinishReason
-from quire.client.tokenizer import Detokenizer, StopStrings
+from quire.client.engine.sequence import FinishReason
+from quire.client.engine.tokenizer import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,37 @@
+"""How an engine uses a pool."""
+
+import os
+from dataclasses import dataclass, field
+
+from quire.client.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine uses a pool.
+
+    pool                     its name; "": the only one there is
+    max_step_tokens          tokens computed per step at most; the worker may allow fewer
+    max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
+    lease_ttl_s              the pool's blocks come back this long after this process has died, 1 to 3600
+    recovery_timeout_s       requests fail if a service can't be used for this long; errors say what was delivered
+    max_recoveries           requests fail after this many recoveries without a computed step in between
+    verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
+    metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
+    """
+
+    pool: str = ""
+    max_step_tokens: int = 2048
+    max_running_sequences: int = 256
+    lease_ttl_s: float = 30.0
+    recovery_timeout_s: float = 60.0
+    max_recoveries: int = 8
+    verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
+    metrics_listen: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+        if not 1 <= self.lease_ttl_s <= 3600:
+            raise InvalidRequest.of_field("lease_ttl_s", self.lease_ttl_s, "from 1 to 3600")

@@ -1,0 +1,159 @@
+"""Make the next plan: decodes, forks, chunks of prompts and admissions, within one step's token budget. Pure."""
+
+from collections import abc
+
+from quire.client.engine.plans import Admission, Fork, Plan, SchedulerLimits
+from quire.client.engine.policy import Policy, PoolView
+from quire.client.engine.queues import Queues, id_of
+from quire.client.engine.room import Room
+from quire.client.engine.sequence import Sequence, SequenceState
+
+# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto).
+_MAX_PLAN_TOKENS = 262_144
+# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto).
+_MAX_FORKED_TOKENS = 8_388_608
+
+
+class Draft:
+    """A plan while it is being made. Changes no sequence."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        queues: Queues,
+        room: Room,
+        policy: Policy,
+        view: PoolView,
+        *,
+        fresh_id: abc.Callable[[], int],
+    ) -> None:
+        self._limits = limits
+        self._queues = queues
+        self._room = room
+        self._policy = policy
+        self._view = view
+        self._fresh_id = fresh_id
+        self._budget = limits.max_step_tokens
+        self._ids: list[int] = []
+        self._counts: list[int] = []
+        self._forks: list[Fork] = []
+        self._restores: list[int] = []
+        self._admissions: list[Admission] = []
+        self._sequences: dict[int, Sequence] = {}
+
+    def add_running(self) -> None:
+        """Ask for all tokens of running sequences that fit the budget, and fork samples from them."""
+        self._add_decodes()
+        self._add_forks()
+        self._add_chunks()
+
+    def add_alone(self, suspect: Sequence) -> None:
+        """Ask for one sequence and nothing else."""
+        if suspect.state is SequenceState.WAITING:
+            self._add_newcomer(suspect)
+        elif suspect.seq_id is not None:
+            self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
+
+    def plan(self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int]) -> Plan:
+        """Return the plan that was drafted."""
+        newcomers = [*self._restores, *(admission.seq_id for admission in self._admissions)]
+        return Plan(
+            release_ids=tuple(release_ids),
+            offload_ids=tuple(offload_ids),
+            forks=tuple(self._forks),
+            extend_ids=tuple(self._ids),
+            extend_counts=tuple(self._counts),
+            restore_ids=tuple(self._restores),
+            admissions=tuple(self._admissions),
+            admission_token_budget=self._budget if newcomers else 0,
+            admission_reserve_blocks=self._reserve_of(newcomers),
+            sequences=self._sequences,
+        )
+
+    def _reserve_of(self, newcomers: list[int]) -> int:
+        if not newcomers or self._queues.suspects:
+            return 0
+        last = self._sequences[newcomers[-1]]
+        return self._policy.reserve(last, num_beside=len(newcomers) - 1, view=self._view)
+
+    def _extend(self, seq_id: int, sequence: Sequence, count: int) -> None:
+        self._ids.append(seq_id)
+        self._counts.append(count)
+        self._sequences[seq_id] = sequence
+        self._budget -= count
+
+    def _add_decodes(self) -> None:
+        ready = [sequence for sequence in self._queues.running if sequence.num_schedulable_tokens == 1]
+        del ready[self._budget :]
+        self._ids = [id_of(sequence) for sequence in ready]
+        self._counts = [1] * len(ready)
+        self._sequences.update(zip(self._ids, ready, strict=True))
+        self._budget -= len(ready)
+
+    def _add_chunks(self) -> None:
+        for sequence in self._queues.running:
+            if not self._budget:
+                return
+            count = sequence.num_schedulable_tokens
+            if count > 1:
+                self._extend(id_of(sequence), sequence, min(count, self._budget))
+
+    def _add_forks(self) -> None:
+        if not self._queues.followers:
+            return
+        places = self._limits.num_places - len(self._queues.running)
+        num_left = max(_MAX_FORKED_TOKENS, self._limits.max_sequence_tokens)
+        for parent in self._queues.running:
+            followers = self._queues.followers.get(parent, [])
+            children = followers[: max(0, min(places, self._budget, num_left // parent.num_prompt_tokens))]
+            if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
+                continue
+            if not self._policy.admits(children[0], self._view):
+                return
+            places -= len(children)
+            num_left -= len(children) * parent.num_prompt_tokens
+            child_ids = tuple(self._fresh_id() for _ in children)
+            self._forks.append(Fork(id_of(parent), child_ids, parent.num_prompt_tokens))
+            for child_id, child in zip(child_ids, children, strict=True):
+                self._extend(child_id, child, 1)
+
+    def add_newcomers(self) -> None:
+        """Offer sequences that wait, in order of rank, as far as budget and places go."""
+        num_forked = sum(len(fork.child_ids) for fork in self._forks)
+        places = self._limits.num_places - len(self._queues.running) - num_forked
+        # Prompts are offered until what they will probably compute fills the budget; cachemgr, which knows what is
+        # cached, cuts the last one.
+        budget, num_given = float(self._budget), 0
+        for sequence in self._queues.waiting[: max(0, places)]:
+            num_given += len(sequence.token_ids) if sequence.host_id is None else 0
+            if num_given > _MAX_PLAN_TOKENS and self._admissions:
+                return
+            if budget <= 0 or not self._admits(sequence) or not self._add_newcomer(sequence):
+                return
+            budget -= max(1.0, self._expected_run_of(sequence))
+            if self._room.blocks_awaited_by(self._queues.waiting[0]):
+                return  # a sequence was refused blocks: none may overtake the first in line
+
+    def _admits(self, newcomer: Sequence) -> bool:
+        is_first = newcomer is self._queues.waiting[0]
+        is_alone = is_first and not self._queues.running and self._room.starved is None
+        return is_alone or self._policy.admits(newcomer, self._view)
+
+    def _add_newcomer(self, sequence: Sequence) -> bool:
+        """Offer one that waits; False if it has to wait for the next plan."""
+        if sequence.host_id is None:
+            seq_id = self._fresh_id()
+            self._admissions.append(Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted))
+        elif sequence.host_id in self._queues.offloads or self._admissions:
+            return False  # it is on its way there; or it would be let in before those above it in rank
+        else:
+            seq_id = sequence.host_id
+            self._restores.append(seq_id)
+        self._sequences[seq_id] = sequence
+        return True
+
+    def _expected_run_of(self, newcomer: Sequence) -> float:
+        num_tokens = len(newcomer.token_ids)
+        if newcomer.host_id is not None:
+            return num_tokens - newcomer.num_host_tokens
+        return num_tokens * (1.0 - self._room.cached_ratio)

@@ -1,0 +1,119 @@
+"""An engine for scripts and notebooks: plain calls, and a thread that runs the event loop."""
+
+import asyncio
+import threading
+import weakref
+from collections import abc
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.engine.outputs import Completion
+from quire.client.engine.policy import Policy
+from quire.client.engine.requests import Prompt
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.tokenizer import Tokenizer
+from quire.client.errors import EngineStopped
+
+Answer = TypeVar("Answer")
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, and the engine in it."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: abc.Coroutine[Any, Any, Answer]) -> Answer:
+        """Return what a coroutine returns; Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the engine and end the thread. Doing it twice is fine."""
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            try:
+                if self.engine is not None:
+                    self.run(self.engine.close())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+
+class LLM:
+    """Generates text over a cachemgr and a worker; each call waits for its answer.
+
+        with LLM() as llm:
+            [completion] = llm.generate("Once upon a time", max_tokens=64)
+
+    Its threads may call generate at the same time: the engine batches all requests. Without close() the lease is given
+    back when the object is collected or the program ends.
+    """
+
+    def __init__(
+        self,
+        cachemgr: str | None = None,
+        *,
+        worker: str | None = None,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
+        policy: Policy | None = None,
+    ) -> None:
+        """Take a lease and begin. Arguments and errors are those of Engine.connect and Engine.start."""
+        self._thread = _LoopThread()
+        self._close = weakref.finalize(self, self._thread.close)
+
+        async def start() -> None:
+            self._thread.engine = Engine.connect(
+                cachemgr, worker=worker, config=config, tokenizer=tokenizer, credentials=credentials, policy=policy
+            )
+            await self._thread.engine.start()
+
+        try:
+            self._thread.run(start())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | abc.Iterable[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        **fields: Any,
+    ) -> list[Completion]:
+        """Return all samples of all prompts, in the prompts' order. Arguments and errors are those of Engine.complete.
+
+        Ctrl-C cancels these prompts and raises KeyboardInterrupt; the next call works.
+        """
+        engine = self._thread.engine
+        if engine is None or not self._close.alive:
+            raise EngineStopped("the engine is closed")
+        return self._thread.run(engine.complete(prompts, params, **fields))
+
+    def close(self) -> None:
+        """Give the lease back and end the thread. Doing it twice is fine."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        """Return itself; it has begun."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()

@@ -1,0 +1,192 @@
+"""Values of the scheduler: its limits, a plan, what cachemgr made of it, a step, and how a step ended. Pure."""
+
+from collections import abc
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.errors import InvalidRequest, QuireError
+
+# Of a step's tokens one in so many is never a decode's.
+_PROMPT_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the scheduler has to keep to.
+
+    max_step_tokens          tokens one step may compute
+    max_running_sequences    sequences that hold blocks at once
+    block_size               tokens per block
+    num_blocks               blocks of the pool that can be owned: without the null block
+    max_sequence_tokens      the model's context
+    vocabulary_size          token ids are below this
+    max_step_failures        a request is given up when this many steps it was alone in have failed
+    max_stalls               plans without a run, one after the other, before the only running sequence gives way
+    num_host_blocks          blocks of the host tier; 0: there is none
+    block_bytes              what a copy of a block moves
+    """
+
+    max_step_tokens: int
+    max_running_sequences: int
+    block_size: int
+    num_blocks: int
+    max_sequence_tokens: int
+    vocabulary_size: int
+    max_step_failures: int = 3
+    max_stalls: int = 20
+    num_host_blocks: int = 0
+    block_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            least = 0 if name in ("num_host_blocks", "block_bytes") else 1
+            if getattr(self, name) < least:
+                raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that may run at once: all of them may decode, and prompts still get their share of a step."""
+        return min(self.max_running_sequences, self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE)
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """The most tokens a sequence can have: of the model or of the whole pool, whichever is less."""
+        return min(self.max_sequence_tokens, self.num_blocks * self.block_size)
+
+
+class PlanItem(Enum):
+    """The kind of an item of a plan."""
+
+    OFFLOAD = "offload"
+    FORK = "fork"
+    EXTEND = "extend"
+    RESTORE = "restore"
+    ADMISSION = "admission"
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Children that begin with the parent's first num_tokens tokens."""
+
+    parent_id: int
+    child_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that begins with tokens."""
+
+    seq_id: int
+    token_ids: abc.Sequence[int]
+    resumed: bool = False
+    """It was in a pool before, and was preempted or lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next step should do. extend_ids and extend_counts are parallel; sequences has whom the ids stand for."""
+
+    release_ids: tuple[int, ...] = ()
+    offload_ids: tuple[int, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    extend_ids: tuple[int, ...] = ()
+    extend_counts: tuple[int, ...] = ()
+    restore_ids: tuple[int, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    admission_token_budget: int = 0
+    admission_reserve_blocks: int = 0
+    sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to ask for."""
+        return not (self.release_ids or self.offload_ids or self.asks_to_compute)
+
+    @property
+    def asks_to_compute(self) -> bool:
+        """Whether anything should run."""
+        return bool(self.extend_ids or self.restore_ids or self.admissions)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An item that was refused and changed nothing."""
+
+    item: PlanItem
+    seq_id: int
+    error: QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The pool's blocks after a plan; as in the contract."""
+
+    free: int
+    cached: int
+    active: int
+    retired: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """What cachemgr made of a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
+
+    restored_counts have the tokens that need not be computed again.
+    """
+
+    step_number: int
+    run_ids: abc.Sequence[int]
+    run_starts: abc.Sequence[int]
+    run_counts: abc.Sequence[int]
+    given_run_indexes: abc.Sequence[int]
+    refusals: abc.Sequence[Refusal]
+    admitted_ids: abc.Sequence[int]
+    cached_counts: abc.Sequence[int]
+    blocks: Blocks
+    restored_ids: abc.Sequence[int] = ()
+    restored_counts: abc.Sequence[int] = ()
+    num_free_host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step in flight. seq_ids, sequences, starts and counts are parallel.
+
+    given          indexes of runs whose token ids the worker needs
+    introduced     indexes of runs whose sampling parameters the worker needs
+    samplers       who gets a token, by id
+    idle           forked for this step but refused blocks to run: what they share may be computed by steps in flight
+    failed         requests that ended with this plan, and why; not part of the step
+    """
+
+    step_number: int
+    seq_ids: abc.Sequence[int]
+    sequences: abc.Sequence[Sequence]
+    starts: abc.Sequence[int]
+    counts: abc.Sequence[int]
+    given: abc.Sequence[int]
+    introduced: abc.Sequence[int]
+    samplers: abc.Mapping[int, Sequence]
+    idle: abc.Mapping[int, Sequence]
+    failed: abc.Sequence["Failed"]
+
+
+class Sampled(NamedTuple):
+    """A token a sequence got, under the id it had in the step; finish_reason if it is the last one."""
+
+    sequence: Sequence
+    seq_id: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence that ended for an error of its own."""
+
+    sequence: Sequence
+    error: QuireError

@@ -1,0 +1,237 @@
+"""Every living sequence in the collection of its state, and the ids whose blocks are on their way back. Pure.
+
+    WAITING     waiting      by rank
+    RUNNING     running      by rank
+    DRAINING    draining
+    FOLLOWING   followers    by the sequence whose prompt they share
+
+    releases    ids that the next plans give back
+    offloads    ids that the next plan moves to the host tier
+
+A method moves a sequence and its id together, so an id is held, released or offloaded, and never lost. Which sequence
+moves, and when, is decided by the scheduler.
+"""
+
+from bisect import bisect_right, insort
+from collections import abc
+
+from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
+
+# The states in which a sequence may have blocks in the host tier.
+_AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
+
+
+def by_rank(sequence: Sequence) -> tuple[int, ...]:
+    """Return the key that orders sequences."""
+    return sequence.rank
+
+
+def id_of(sequence: Sequence) -> int:
+    """Return the id of a sequence that is in the pool."""
+    if sequence.seq_id is None:
+        raise AssertionError("a sequence without an id was taken for one in the pool")
+    return sequence.seq_id
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise AssertionError if an invariant does not hold."""
+    if not holds:
+        raise AssertionError(f"broken invariant: {what}")
+
+
+class Queues:
+    """The collections; read them freely, change them through the methods."""
+
+    def __init__(self, block_size: int) -> None:
+        """block_size in tokens; set it anew with the limits."""
+        self.block_size = block_size
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.draining: set[Sequence] = set()
+        self.followers: dict[Sequence, list[Sequence]] = {}
+        self.suspects: list[Sequence] = []  # by rank; of any state
+        self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
+        self.offloads: dict[int, Sequence] = {}
+
+    @property
+    def are_empty(self) -> bool:
+        """True if no sequence lives, and no id has to be given back."""
+        return not (self.waiting or self.running or self.draining or self.releases or self.offloads)
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that the next plans give back, at most."""
+        return sum(self.releases.values()) + sum(map(self.blocks_of, self.offloads.values()))
+
+    def blocks_of(self, sequence: Sequence) -> int:
+        """Blocks that a sequence's release gives back, at most."""
+        return sequence.num_blocks(self.block_size)
+
+    def below(self, needy: Sequence) -> list[Sequence]:
+        """Running sequences below this one in rank."""
+        return self.running[bisect_right(self.running, needy.rank, key=by_rank) :]
+
+    # Moves.
+
+    def add(self, samples: abc.Sequence[Sequence]) -> None:
+        """Take a request: its first sample waits, the others follow it."""
+        first, *others = samples
+        self.queue(first)
+        if others:
+            self.followers[first] = others
+
+    def queue(self, sequence: Sequence) -> None:
+        """Put a sequence, whose state is WAITING, in line."""
+        sequence.seq_id = None
+        insort(self.waiting, sequence, key=by_rank)
+
+    def begin(self, sequence: Sequence, seq_id: int, *, num_tokens: int, num_shared_tokens: int | None = None) -> None:
+        """Move a waiting or following sequence into the pool, with this many tokens that need not be computed."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        sequence.begin(seq_id, num_scheduled_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
+        insort(self.running, sequence, key=by_rank)
+
+    def stop_following(self, child: Sequence) -> Sequence:
+        """Take a sample from the one that it follows; returns that one."""
+        parent = next(parent for parent, followers in self.followers.items() if child in followers)
+        self.followers[parent].remove(child)
+        if not self.followers[parent]:
+            del self.followers[parent]
+        return parent
+
+    def wait_alone(self, follower: Sequence) -> None:
+        """Put a sample that follows nobody any more in line."""
+        follower.move(SequenceState.WAITING)
+        self.queue(follower)
+
+    def preempt(self, sequence: Sequence, *, is_offloaded: bool) -> None:
+        """Take a running sequence out of the pool; its blocks are released, or kept in the host tier."""
+        seq_id = id_of(sequence)
+        self._leave(sequence)
+        sequence.preempt(is_offloaded=is_offloaded)
+        if is_offloaded:
+            del self.releases[seq_id]
+            self.offloads[seq_id] = sequence
+        if sequence.state is SequenceState.DRAINING:
+            self.draining.add(sequence)
+        else:
+            self.queue(sequence)
+
+    def accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Give a sequence the token it waited for; returns why it ends with it, None if it goes on."""
+        reason = sequence.accept(token_id)
+        if reason is None and sequence.state is SequenceState.DRAINING and not sequence.num_sampling:
+            self.draining.discard(sequence)
+            sequence.move(SequenceState.WAITING)
+            self.queue(sequence)
+        return reason
+
+    def readmit(self, sequence: Sequence) -> None:
+        """Give up what a sequence has computed; it waits with its known tokens."""
+        self._leave(sequence)
+        self.leave_host(sequence)
+        sequence.forget()
+        self.queue(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a living sequence; samples that followed it wait for admissions of their own."""
+        self._leave(sequence)
+        self.leave_host(sequence)
+        sequence.finish(reason)
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
+        for follower in self.followers.pop(sequence, ()):
+            self.wait_alone(follower)
+
+    def forget_pool(self) -> None:
+        """Let all sequences that ran wait with their known tokens: no id stands for anything any more."""
+        self.releases.clear()
+        self.offloads.clear()
+        for sequence in self.waiting:
+            sequence.host_id = None
+        for sequence in (*self.running, *self.draining):
+            sequence.forget()
+            insort(self.waiting, sequence, key=by_rank)
+        self.running.clear()
+        self.draining.clear()
+
+    def leave_host(self, sequence: Sequence) -> None:
+        """Give up what a sequence has in the host tier, or was to get there, with the next plan."""
+        if sequence.host_id is None:
+            return
+        leaving = self.offloads.pop(sequence.host_id, None)
+        self.releases[sequence.host_id] = 0 if leaving is None else self.blocks_of(sequence)
+        sequence.host_id = None
+
+    def suspect(self, sequence: Sequence) -> None:
+        """Let a sequence run alone until it is past its present place."""
+        until = max(sequence.num_scheduled_tokens, len(sequence.token_ids))
+        sequence.suspect_until = max(until, sequence.suspect_until or 0)
+        self.readmit(sequence)
+        if sequence not in self.suspects:
+            insort(self.suspects, sequence, key=by_rank)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Suspect a sequence no longer."""
+        sequence.suspect_until = None
+        sequence.num_failures = 0
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the collection of its state; its blocks, if any, go with the next plan."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self.waiting.remove(sequence)
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+                self.releases[id_of(sequence)] = self.blocks_of(sequence)
+            case SequenceState.DRAINING:
+                self.draining.discard(sequence)
+            case SequenceState.FOLLOWING:
+                self.stop_following(sequence)
+            case SequenceState.FINISHED:
+                pass
+
+    # Invariants.
+
+    def living(self) -> list[Sequence]:
+        """All sequences in the collections."""
+        following = [child for children in self.followers.values() for child in children]
+        return [*self.waiting, *self.running, *self.draining, *following]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the collections and the sequences disagree. Cost: all sequences."""
+        homes = [
+            (SequenceState.WAITING, self.waiting),
+            (SequenceState.RUNNING, self.running),
+            (SequenceState.DRAINING, self.draining),
+            (SequenceState.FOLLOWING, [child for children in self.followers.values() for child in children]),
+        ]
+        living = self.living()
+        require(len(set(living)) == len(living), "a sequence is in one place")
+        for state, members in homes:
+            require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
+        for ordered in (self.waiting, self.running, self.suspects):
+            require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
+        require(set(self.suspects) == {s for s in living if s.is_suspect}, "each suspect is alive and in line")
+        require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
+        ids = [id_of(sequence) for sequence in self.running]
+        require(len(set(ids)) == len(ids), "an id stands for one sequence")
+        require(not set(ids) & self.releases.keys(), "what runs is not released")
+        require(not set(ids) & self.offloads.keys(), "what runs does not leave for the host tier")
+        require(not self.offloads.keys() & self.releases.keys(), "what is kept in the host tier is not released")
+        require(all(s.host_id == i for i, s in self.offloads.items()), "who leaves knows under which id")
+        for sequence in living:
+            self._check_sequence(sequence)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
+        num_output = sequence.num_tokens - sequence.num_prompt_tokens
+        require(num_output <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
+        require(sequence.host_id is None or sequence.state in _AWAY, "who is in the host tier is not in the pool")
+        held = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+        require(held == (sequence.seq_id is not None), "who has an id is in the pool")
+        if sequence.state is SequenceState.DRAINING:
+            require(sequence.num_sampling > 0, "who drains has something to wait for")

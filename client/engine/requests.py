@@ -1,0 +1,283 @@
+"""Requests of the engine's callers: taken and checked, handed to the scheduler, and delivered as texts."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import abc
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+from quire.client.engine.metrics import Measured, RequestTimes
+from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, TokenLogprobs, complete
+from quire.client.engine.plans import Failed, Sampled
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduler import Scheduler
+from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.engine.tokenizer import Tokenizer
+from quire.client.engine.tracing import RequestSpan, Tracing
+from quire.client.errors import EngineStopped, InvalidRequest, QuireError, RequestFailed, after_delivery
+from quire.compute.v1 import worker_service_pb2
+
+Prompt = str | abc.Sequence[int]
+
+_log = logging.getLogger(__name__)
+
+
+class Request:
+    """A caller's request: its samples' texts, and what the caller has not read."""
+
+    __slots__ = ("error", "mailbox", "news", "num_open", "sequences", "span", "texts", "times")
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        texts: list[SampleText],
+        times: RequestTimes,
+        span: RequestSpan | None,
+        *,
+        has_logprobs: bool,
+    ) -> None:
+        self.sequences = sequences
+        self.span = span
+        self.texts = texts
+        self.times = times
+        self.mailbox = Mailbox(has_logprobs=has_logprobs)
+        self.news = asyncio.Event()
+        self.num_open = len(sequences)
+        self.error: QuireError | None = None
+
+    def fail(self, error: QuireError) -> None:
+        self.error = self.error or error
+        self.news.set()
+
+    async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
+        delivered = [0] * len(self.sequences)
+        while self.num_open or self.news.is_set():
+            await self.news.wait()
+            self.news.clear()
+            for chunk in self.mailbox.take():
+                delivered[chunk.index] += len(chunk.token_ids)
+                yield chunk
+            if self.error is not None:
+                raise after_delivery(self.error, delivered)
+
+
+class Requests:
+    """The open requests. Takes none before start, and none after stop."""
+
+    def __init__(self, measured: Measured, tracing: Tracing | None, *, on_request: abc.Callable[[], None]) -> None:
+        """on_request is called when the scheduler has got a request."""
+        self.tokenizer: Tokenizer | None = None
+        self._measured = measured
+        self._tracing = tracing
+        self._on_request = on_request
+        self._open: dict[int, Request] = {}
+        self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
+        self._end_token_ids: tuple[int, ...] = ()
+        self._max_logprobs = 0
+
+    def __len__(self) -> int:
+        """Return the number of requests that are not read to their end."""
+        return len(self._open)
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Take requests from now on."""
+        self._scheduler = scheduler
+        self._stopped = None
+
+    def stop(self, error: EngineStopped) -> None:
+        """Fail all requests, and those to come. The first error stays."""
+        self._stopped = self._stopped or error
+        for request in self._open.values():
+            request.fail(error)
+
+    def use_model(self, model: worker_service_pb2.GetModelResponse) -> None:
+        """Keep to what this model allows."""
+        self._end_token_ids = tuple(model.end_token_ids)
+        self._max_logprobs = model.max_logprob_count
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's tokens, if the request can be served. Raises InvalidRequest, or EngineStopped."""
+        if self._stopped is not None:
+            raise self._stopped
+        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+            raise InvalidRequest.of_field("logprobs", params.logprobs, f"at most {self._max_logprobs}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
+        token_ids = self._token_ids(prompt)
+        self._scheduler.check(token_ids, params)
+        return token_ids
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return _integers_of(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequest.of_field("prompt", "text", "token ids, since there is no tokenizer")
+        return self.tokenizer.encode(prompt)
+
+    async def generate(self, token_ids: list[int], params: SamplingParams) -> abc.AsyncGenerator[Chunk, None]:
+        """Chunks of a checked request; closing the iterator cancels it."""
+        request_id, request = self._submit(token_ids, params)
+        try:
+            async with contextlib.aclosing(request.chunks()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._open.pop(request_id, None)
+            self._end_measuring(request)
+            if self._stopped is None:
+                self._scheduler.cancel(request.sequences)
+
+    def _end_measuring(self, request: Request) -> None:
+        request.times.close(FinishReason.CANCELLED if request.error is None else FinishReason.FAILED)
+        if request.span is not None:
+            num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in request.sequences)
+            reasons = [sequence.finish_reason for sequence in request.sequences]
+            request.span.end(num_tokens=num_tokens, reasons=reasons, error=request.error)
+
+    async def complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
+        """All samples of a checked request."""
+        async with contextlib.aclosing(self.generate(token_ids, params)) as stream:
+            return complete(token_ids, [chunk async for chunk in stream])
+
+    def _submit(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Request]:
+        if self._stopped is not None:
+            raise _copy_of(self._stopped)
+        seed = random.getrandbits(62) if params.seed is None else params.seed
+        # Before the scheduler takes the request: what raises here leaves nothing behind.
+        texts = [
+            SampleText(self.tokenizer.detokenizer(token_ids) if self.tokenizer else None, params.stop)
+            for _ in range(params.n)
+        ]
+        sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+        times = RequestTimes(
+            self._measured,
+            began_s=time.perf_counter(),
+            num_prompt_tokens=len(token_ids),
+            num_samples=len(sequences),
+        )
+        tracing = self._tracing
+        span = None if tracing is None else tracing.request(num_prompt_tokens=len(token_ids), params=params)
+        request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
+        request_id = sequences[0].request_id
+        self._open[request_id] = request
+        self._on_request()
+        return request_id, request
+
+    def fail_all(self, error: QuireError) -> None:
+        """Fail all open requests with one error."""
+        for request in self._open.values():
+            self._scheduler.cancel(request.sequences)
+            request.fail(error)
+
+    def fail(self, failed: abc.Iterable[Failed]) -> None:
+        """Fail the requests of these sequences."""
+        for sequence, error in ((entry.sequence, entry.error) for entry in failed):
+            request = self._open.get(sequence.request_id)
+            if request is not None:
+                self._scheduler.cancel(request.sequences)
+                request.fail(error)
+
+    def spans_of(self, sequences: abc.Iterable[Sequence]) -> list[RequestSpan | None]:
+        """The spans of the open requests that these sequences belong to."""
+        request_ids = dict.fromkeys(sequence.request_id for sequence in sequences)
+        return [self._open[each].span for each in request_ids if each in self._open]
+
+    def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
+        """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
+        logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+        for event in events:
+            try:
+                self._deliver_one(event, logprobs.get(event.seq_id), at_s)
+            except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
+                _log.exception("the text of a request can't be made")
+                self.fail([Failed(event.sequence, _undeliverable(error))])
+
+    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
+        sequence, reason = event.sequence, event.finish_reason
+        request = self._open.get(sequence.request_id)
+        if request is None:
+            return
+        text = request.texts[sequence.index]
+        if text.met_stop_string:
+            return  # it was sampled before that was known
+        piece = text.push(event.token_id, reason)
+        if text.met_stop_string:
+            reason = FinishReason.STOP
+            self._scheduler.stop(sequence)
+        request.times.token(sequence.index, at_s, reason)
+        request.mailbox.put(
+            sequence.index,
+            text=piece,
+            token_ids=(event.token_id,),
+            logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
+            finish_reason=reason,
+        )
+        request.num_open -= reason is not None
+        request.news.set()
+
+
+def params_of(params: SamplingParams | None, fields: abc.Mapping[str, Any]) -> SamplingParams:
+    """Parameters with some fields replaced. Raises InvalidRequest for params of another type."""
+    if params is None:
+        return SamplingParams(**fields)
+    if not isinstance(params, SamplingParams):
+        limit = "SamplingParams, or its fields as keywords: max_tokens=3"
+        raise InvalidRequest.of_field("params", type(params).__name__, limit)
+    return replace(params, **fields)
+
+
+def one_for_each(
+    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+) -> abc.Sequence[SamplingParams | None]:
+    """Parameters for each of so many prompts. Raises InvalidRequest if their number differs."""
+    if not isinstance(params, abc.Iterable):
+        return [params] * count
+    each = list(params)
+    if len(each) != count:
+        raise InvalidRequest.of_field("params", len(each), f"one for all or one per prompt, {count}")
+    return each
+
+
+def prompts_of(prompts: Prompt | abc.Iterable[Prompt]) -> abc.Sequence[Prompt]:
+    """One prompt, or several, as a sequence of prompts. Raises InvalidRequest."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, abc.Iterable):
+        limit = "text, token ids, or several of these"
+        raise InvalidRequest.of_field("prompts", type(prompts).__name__, limit)
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], Integral) else several
+
+
+def _integers_of(prompt: abc.Sequence[int]) -> list[int]:
+    """Token ids as int: NumPy's integers are taken too. Raises InvalidRequest."""
+    limit = "text or a sequence of integers, the token ids"
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, abc.Iterable):
+        raise InvalidRequest.of_field("prompt", type(prompt).__name__, limit)
+    token_ids = list(prompt)
+    for kind in {type(token_id) for token_id in token_ids}:
+        if kind is bool or not issubclass(kind, Integral):
+            raise InvalidRequest.of_field("prompt", f"{type(prompt).__name__} of {kind.__name__}", limit)
+    return list(map(int, token_ids))
+
+
+def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+    return TokenLogprobs(token_id, entry.sampled_logprob, top)
+
+
+def _undeliverable(error: Exception) -> RequestFailed:
+    failed = RequestFailed(f"the tokens can't be made a text: {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+def _copy_of(error: QuireError) -> QuireError:
+    """Each caller raises its own: an exception collects tracebacks."""
+    copy = type(error)(error.message, reason=error.reason, metadata=error.metadata, retry_after_s=error.retry_after_s)
+    copy.__cause__ = error.__cause__
+    return copy

@@ -1,0 +1,81 @@
+"""What the answers to the last plans say of the pool's blocks. Pure."""
+
+from dataclasses import dataclass
+
+from quire.client.engine.plans import Blocks, SchedulerLimits
+from quire.client.engine.sequence import Sequence
+from quire.client.errors import QuireError
+
+# There is no room for an item: in the pool, or in what this client may hold of it.
+NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Preemptions for running sequences since one has ended.
+
+    num_plans     plans with such preemptions
+    is_by_quota   the last of these lacked quota, not blocks of the pool
+    """
+
+    num_plans: int = 0
+    is_by_quota: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A sequence that was refused an admission, and the blocks without which it would be refused again."""
+
+    sequence: Sequence
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Room:
+    """Forgotten with the pool.
+
+    blocks                  after the last plan
+    num_free_host_blocks    of the host tier, those that no offload was chosen for yet
+    pressure                by which admissions leave blocks to running sequences
+    starved                 of the running sequences that the last plan refused blocks, the first in rank
+    awaited                 of the newcomers that the last plan with any refused blocks, the first in rank
+    cached_ratio            of admitted tokens lately: how far a budget for admissions goes
+    num_stalls              plans without a run, one after the other
+    """
+
+    blocks: Blocks
+    num_free_host_blocks: int
+    pressure: Pressure = Pressure()
+    starved: Sequence | None = None
+    awaited: Awaited | None = None
+    cached_ratio: float = 0.0
+    num_stalls: int = 0
+
+    @classmethod
+    def of_empty_pool(cls, limits: SchedulerLimits) -> "Room":
+        """Before the first plan."""
+        return cls(Blocks(free=limits.num_blocks, cached=0, active=0, retired=0), limits.num_host_blocks)
+
+    def observe_admission(self, *, num_tokens: int, num_cached: int) -> None:
+        """Count what an admission found in the prefix cache."""
+        self.cached_ratio = 0.5 * self.cached_ratio + 0.5 * num_cached / num_tokens
+
+    def spare(self, error: QuireError) -> int:
+        """Return the blocks that this client could have had when it was refused more."""
+        if error.reason == "QUOTA_EXCEEDED":
+            return error.number("limit", 0) - error.number("held", 0)
+        return error.number("free", self.blocks.free + self.blocks.cached)
+
+    def blocks_awaited_by(self, first_in_line: Sequence) -> int:
+        """Return the blocks without which the first in line need not ask again; 0 if it was not refused."""
+        awaited = self.awaited
+        return awaited.num_blocks if awaited is not None and awaited.sequence is first_in_line else 0
+
+    def on_end(self) -> None:
+        """A running sequence ended, and the pressure with it.
+
+        The first in line asks again, and none before it: what it had to leave to others was more.
+        """
+        self.pressure = Pressure()
+        if self.awaited is not None:
+            self.awaited = Awaited(self.awaited.sequence, min(self.awaited.num_blocks, 1))

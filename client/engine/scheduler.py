@@ -1,0 +1,671 @@
+"""The life of sequences from request to end: waiting, running, preempted, ended. Pure: no I/O, clock or randomness.
+
+    schedule() -> Plan               asks: what the next step should do; changes nothing
+    on_planned(plan, outcome)        what cachemgr made of it; from here on the step is in flight
+    on_step_done(step, ...)          its tokens; steps end in the order they were planned
+    on_step_failed / on_step_dropped what it should have computed is admitted again
+    on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
+    cancel / stop / reset_all        from outside, at any point between those calls
+
+The policy (policy.py) decides rank, victim, reserve and admission. The collections are in queues.py, the next plan is
+made in drafting.py, and what is known of the pool's blocks is in room.py. docs/architecture.md describes the default
+policy.
+
+Progress, with any policy. Running sequences get tokens and blocks in order of rank, decodes before forks before chunks
+of prompts. A running sequence that lacks blocks, which neither retired blocks nor releases will cover, preempts some
+below it in rank; if the policy names none, it waits and keeps what it has. So the first in rank is never preempted for
+another one of this client and gets every block that this client holds, so it ends; then so does the next one.
+
+A preempted sequence comes back by an admission of its tokens; or by a restore, if the pool has a host tier with room
+and copying what it has there and back is measured to take less than computing it again. Both wait in one line.
+
+A quota that is short: cachemgr keeps no reserve of it, so after a preemption for quota no sequence is admitted beside
+others before a running sequence has ended.
+
+Bounds. A decode waits for prompts no longer than one step of max_step_tokens, because every step has a token of every
+running sequence that decodes. A prompt waits for decodes no longer either: they have at most as many places as leave a
+quarter of max_step_tokens to prompts, in every step.
+
+A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
+failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
+others with it. A plan or a step that is refused for its input names the sequence, which fails; if it names none, its
+sequences are suspects. After a failure nothing is planned until the steps in flight have ended: a step planned before
+the outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
+"""
+
+from collections import abc, deque
+from dataclasses import dataclass, fields
+from itertools import islice
+
+from quire.client.engine.drafting import Draft
+from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.queues import Queues, by_rank, require
+from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.tier import TierCosts
+from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
+
+_MAX_SEQ_ID = 2**31
+_RUNNING = SequenceState.RUNNING  # in loops over all sequences of a step, where the enum's own lookup would show
+_DRAINING = SequenceState.DRAINING
+
+Refusals = abc.Mapping[tuple[PlanItem, int], QuireError]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Present numbers of sequences by state, and counters since the beginning."""
+
+    num_waiting: int
+    num_running: int
+    num_following: int
+    num_draining: int
+    num_offloaded: int
+    num_steps_in_flight: int
+    planned_steps: int
+    failed_steps: int
+    admissions: int
+    admitted_tokens: int
+    cached_tokens: int
+    forks: int
+    preemptions: int
+    offloads: int
+    restores: int
+    restored_tokens: int
+    scheduled_tokens: int
+    sampled_tokens: int
+    discarded_tokens: int
+    refusals: int
+    resets: int
+
+
+@dataclass(slots=True)
+class _Counters:
+    planned_steps: int = 0
+    failed_steps: int = 0
+    admissions: int = 0
+    admitted_tokens: int = 0
+    cached_tokens: int = 0
+    forks: int = 0
+    preemptions: int = 0
+    offloads: int = 0
+    restores: int = 0
+    restored_tokens: int = 0
+    scheduled_tokens: int = 0
+    sampled_tokens: int = 0
+    discarded_tokens: int = 0
+    refusals: int = 0
+    resets: int = 0
+
+
+class Scheduler:
+    """The state behind schedule(). One plan at a time: on_planned or a failed call comes before the next schedule()."""
+
+    def __init__(self, limits: SchedulerLimits, *, policy: Policy | None = None, verify: bool = False) -> None:
+        """policy None is PriorityPolicy. With verify, check_invariants() runs after each change."""
+        self.limits = limits
+        self.costs = TierCosts()
+        self._policy = policy or PriorityPolicy()
+        self._verify = verify
+        self._queues = Queues(limits.block_size)
+        self._room = Room.of_empty_pool(limits)
+        self._steps: deque[Step] = deque()
+        self._is_settling = False  # a step failed: those in flight end before another is planned
+        self._next_request = 0
+        self._next_seq_id = 0
+        self._counters = _Counters()
+        self._unscheduled: abc.Set[int] = frozenset()  # ids with a run that cachemgr has planned, and this has not
+
+    # What comes from outside.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() or a step in flight still has something to do."""
+        return bool(self._steps) or not self._queues.are_empty
+
+    def add(
+        self,
+        prompt_token_ids: abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        end_token_ids: abc.Iterable[int],
+        seed: int,
+    ) -> list[Sequence]:
+        """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
+
+        Raises InvalidRequest, nothing taken, for what check() refuses.
+        """
+        max_tokens = self.check(prompt_token_ids, params)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(end_token_ids)
+        request_id = self._next_request
+        self._next_request += 1
+        prompt = list(prompt_token_ids)
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                arrival=(request_id, index),
+                token_ids=prompt if index else prompt.copy(),
+                num_prompt_tokens=len(prompt_token_ids),
+                max_tokens=max_tokens,
+                end_token_ids=ends,
+                params=params,
+                seed=(seed + index + 2**63) % 2**64 - 2**63,
+                state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
+            )
+            for index in range(params.n)
+        ]
+        for sequence in sequences:
+            sequence.rank = (*self._policy.rank(sequence), *sequence.arrival)
+        self._queues.add(sequences)
+        self._checked()
+        return sequences
+
+    def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
+        """The most tokens a request may generate.
+
+        Raises InvalidRequest if the prompt is empty, if it or stop_token_ids have a token out of range, or if it does
+        not fit, together with max_tokens, into the model or the pool.
+        """
+        num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
+        if not num_tokens:
+            raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.limits.vocabulary_size:
+                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                raise InvalidRequest.of_field("prompt", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.limits.vocabulary_size:
+                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                raise InvalidRequest.of_field("stop_token_ids", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+        whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
+        if num_tokens >= limit:
+            allowed = f"fewer than {limit} tokens, by the {whose}"
+            raise InvalidRequest.of_field("prompt", num_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+        if params.max_tokens is None:
+            return limit - num_tokens
+        if num_tokens + params.max_tokens > limit:
+            allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {whose}"
+            raise InvalidRequest.of_field("max_tokens", params.max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+        return params.max_tokens
+
+    def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
+        """End these now; their blocks are released with the next plan. Those that have ended are left alone."""
+        for sequence in sorted(sequences, key=by_rank, reverse=True):
+            # Last first: a parent that ends would only send its followers to the queue.
+            self._finish(sequence, FinishReason.CANCELLED)
+        self._checked()
+
+    def stop(self, sequence: Sequence) -> None:
+        """End one whose text has met a stop string. One that has ended is left alone."""
+        self._finish(sequence, FinishReason.STOP)
+        self._checked()
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Another pool, or a new epoch. Only while nothing runs; what does not fit any more is refused by cachemgr."""
+        if self._queues.running or self._queues.draining:
+            raise ValueError("limits change only while nothing runs")
+        self.limits = limits
+        self._queues.block_size = limits.block_size
+        self._forget_pool()
+
+    def reset_all(self) -> None:
+        """The pool has forgotten everything: all that ran wait with their known tokens; steps in flight are void."""
+        self._counters.resets += 1
+        self._steps.clear()
+        self._queues.forget_pool()
+        self._forget_pool()
+        self._checked()
+
+    def _forget_pool(self) -> None:
+        self._room = Room.of_empty_pool(self.limits)
+        self._is_settling = False
+
+    # What the next step should do.
+
+    def schedule(self) -> Plan:
+        """The next plan; empty if nothing can be done before a step in flight ends. Changes no sequence."""
+        if self._is_settling and self._steps:
+            return Plan()
+        self._is_settling = False
+        queues = self._queues
+        draft = Draft(self.limits, queues, self._room, self._policy, self._view(), fresh_id=self._fresh_id)
+        if not queues.suspects:
+            draft.add_running()
+            if not self._is_line_blocked():
+                draft.add_newcomers()
+        elif not self._steps:  # alone means alone: a failure must have one possible cause
+            draft.add_alone(queues.suspects[0])
+        releases = islice(queues.releases, self.limits.max_running_sequences)
+        return draft.plan(release_ids=releases, offload_ids=queues.offloads)
+
+    def _view(self) -> PoolView:
+        return PoolView(self.limits, self._queues.running, self._room.starved, self._room.pressure.num_plans)
+
+    def _is_line_blocked(self) -> bool:
+        """Whether the first in line was refused and nothing has come back since that would change it."""
+        queues = self._queues
+        if not queues.running or not queues.waiting:
+            return False
+        if self._room.pressure.is_by_quota and self._victim_for(queues.waiting[0], 1) is None:
+            return True
+        available = self._coming(self._room.blocks.free + self._room.blocks.cached)
+        return available < self._room.blocks_awaited_by(queues.waiting[0])
+
+    def _fresh_id(self) -> int:
+        self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
+        return self._next_seq_id
+
+    # What cachemgr made of it.
+
+    def on_planned(self, plan: Plan, outcome: PlanOutcome) -> Step:
+        """Take the answer to the plan that schedule() returned last. Returns the step, now in flight.
+
+        Raises ProtocolViolation if the answer does not fit the plan; then only reset_all() makes sense.
+        """
+        refused = {(refusal.item, refusal.seq_id): refusal.error for refusal in outcome.refusals}
+        failed: list[Failed] = []
+        self._counters.planned_steps += 1
+        self._counters.refusals += len(refused)
+        self._room.blocks, self._room.num_free_host_blocks = outcome.blocks, outcome.num_free_host_blocks
+        self._take_releases(plan, refused)
+        self._unscheduled = frozenset(outcome.run_ids)
+        self._begin_forks(plan, refused)
+        if plan.restore_ids or plan.admissions:
+            self._room.awaited = None
+            self._begin_restores(plan, outcome, refused)
+            self._begin_admissions(plan, outcome, refused, failed)
+        step = self._step_of(plan, outcome, failed)
+        self._unscheduled = frozenset()
+        self._steps.append(step)
+        self._refuse_extends(plan, refused, failed)
+        if plan.asks_to_compute:
+            self._room.num_stalls = 0 if outcome.run_ids else self._room.num_stalls + 1
+        self._yield_place()
+        self._checked()
+        return step
+
+    def _take_releases(self, plan: Plan, refused: Refusals) -> None:
+        for seq_id in plan.release_ids:
+            self._queues.releases.pop(seq_id, None)
+        for seq_id in plan.offload_ids:
+            is_refused = (PlanItem.OFFLOAD, seq_id) in refused
+            self._counters.offloads += not is_refused
+            sequence = self._queues.offloads.get(seq_id)
+            if sequence is None:
+                continue  # it ended while the plan was under way
+            if is_refused:
+                self._queues.leave_host(sequence)
+            else:
+                del self._queues.offloads[seq_id]
+
+    def _begin_forks(self, plan: Plan, refused: Refusals) -> None:
+        for fork in plan.forks:
+            for child_id in fork.child_ids:
+                child = plan.sequences[child_id]
+                accepted = (PlanItem.FORK, child_id) not in refused
+                if child.state is SequenceState.FOLLOWING:
+                    parent = self._queues.stop_following(child)
+                    if accepted:
+                        parent.num_shared_tokens = max(parent.num_shared_tokens, fork.num_tokens - 1)
+                    else:
+                        self._queues.wait_alone(child)  # an ordinary admission; the prompt is in the cache
+                # Otherwise the parent, or the child itself, ended while the plan was under way.
+                if accepted and self._begin(child, child_id, num_tokens=fork.num_tokens - 1, num_blocks=1):
+                    self._counters.forks += 1
+
+    def _begin(
+        self,
+        sequence: Sequence,
+        seq_id: int,
+        *,
+        num_tokens: int,
+        num_shared_tokens: int | None = None,
+        num_blocks: int | None = None,
+    ) -> bool:
+        """Let a sequence run under the id it got; if it ended while the plan was under way, release the id."""
+        if sequence.state not in (SequenceState.WAITING, SequenceState.FOLLOWING):
+            self._queues.releases[seq_id] = self._queues.blocks_of(sequence) if num_blocks is None else num_blocks
+            return False
+        self._queues.begin(sequence, seq_id, num_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
+        return True
+
+    def _begin_admissions(self, plan: Plan, outcome: PlanOutcome, refused: Refusals, failed: list[Failed]) -> None:
+        cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
+        for admission in plan.admissions:
+            sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
+            if seq_id in cached:
+                self._begin_admitted(sequence, seq_id, cached[seq_id])
+            elif (error := refused.get((PlanItem.ADMISSION, seq_id))) is None:
+                raise ProtocolViolation("an admission was neither accepted nor refused")
+            elif not isinstance(error, OutOfRoom):
+                self._fail(sequence, error, failed)
+            elif error.reason in NO_BLOCKS:
+                self._await_blocks(sequence, error, plan)
+
+    def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
+        num_tokens = len(sequence.token_ids)
+        self._counters.admissions += 1
+        self._counters.admitted_tokens += num_tokens
+        self._counters.cached_tokens += num_cached
+        self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
+        self._begin(sequence, seq_id, num_tokens=num_cached)
+
+    def _begin_restores(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> None:
+        restored = dict(zip(outcome.restored_ids, outcome.restored_counts, strict=True))
+        for seq_id in plan.restore_ids:
+            sequence = plan.sequences[seq_id]
+            if seq_id in restored:
+                num_tokens = restored[seq_id]
+                self._counters.restores += 1
+                self._counters.restored_tokens += num_tokens
+                num_shared = min(sequence.num_shared_tokens, num_tokens)
+                self._begin(sequence, seq_id, num_tokens=num_tokens, num_shared_tokens=num_shared)
+            elif (error := refused.get((PlanItem.RESTORE, seq_id))) is None:
+                raise ProtocolViolation("a restore was neither accepted nor refused")
+            elif error.reason in NO_BLOCKS:
+                self._await_blocks(sequence, error, plan)
+            elif not isinstance(error, OutOfRoom):
+                self._queues.leave_host(sequence)  # it can be admitted like any other
+
+    def _step_of(self, plan: Plan, outcome: PlanOutcome, failed: abc.Sequence[Failed]) -> Step:
+        given = set(outcome.given_run_indexes)
+        sequences: list[Sequence] = []
+        introduced: list[int] = []
+        samplers: dict[int, Sequence] = {}
+        runs = zip(outcome.run_ids, outcome.run_starts, outcome.run_counts, strict=True)
+        for index, (seq_id, start, count) in enumerate(runs):
+            sequence = plan.sequences.get(seq_id)
+            if sequence is None:
+                raise ProtocolViolation("a run of a sequence that was not asked for")
+            sequences.append(sequence)
+            if sequence.seq_id != seq_id or sequence.state is not _RUNNING:
+                continue  # it ended while the plan was under way: it runs, and nobody looks
+            if start != sequence.num_scheduled_tokens or not 0 < count <= sequence.num_schedulable_tokens:
+                raise ProtocolViolation(f"a run of [{start}, {start + count}) where another was due")
+            if given and index in given and start + count > len(sequence.token_ids):
+                raise ProtocolViolation("token ids are asked for that are still being sampled")
+            if sequence.schedule(count):
+                samplers[seq_id] = sequence
+            if not sequence.sampling_sent:
+                sequence.sampling_sent = True
+                introduced.append(index)
+        self._counters.scheduled_tokens += sum(outcome.run_counts)
+        return Step(
+            step_number=outcome.step_number,
+            seq_ids=outcome.run_ids,
+            sequences=sequences,
+            starts=outcome.run_starts,
+            counts=outcome.run_counts,
+            given=outcome.given_run_indexes,
+            introduced=introduced,
+            samplers=samplers,
+            idle=self._idle_of(plan, outcome),
+            failed=failed,
+        )
+
+    def _idle_of(self, plan: Plan, outcome: PlanOutcome) -> dict[int, Sequence]:
+        forked = (child_id for fork in plan.forks for child_id in fork.child_ids)
+        running = set(outcome.run_ids) if plan.forks else set()
+        return {child_id: plan.sequences[child_id] for child_id in forked if child_id not in running}
+
+    def _refuse_extends(self, plan: Plan, refused: Refusals, failed: list[Failed]) -> None:
+        needs: dict[Sequence, QuireError] = {}
+        for (item, seq_id), error in refused.items():
+            sequence = plan.sequences.get(seq_id)
+            live = sequence is not None and sequence.seq_id == seq_id and sequence.state is SequenceState.RUNNING
+            if item is not PlanItem.EXTEND or sequence is None or not live:
+                continue
+            if error.reason in NO_BLOCKS:
+                needs[sequence] = error
+            elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):
+                self._retry_alone(sequence, error, failed)
+            else:
+                self._fail(sequence, error, failed)
+        self._room.starved = min(needs, default=None, key=by_rank)
+        if needs:
+            self._relieve(needs)
+
+    # Preemption.
+
+    def _coming(self, spare: int) -> int:
+        """Blocks that there are or that are on their way back."""
+        return spare + self._room.blocks.retired + self._queues.num_leaving_blocks
+
+    def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan) -> None:
+        """The first that was refused blocks waits for so many, and takes them from those that must give way."""
+        if self._room.awaited is not None:
+            return
+        needed = self._needed_by(newcomer, error, plan.admission_reserve_blocks)
+        self._room.awaited = Awaited(newcomer, needed)
+        if newcomer.state is SequenceState.WAITING:
+            self._make_room(newcomer, needed - self._coming(self._room.spare(error)))
+
+    def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
+        """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
+        needed = error.number("needed", 1)
+        if error.reason == "QUOTA_EXCEEDED":
+            return needed
+        own = 0 if self._queues.suspects else self._policy.reserve(newcomer, num_beside=0, view=self._view())
+        return needed - reserve + own
+
+    def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
+        """Make room for running sequences that were refused blocks, the first in rank first."""
+        *_, last_refused = needs.values()
+        room, num_preemptions = self._coming(self._room.spare(last_refused)), self._counters.preemptions
+        for sequence in sorted(needs, key=by_rank):
+            if sequence.state is _RUNNING:  # it has not given way to one above it
+                room -= needs[sequence].number("needed", 1)
+                room += self._make_room(sequence, -room)
+        if self._counters.preemptions > num_preemptions:
+            is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
+            self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
+        if room < 0 and self._room.num_stalls >= self.limits.max_stalls:
+            # Nobody of this client holds what is lacking: give way to another client of the pool.
+            self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
+
+    def _make_room(self, needy: Sequence, missing: int) -> int:
+        """Preempt until so many blocks will come back, or there is nobody left to; returns how many will."""
+        coming = 0
+        while coming < missing and (victim := self._victim_for(needy, missing - coming)) is not None:
+            coming += victim.num_own_blocks(self.limits.block_size)
+            self._preempt(victim)
+        return coming
+
+    def _victim_for(self, needy: Sequence, missing: int) -> Sequence | None:
+        if not needy.is_suspect:
+            return self._policy.victim(needy, self._queues.below(needy), missing_blocks=missing, view=self._view())
+        # Everybody else is paused and would hold the blocks for ever.
+        others = [sequence for sequence in self._queues.running if sequence is not needy]
+        victim = self._policy.victim(needy, others, missing_blocks=missing, view=self._view())
+        return victim or (others[-1] if others else None)
+
+    def _yield_place(self) -> None:
+        """If all places are taken, the first in line may get that of a sequence below it, one with each plan."""
+        queues = self._queues
+        if queues.waiting and not queues.suspects and len(queues.running) >= self.limits.num_places:
+            self._make_room(queues.waiting[0], 1)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        is_offloaded = self._is_worth_offloading(sequence)
+        self._queues.preempt(sequence, is_offloaded=is_offloaded)
+        if is_offloaded:
+            self._room.num_free_host_blocks -= self._host_blocks_of(sequence.num_host_tokens)
+
+    def _is_worth_offloading(self, sequence: Sequence) -> bool:
+        num_tokens = sequence.num_scheduled_tokens
+        num_blocks = self._host_blocks_of(num_tokens)
+        if num_blocks > self._room.num_free_host_blocks or sequence.seq_id in self._unscheduled:
+            return False  # in the second case it would come back with a token that nobody awaits
+        return self.costs.prefers_offload(
+            num_lost_tokens=num_tokens - sequence.num_shared_tokens, num_bytes=num_blocks * self.limits.block_bytes
+        )
+
+    def _host_blocks_of(self, num_tokens: int) -> int:
+        return max(1, -(-num_tokens // self.limits.block_size))
+
+    # How a step ended.
+
+    def on_step_done(
+        self, step: Step, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
+    ) -> abc.Sequence[Sampled]:
+        """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
+
+        Raises ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
+        """
+        self._require_oldest(step)
+        tokens = dict(zip(seq_ids, token_ids, strict=True))
+        if not step.samplers.keys() <= tokens.keys():
+            raise ProtocolViolation("a step came back without a token that it was to sample")
+        self._steps.popleft()
+        events = [
+            self._accept(sequence, seq_id, tokens[seq_id])
+            for seq_id, sequence in step.samplers.items()
+            if sequence.seq_id == seq_id and (sequence.state is _RUNNING or sequence.state is _DRAINING)
+        ]
+        self._counters.sampled_tokens += len(events)
+        self._counters.discarded_tokens += len(tokens) - len(events)
+        if self._queues.suspects:
+            self._clear_suspects(step)
+        self._checked()
+        return events
+
+    def _accept(self, sequence: Sequence, seq_id: int, token_id: int) -> Sampled:
+        reason = self._queues.accept(sequence, token_id)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return Sampled(sequence, seq_id, token_id, reason)
+
+    def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+        """The oldest step in flight computed nothing, and one of its sequences may be why. Returns who is given up."""
+        self._take_failed(step)
+        failed: list[Failed] = []
+        live = [s for s, i in zip(step.sequences, step.seq_ids, strict=True) if self._is_of(s, i)]
+        for sequence in live:
+            if len(step.sequences) > 1:
+                self._queues.suspect(sequence)
+            else:
+                self._retry_alone(sequence, error, failed)
+        self._checked()
+        return failed
+
+    def on_step_refused(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+        """The worker refused the oldest step in flight for its input, and has skipped it. Returns who is given up."""
+        self._take_failed(step)
+        sequences = dict(zip(step.seq_ids, step.sequences, strict=True))
+        failed = self._blame(sequences, error)
+        for seq_id, sequence in sequences.items():
+            if self._is_of(sequence, seq_id):
+                self._queues.readmit(sequence)
+        self._checked()
+        return failed
+
+    def on_plan_refused(self, plan: Plan, error: QuireError) -> abc.Sequence[Failed]:
+        """cachemgr refused a whole plan for its input, and applied nothing. Returns who is given up."""
+        failed = self._blame(plan.sequences, error)
+        self._checked()
+        return failed
+
+    def _blame(self, sequences: abc.Mapping[int, Sequence], error: QuireError) -> list[Failed]:
+        """Give up the sequence that a refusal names, or the only one; if it could be any of several, suspect them."""
+        named = error.number("sequence_id", -1)
+        culprits = [sequences[named]] if named in sequences else list(sequences.values())
+        failed: list[Failed] = []
+        for sequence in culprits:
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if len(culprits) > 1:
+                self._queues.suspect(sequence)
+            elif isinstance(error, InvalidRequest):
+                self._fail(sequence, error, failed)
+            else:
+                self._retry_alone(sequence, error, failed)
+        return failed
+
+    def on_step_dropped(self, step: Step) -> None:
+        """The oldest step in flight computed nothing because of one before it: its sequences are admitted again."""
+        self._take_failed(step)
+        for sequence, seq_id in zip(step.sequences, step.seq_ids, strict=True):
+            if self._is_of(sequence, seq_id):
+                self._queues.readmit(sequence)
+        self._checked()
+
+    def _take_failed(self, step: Step) -> None:
+        self._require_oldest(step)
+        self._counters.failed_steps += 1
+        self._is_settling = True
+        self._steps.popleft()
+        for later in (step, *self._steps):
+            for seq_id, sequence in later.idle.items():
+                if self._is_of(sequence, seq_id):
+                    self._queues.readmit(sequence)
+
+    def _require_oldest(self, step: Step) -> None:
+        if not self._steps or self._steps[0] is not step:
+            raise ProtocolViolation("steps end in the order they were planned")
+
+    def _is_of(self, sequence: Sequence, seq_id: int) -> bool:
+        live = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
+        return live and sequence.seq_id == seq_id
+
+    def _retry_alone(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        sequence.num_failures += 1
+        if sequence.num_failures < self.limits.max_step_failures:
+            self._queues.suspect(sequence)
+            return
+        given_up = RequestFailed(
+            f"given up after {sequence.num_failures} failed steps, the last one: {error}", metadata=error.metadata
+        )
+        given_up.__cause__ = error
+        self._fail(sequence, given_up, failed)
+
+    def _clear_suspects(self, step: Step) -> None:
+        for sequence in step.sequences:
+            until = sequence.suspect_until
+            if until is not None and sequence.num_scheduled_tokens >= until:
+                self._queues.clear(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is _RUNNING:
+            self._room.on_end()
+        self._queues.finish(sequence, reason)
+
+    def _fail(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        if sequence.state is not SequenceState.FINISHED:
+            self._finish(sequence, FinishReason.FAILED)
+            failed.append(Failed(sequence, error))
+
+    # State as a value.
+
+    def statistics(self) -> SchedulerStatistics:
+        """Present numbers and counters."""
+        queues = self._queues
+        return SchedulerStatistics(
+            num_waiting=len(queues.waiting),
+            num_running=len(queues.running),
+            num_following=sum(map(len, queues.followers.values())),
+            num_draining=len(queues.draining),
+            num_offloaded=sum(sequence.host_id is not None for sequence in (*queues.waiting, *queues.draining)),
+            num_steps_in_flight=len(self._steps),
+            **{f.name: getattr(self._counters, f.name) for f in fields(self._counters)},
+        )
+
+    def _checked(self) -> None:
+        if self._verify:
+            self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the queues, the steps and the sequences disagree. Cost: all sequences and steps."""
+        self._queues.check_invariants()
+        require(len(self._queues.running) <= self.limits.num_places, "the limit of running sequences holds")
+        for sequence in self._queues.living():
+            seq_id = -1 if sequence.seq_id is None else sequence.seq_id
+            awaited = sum(step.samplers.get(seq_id) is sequence for step in self._steps)
+            require(sequence.num_sampling == awaited, "a token being sampled is awaited from one step")

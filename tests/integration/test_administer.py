@@ -1,0 +1,147 @@
+"""The thin client's calls about prefixes and pins, and the commands of people who administer, over real services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client import LLM, CacheClient, InvalidRequest, NotFound
+from quire.client.cli.commands import quire
+from quire.client.cli.launch import LocalServices
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
+TEXT = "The input tensor has the same shape as the output tensor, and the same dtype. "
+Answer = TypeVar("Answer")
+
+
+@pytest.fixture(scope="module")
+def cachemgr() -> Iterator[str]:
+    """Services whose prefix cache holds PROMPT, and nothing else."""
+    with LocalServices.start(model=MODEL, num_blocks=128) as services:
+        with LLM(services.cachemgr_address) as llm:
+            llm.generate([PROMPT], max_tokens=1, ignore_eos=True)
+        yield services.cachemgr_address
+
+
+PROMPT = list(range(1, 41))  # two full blocks of 16, and half of one
+
+
+def ask(cachemgr: str, question: Callable[[CacheClient], Awaitable[Answer]]) -> Answer:
+    async def run() -> Answer:
+        cache = CacheClient(cachemgr)
+        try:
+            return await question(cache)
+        finally:
+            await cache.close()
+
+    return asyncio.run(run())
+
+
+def run(cachemgr: str, *arguments: str) -> Result:
+    return CliRunner().invoke(quire, [*arguments, "--cachemgr", cachemgr])
+
+
+def as_json(cachemgr: str, *arguments: str) -> Any:
+    done = run(cachemgr, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def ids(tokens: list[int]) -> str:
+    return ",".join(map(str, tokens))
+
+
+def test_a_prefix_is_looked_up_and_explained(cachemgr: str) -> None:
+    (match,) = ask(cachemgr, lambda cache: cache.lookup_prefix(PROMPT)).matches
+    assert match.cached_token_count == 32
+    other = ask(cachemgr, lambda cache: cache.explain_prefix(PROMPT, salt=b"s"))
+    assert other.reason == pb.MISS_REASON_OTHER_SALT
+    unknown = ask(cachemgr, lambda cache: cache.explain_prefix([7] * 40))
+    assert (unknown.reason, unknown.missing_block_index) == (pb.MISS_REASON_NEVER_COMPUTED, 0)
+    with pytest.raises(NotFound):
+        ask(cachemgr, lambda cache: cache.explain_prefix(PROMPT, pool="none"))
+    with pytest.raises(InvalidRequest):
+        ask(cachemgr, lambda cache: cache.explain_prefix([]))
+
+
+def test_an_admission_is_checked_with_its_reservation(cachemgr: str) -> None:
+    def check(**fields: Any) -> pb.AdmissionCheck:
+        admission = pb.Admission(token_ids=PROMPT, **fields)
+        (found,) = ask(cachemgr, lambda cache: cache.check_admission(admission))
+        return found
+
+    assert check().accepted
+    assert check().cached_token_count == 32
+    assert check(salt=b"s").cached_token_count == 0
+    assert check(reserved_token_count=160).needed_block_count > check().needed_block_count
+    (held,) = ask(cachemgr, lambda cache: cache.check_admission(pb.Admission(token_ids=PROMPT), reserve_blocks=127))
+    assert not held.accepted
+
+
+def test_a_pin_is_made_listed_and_removed(cachemgr: str) -> None:
+    made = ask(cachemgr, lambda cache: cache.pin_prefix(PROMPT, ttl_s=60))
+    assert made.pinned_token_count == 32
+    assert [pin.pin_id for pin in ask(cachemgr, lambda cache: cache.list_pins())] == [made.pin_id]
+    for _ in range(2):  # one that is gone is fine
+        ask(cachemgr, lambda cache: cache.unpin_prefix(made.pin_id))
+    assert not ask(cachemgr, lambda cache: cache.list_pins())
+    with pytest.raises(NotFound):
+        ask(cachemgr, lambda cache: cache.pin_prefix([7] * 40))
+    with pytest.raises(InvalidRequest):
+        ask(cachemgr, lambda cache: cache.pin_prefix(PROMPT, ttl_s=0.5))
+
+
+def test_the_tenants_of_a_pool_are_listed(cachemgr: str) -> None:
+    assert len(ask(cachemgr, lambda cache: cache.list_tenants())) == 1
+
+
+def test_the_commands_about_a_prefix(cachemgr: str) -> None:
+    tokens = ("--token-ids", ids(PROMPT))
+    assert as_json(cachemgr, "lookup", *tokens)["matches"][0]["cached_token_count"] == 32
+    assert as_json(cachemgr, "explain", *tokens, "--salt", "s")["reason"] == "MISS_REASON_OTHER_SALT"
+    assert "never computed" in run(cachemgr, "explain", TEXT).stdout
+    pin_id = as_json(cachemgr, "pin", *tokens, "--ttl", "60")["pin_id"]
+    assert pin_id in run(cachemgr, "pin").stdout
+    assert run(cachemgr, "pin", "--remove", pin_id).exit_code == 0
+    assert run(cachemgr, "pin").stdout == "There are no pins.\n"
+
+
+def test_leases_and_audit(cachemgr: str) -> None:
+    assert run(cachemgr, "leases").stdout == "There are no leases.\n"
+    with LLM(cachemgr):
+        (lease,) = as_json(cachemgr, "leases")["leases"]
+        assert lease["state"] == "LEASE_STATE_OPEN"
+        assert lease["lease_id_prefix"] in run(cachemgr, "leases").stdout
+    audit = run(cachemgr, "audit")
+    assert audit.exit_code == 0
+    assert audit.stdout.startswith("All invariants hold: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("lookup", "--token-ids", "1,x"), "separated by commas"),
+        (("explain", "--token-ids", ""), "PROMPT"),
+        (("pin", "text", "--remove", "pin"), "not both"),
+        (("pin", "text", "--ttl", "0"), "--ttl"),
+        (("audit", "--pool", "none"), "POOL_NOT_FOUND"),
+    ],
+)
+def test_a_wrong_value_is_named(cachemgr: str, arguments: tuple[str, ...], says: str) -> None:
+    done = run(cachemgr, *arguments)
+    assert done.exit_code in (1, 2)
+    assert says in done.output
+
+
+@pytest.mark.parametrize("command", [("leases",), ("audit",), ("pin",), ("lookup", "--token-ids", "1")])
+def test_a_cachemgr_that_is_away_is_said(tmp_path: Path, command: tuple[str, ...]) -> None:
+    done = run(f"unix:{tmp_path}/none.sock", *command)
+    assert done.exit_code == 1
+    assert "no cachemgr answers" in done.output
