@@ -6,8 +6,8 @@
     python tests/diff_mutants.py --minutes 60     for so long at most, 20 by default
 
 The core's mutants are those of cargo-mutants, judged by the crate's tests. Those that survive are judged again by
-test_ledger.py and the state machine. Python's are those of mutmut in changed lines, judged by the unit tests that
-import the changed module. The tree is never changed: both work on copies.
+tests in Python, see mutants.py. Python's are those of mutmut in changed lines, judged by the unit tests that import the
+changed module. The tree is never changed: both work on copies.
 
 The tools are installed into build/mutation at first use (minutes). Exits with 1 if a mutant survives, with 2 if the
 time was over before all were judged.
@@ -170,7 +170,7 @@ def judge_again(out: Path, scratch: Path, budget: Budget) -> int:
 
 def apply(patch: Path, folder: Path) -> None:
     """Changes a copy of the crate by a mutant's diff."""
-    run("patch", "--quiet", "-p1", "-i", patch, folder=folder)
+    run("patch", "--quiet", "-p0", "-i", patch, folder=folder)
 
 
 def patches_of(out: Path) -> list[Path]:
