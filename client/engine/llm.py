@@ -4,6 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections import abc
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -25,10 +26,11 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
+        begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(_wait(begun)), name="quire-llm", daemon=True)
         self._thread.start()
+        self._loop, self._end = begun.result()
 
     def run(self, coroutine: abc.Coroutine[Any, Any, Answer]) -> Answer:
         """Return what a coroutine returns; Ctrl-C cancels it."""
@@ -48,9 +50,15 @@ class _LoopThread:
                 if self.engine is not None:
                     self.run(self.engine.close())
             finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop.call_soon_threadsafe(self._end.set)
                 self._thread.join()
-                self._loop.close()
+
+
+async def _wait(begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """Keep a loop running until the event is set. Then asyncio.run cancels the tasks that are left."""
+    end = asyncio.Event()
+    begun.set_result((asyncio.get_running_loop(), end))
+    await end.wait()
 
 
 class LLM:
