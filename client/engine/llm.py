@@ -4,7 +4,6 @@ import asyncio
 import threading
 import weakref
 from collections import abc
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,11 +25,10 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
+        self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(_wait(begun)), name="quire-llm", daemon=True)
+        self._thread = threading.Thread(target=_run_forever, args=(self._loop,), name="quire-llm", daemon=True)
         self._thread.start()
-        self._loop, self._end = begun.result()
 
     def run(self, coroutine: abc.Coroutine[Any, Any, Answer]) -> Answer:
         """Return what a coroutine returns; Ctrl-C cancels it."""
@@ -50,15 +48,26 @@ class _LoopThread:
                 if self.engine is not None:
                     self.run(self.engine.close())
             finally:
-                self._loop.call_soon_threadsafe(self._end.set)
+                self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
 
 
-async def _wait(begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Keep a loop running until the event is set. Then asyncio.run cancels the tasks that are left."""
-    end = asyncio.Event()
-    begun.set_result((asyncio.get_running_loop(), end))
-    await end.wait()
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then cancel the tasks that are left and close it.
+
+    Not asyncio.run: it would start a thread to end the loop's executor, which Python 3.12 refuses when a program ends.
+    """
+    loop.run_forever()
+    loop.run_until_complete(_cancel_others())
+    loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel the loop's other tasks, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class LLM:

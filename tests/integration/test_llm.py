@@ -28,10 +28,13 @@ def cachemgr() -> Iterator[str]:
 
 
 def leases(cachemgr: str) -> list[cache_service_pb2.Lease]:
+    """Those that nobody has given back: cachemgr keeps a fenced lease until the worker has answered."""
+
     async def ask() -> list[cache_service_pb2.Lease]:
         cache = CacheClient(cachemgr)
         try:
-            return await cache.list_leases()
+            listed = await cache.list_leases()
+            return [lease for lease in listed if lease.state != cache_service_pb2.LEASE_STATE_FENCING]
         finally:
             await cache.close()
 
