@@ -102,7 +102,7 @@ class Program:
     @property
     def is_quires(self) -> bool:
         """Whether it is one of Quire's programs, or of the tests'."""
-        target = self.arguments[1] if self.name.endswith("/client/guarded.py") else self.name
+        target = self.arguments[1] if self.name.endswith("/client/cli/guarded.py") else self.name
         return target.startswith(("quire.", *map(str, PROGRAMS))) or target == QUIRE
 
     @property

@@ -62,7 +62,7 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "0",
     "GRPC_VERBOSITY": "NONE",
 }
-GUARDED = Path(__file__).parents[2] / "client" / "guarded.py"
+GUARDED = Path(__file__).parents[2] / "client" / "cli" / "guarded.py"
 MODEL_ZOO = Path(__file__).parents[1] / "model_zoo.py"
 TARGETS = {
     "cachemgr": "quire.cachemgr",
