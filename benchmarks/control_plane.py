@@ -236,7 +236,7 @@ class Client:
         self._lease_id, self._epoch = "", 0
         self.put_off = 0
         self.is_refused = False
-        """Whether blocks were missing for something of the last plan."""
+        """True if blocks were missing for something of the last plan."""
 
     @classmethod
     async def open(cls, address: str, relay_path: str, stack: AsyncExitStack, *, on_stream: bool) -> Client:

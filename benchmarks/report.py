@@ -115,7 +115,7 @@ def write_json(content: dict[str, Any], path: Path) -> None:
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """What is kept of samples: their number and quantiles, to 4 significant digits."""
+    """Summarize samples: their number and quantiles, to 4 significant digits."""
     quantiles = np.percentile(samples, list(QUANTILES.values()))
     named = {name: float(f"{value:.4g}") for name, value in zip(QUANTILES, quantiles, strict=True)}
     return {"num_samples": len(samples)} | named

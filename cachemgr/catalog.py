@@ -88,7 +88,7 @@ class AttachedPool:
         return self.terms[-1]
 
     def lacks(self, registration: Registration) -> bool:
-        """Whether the worker has done what these books do not know: they are not the ones that it was granted from."""
+        """True if the worker has done what these books do not know: they are not the ones that it was granted from."""
         if registration.acknowledged_report > self.acknowledged_report:
             return True
         for lease_id, next_step in registration.next_steps.items():

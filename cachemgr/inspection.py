@@ -265,7 +265,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         return pool
 
     def _is_own(self, lease_id: str) -> bool:
-        """Whether it is a lease of the caller's tenant."""
+        """True if it is a lease of the caller's tenant."""
         return self._catalog.tenant_of(lease_id) == caller().name
 
     def _own_pool(self, lease_id: str) -> AttachedPool:
@@ -298,12 +298,12 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
 
 
 def sees_all() -> bool:
-    """Whether the caller may look at what belongs to others."""
+    """True if the caller may look at what belongs to others."""
     return Role.OPERATOR in caller().roles
 
 
 def is_visible(lease: Lease) -> bool:
-    """Whether the caller may know of this lease."""
+    """True if the caller may know of this lease."""
     return sees_all() or lease.tenant == caller().name
 
 

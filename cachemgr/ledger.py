@@ -212,7 +212,7 @@ class Ledger:
 
     @property
     def is_stored(self) -> bool:
-        """Whether changes are written down; not any more once that has failed."""
+        """True if changes are written down; not any more once that has failed."""
         return self._books.is_stored()
 
     @property
@@ -251,7 +251,7 @@ class Ledger:
         return None if lease is None else lease.tenant
 
     def is_open(self, lease_id: str) -> bool:
-        """Whether the lease is there and has not ended."""
+        """True if the lease is there and has not ended."""
         lease = self._leases.get(lease_id)
         return lease is not None and lease.state is LeaseState.OPEN
 

@@ -162,7 +162,7 @@ async def answers(call: grpc.aio.UnaryStreamCall[Any, Response]) -> AsyncGenerat
 
 
 def is_being_cancelled() -> bool:
-    """Whether somebody wants the task that runs to end. gRPC raises CancelledError for reasons of its own, too."""
+    """True if somebody wants the task that runs to end. gRPC raises CancelledError for reasons of its own, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -117,7 +117,7 @@ class _TokenChannel:
 
 
 def is_local(address: str) -> bool:
-    """Whether nothing sent to "unix:/path" or "host:port" leaves this machine. A name nobody knows is not local."""
+    """True if nothing sent to "unix:/path" or "host:port" leaves this machine. A name nobody knows is not local."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")

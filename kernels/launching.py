@@ -62,7 +62,7 @@ class DeviceLimits:
 
     @property
     def has_warpgroups(self) -> bool:
-        """Whether matrix instructions read their operands from shared memory or tensor memory: Hopper, B200."""
+        """True if matrix instructions read their operands from shared memory or tensor memory: Hopper, B200."""
         return self.capability[0] in (9, 10)
 
 

@@ -70,7 +70,7 @@ def plan_launch(*, gather: bool) -> tuple[dict[str, int | bool], int, int]:
 
 
 def uses_copy_engines(*, shortest_run_bytes: int, num_runs: int) -> bool:
-    """Whether num_runs copies of at least so many bytes are left to the copy engines, and not done by the kernel."""
+    """True if num_runs copies of at least so many bytes are left to the copy engines, and not done by the kernel."""
     return shortest_run_bytes >= COPY_ENGINE_RUN_BYTES or num_runs < COPY_ENGINE_RUNS
 
 

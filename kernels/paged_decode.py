@@ -268,7 +268,7 @@ def decode_variant(
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
-    """What paged_decode_kernel is compiled for: dtype is that of q, bounded says that window or chunk hides keys."""
+    """A specialization of paged_decode_kernel: dtype is that of q, bounded says that window or chunk hides keys."""
     heads_per_kv = num_query_heads // num_kv_heads
     head_dim = max(head_dim_k, head_dim_v)
     row_bytes = _row_bytes(head_dim, kv_itemsize)

@@ -213,7 +213,7 @@ class Access:
 
 
 def is_open(method: str) -> bool:
-    """Whether everybody who gets a connection may call it."""
+    """True if everybody who gets a connection may call it."""
     return method.lstrip("/").rpartition("/")[0] in OPEN_SERVICES
 
 

@@ -62,7 +62,7 @@ class _Stream:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the server has ended it."""
+        """True if the server has ended it."""
         return self.last_words is not None
 
     def end(self, last_words: ErrorStatus) -> None:

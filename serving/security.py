@@ -28,7 +28,7 @@ class SecurityOptions:
 
     @property
     def asks_who(self) -> bool:
-        """Whether callers have to say who they are."""
+        """True if callers have to say who they are."""
         return self.token_file is not None or (self.tls is not None and self.tls.client_ca is not None)
 
 
@@ -47,7 +47,7 @@ class Security:
 
     @property
     def asks_clients(self) -> bool:
-        """Whether TCP connections need a client certificate, but for those of --token-listen."""
+        """True if TCP connections need a client certificate, but for those of --token-listen."""
         return self.tls is not None and self.tls.asks_clients
 
     @property

@@ -86,7 +86,7 @@ class StopSignals:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody has begun to wait: until then a signal means a start-up to be cancelled."""
+        """True if somebody has begun to wait: until then a signal means a start-up to be cancelled."""
         return self._is_awaited
 
     async def first(self) -> None:

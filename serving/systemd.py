@@ -40,7 +40,7 @@ class ServiceManager:
 
     @property
     def has_watchdog(self) -> bool:
-        """Whether `feed_watchdog` has to run, for as long as the server does."""
+        """True if `feed_watchdog` has to run, for as long as the server does."""
         return self._address is not None and self._watchdog_us is not None
 
     def ready(self, status: str) -> None:

@@ -186,7 +186,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SS
 
 
 def is_local(address: Address) -> bool:
-    """Whether nothing sent there leaves this machine: a unix socket, a loopback address, a name of only such.
+    """True if nothing sent there leaves this machine: a unix socket, a loopback address, a name of only such.
 
     Raises AddressError for a name that nobody knows.
     """

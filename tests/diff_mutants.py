@@ -79,7 +79,7 @@ def run_within(budget: Budget, *command: str | Path, folder: Path, environment: 
 
 
 def install_cargo_mutants() -> Path:
-    """Where it is, after an installation if it is not there in this version."""
+    """Return its path; install it first if it is missing in this version."""
     command = TOOLS / "bin" / "cargo-mutants"
     if not command.exists() or run(command, "mutants", "--version").split()[-1] != CARGO_MUTANTS:
         print(f"installing cargo-mutants {CARGO_MUTANTS} into {TOOLS}", flush=True)
@@ -89,7 +89,7 @@ def install_cargo_mutants() -> Path:
 
 
 def install_mutmut() -> Path:
-    """Where it is, after an installation if it is not there."""
+    """Return its path; install it first if it is missing."""
     command = TOOLS / f"mutmut-{MUTMUT}" / "bin" / "mutmut"
     if not command.exists():
         print(f"installing mutmut {MUTMUT} into {TOOLS}", flush=True)

@@ -101,13 +101,13 @@ class Program:
 
     @property
     def is_quires(self) -> bool:
-        """Whether it is one of Quire's programs, or of the tests'."""
+        """True if it is one of Quire's programs, or of the tests'."""
         target = self.arguments[1] if self.name.endswith("/client/cli/guarded.py") else self.name
         return target.startswith(("quire.", *map(str, PROGRAMS))) or target == QUIRE
 
     @property
     def starts_services(self) -> bool:
-        """Whether it starts further processes of Quire."""
+        """True if it starts further processes of Quire."""
         words = [self.name, *self.arguments]
         return self.name.startswith(str(EXAMPLES)) or any(
             before in (QUIRE, "quire.client.cli") and word in STARTS_SERVICES
@@ -116,7 +116,7 @@ class Program:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether it imports torch, so far as its name tells."""
+        """True if it imports torch, so far as its name tells."""
         text = " ".join([Path(self.name).name, *self.arguments[:2]])
         return self.starts_services or any(word in text for word in ("worker", "model_zoo"))
 
@@ -162,7 +162,7 @@ class Server:
         return cls(ours, process)
 
     def suits(self, environment: dict[str, str]) -> bool:
-        """Whether what this environment says to imports is what the server's has said."""
+        """True if what this environment says to imports is what the server's has said."""
         return read_at_import(environment) == self._environment
 
     def fork(self, order: Order, fds: list[int]) -> int:

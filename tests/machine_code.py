@@ -120,7 +120,7 @@ class Launch:
 
 
 def recorded(work: Callable[[], object], gpu: GPU = H100) -> list[Launch]:
-    """What `work` launches on that GPU, in order; a GPU that has compiled nothing yet would compile each key once."""
+    """Record the launches of `work` on that GPU, in order; a GPU with an empty cache would compile each key once."""
     launches: list[Launch] = []
 
     def record(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:

@@ -92,7 +92,7 @@ class Workshop:
         return self.target / "mutant" / "lib_core.so"
 
     def is_noticed(self) -> bool:
-        """Whether one of the crate's own tests fails. Raises RuntimeError if they do not compile."""
+        """True if one of the crate's own tests fails. Raises RuntimeError if they do not compile."""
         self._cargo("test", *TEST_CARGO, "--no-run")
         try:
             done = self._run("test", *TEST_CARGO, timeout_s=TIMEOUT_S)
@@ -151,7 +151,7 @@ def workshop_in(folder: Path) -> Workshop:
 
 
 def is_noticed(folder: Path, files: list[str]) -> bool:
-    """Whether a test fails with the package in `folder`, or never ends, or takes its process down."""
+    """True if a test fails with the package in `folder`, or never ends, or takes its process down."""
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:

@@ -67,7 +67,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class ReturnHint:
-    """What is known of the future of a sequence that is released."""
+    """Hints about the future of a sequence that is released."""
 
     seq_id: int
     expected_in_s: float | None
@@ -85,7 +85,7 @@ class Admission:
     reserved_tokens: int = 0
     """The most tokens the sequence will ever have, guaranteed; 0: best effort."""
     retention: Sequence[Retention] = ()
-    """What is worth keeping, from the first token on."""
+    """A range of tokens that is worth keeping, from the first token on."""
     resumed: bool = False
     """It was here before, and was released to make room."""
 
@@ -126,7 +126,7 @@ class RefusedItem:
 
 
 def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> _core.StepRequest:
-    """What cachemgr makes of a request. Raises CallRefused."""
+    """Return the answer of cachemgr to a request. Raises CallRefused."""
     body = message.SerializeToString()
     return _core.StepRequest(body, max_sequences=geometry.max_sequences, max_tokens=geometry.max_tokens)
 
@@ -217,7 +217,7 @@ GRANTED = {
     "given_run_indexes": "given_run_indexes",
     "given_digests": "given_token_digests",
 }
-"""What a test calls a field of StepGrant."""
+"""Short names for the fields of StepGrant."""
 ANSWERED = {
     "admitted_ids": "admitted_sequence_ids",
     "admitted_cached_counts": "admitted_cached_token_counts",

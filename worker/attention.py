@@ -173,7 +173,7 @@ class AttentionStep:
 
     @classmethod
     def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
-        """Whether all it knows of lengths is which sequences run one token, so that a step can be captured."""
+        """True if all it knows of lengths is which sequences run one token, so that a step can be captured."""
         return False
 
     @classmethod

@@ -118,7 +118,7 @@ def probe_cache(model: Any) -> CacheLayout:
 
 
 def _forgets_states(model: Any, argument: str, cache: DynamicCache) -> bool:
-    """Whether two tokens behind those in the cache come out the same whatever one kind of its states is."""
+    """True if two tokens behind those in the cache come out the same whatever one kind of its states is."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
@@ -137,7 +137,7 @@ def _forgets_states(model: Any, argument: str, cache: DynamicCache) -> bool:
 
 
 def keeps_states(model: Any) -> bool:
-    """Whether the model puts anything per sequence into a cache: a layer may, beside attention."""
+    """True if the model puts anything per sequence into a cache: a layer may, beside attention."""
     try:
         return bool(probe_cache(model).states)
     except UnsupportedModel:

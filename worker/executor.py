@@ -156,7 +156,7 @@ class Executor:
         self._pool = pool
         self._decode = decode
         self.runs_ahead = model.device.type == "cuda"
-        """Whether it pays to launch a step before earlier ones are collected."""
+        """True if it pays to launch a step before earlier ones are collected."""
         self._host_pool = host_pool or make_host_pool(pool, num_blocks=0)
         self._table = (
             decode.table

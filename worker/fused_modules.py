@@ -242,7 +242,7 @@ def swap(module: nn.Module, stand_in: FusedNorm | FusedMLP | FusedAttention | Fu
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the module's forward is that of its class, and nobody's hook changes what goes in or comes out."""
+    """True if the module's forward is that of its class, and nobody's hook changes what goes in or comes out."""
     return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 

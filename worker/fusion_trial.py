@@ -153,7 +153,7 @@ class Trial:
         return next((part for part, pair in zip(COMPARED, pairs, strict=True) if self.differ(*pair)), None)
 
     def differ(self, actual: Any, expected: Any, *, median: bool = False) -> bool:
-        """Whether rows [.., T, ..] differ by more than rounding and, at late positions, angles."""
+        """True if rows [.., T, ..] differ by more than rounding and, at late positions, angles."""
         if not isinstance(actual, Tensor) or not isinstance(expected, Tensor) or actual.shape != expected.shape:
             return True
         rows = [x.float().reshape(TRIAL_TOKENS, -1) for x in (actual, expected)]

@@ -91,7 +91,7 @@ class StaticDecode:
         self._pool = pool
         self.buckets = buckets(max_num_seqs)
         self.samples = True
-        """Whether sample() may be called: not if it was found to choose other tokens than the Sampler."""
+        """True if sample() may be called: not if it was found to choose other tokens than the Sampler."""
         largest, device = self.buckets[-1], model.device
         self.table = SequenceTable(max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, device=device)
         """The sequences of prepared steps: the graphs read and write its tensors."""
@@ -121,7 +121,7 @@ class StaticDecode:
         return self._logits
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether every sequence runs one token, and there are no more of them than the largest bucket."""
+        """True if every sequence runs one token, and there are no more of them than the largest bucket."""
         return self.takes_counts(batch.counts_host)
 
     def takes_counts(self, counts: Sequence[int]) -> bool:

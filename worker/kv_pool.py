@@ -212,7 +212,7 @@ class KVPool:
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether quire.kernels run there: on a GPU, or anywhere in Triton's interpreter if the environment says so."""
+    """True if quire.kernels run there: on a GPU, or anywhere in Triton's interpreter if the environment says so."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 

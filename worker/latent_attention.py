@@ -63,7 +63,7 @@ def _latent_modules(model: Any) -> dict[int, Any]:
 
 
 def _fits(module: Any, spec: LayerSpec) -> bool:
-    """Whether each head has its own key and value, made by one matrix without a bias."""
+    """True if each head has its own key and value, made by one matrix without a bias."""
     projection = module.kv_b_proj
     return (
         type(projection) is nn.Linear

@@ -59,7 +59,7 @@ class PagedModel:
     state_specs: Mapping[StateKey, StateSpec] = MappingProxyType({})
     """What it keeps per sequence, besides keys and values."""
     takes_any_kv_dtype = True
-    """Whether a pool may have another dtype than the model."""
+    """True if a pool may have another dtype than the model."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PagedModel:
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether a sequence can go on only from where it was left: of what it shares with others there is no state."""
+        """True if a sequence can go on only from where it was left: of what it shares with others there is no state."""
         return bool(self.state_specs)
 
     def describe_attention(self) -> str:

@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a step may have at most. `can_go_on` is false if a sequence has to be computed from its beginning."""
+    """The upper limits of a step. `can_go_on` is false if a sequence has to be computed from its beginning."""
 
     max_step_tokens: int
     max_num_seqs: int

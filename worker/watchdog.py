@@ -32,7 +32,7 @@ class StuckStepError(Exception):
 
 
 class Look(Enum):
-    """What a look at the oldest step has shown."""
+    """The finding of one look at the oldest step."""
 
     NOTHING_NEW = "nothing new"
     STUCK = "stuck"
@@ -41,7 +41,7 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchdogActions:
-    """What to do when a step is stuck, and when it ends after all; and a text that says where the threads are."""
+    """Callbacks for a step that is stuck and for its late end; and a function that lists the threads' stacks."""
 
     on_stuck: Callable[[], Awaitable[None]]
     on_moves_again: Callable[[], Awaitable[None]]

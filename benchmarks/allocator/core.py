@@ -147,7 +147,7 @@ class Report:
         return len(self._message.sequence_ids)
 
     def is_doomed(self, ledger: Ledger, lease_id: str) -> bool:
-        """Whether a step before it computed nothing, so that the worker refuses it."""
+        """True if a step before it computed nothing, so that the worker refuses it."""
         return ledger.steps_in_flight(lease_id)[0].is_doomed
 
     def settle(self, ledger: Ledger, lease_id: str, outcome: StepOutcome = StepOutcome.COMPUTED) -> int:

@@ -1,4 +1,4 @@
-"""Whether an operation's cost grows with what it is not about: the pool, other leases, sequences, cached chains."""
+"""True if an operation's cost grows with what it is not about: the pool, other leases, sequences, cached chains."""
 
 from __future__ import annotations
 

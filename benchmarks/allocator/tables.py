@@ -84,7 +84,7 @@ def summaries(rows_by_point: Mapping[Any, Mapping[str, list[float]]]) -> dict[An
 
 
 def without_samples(found: dict[str, Any]) -> dict[str, Any]:
-    """What a peer told, with quantiles in place of samples."""
+    """A peer's output, with quantiles in place of samples."""
     others = {name: value for name, value in found.items() if name != "samples_ns"}
     return others | {"quantiles_ns": summaries(found["samples_ns"])}
 

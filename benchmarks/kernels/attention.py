@@ -47,7 +47,7 @@ def present(rows: Iterable[Row], absent: dict[str, str]) -> list[Row]:
 
 
 def fits(cell: Cell, device: torch.device) -> bool:
-    """Whether one layer of it may be measured on this device."""
+    """True if one layer of it may be measured on this device."""
     return device.type == "cpu" or cell.pool_bytes <= MEMORY_SHARE * _memory_bytes(device)
 
 

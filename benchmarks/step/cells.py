@@ -89,7 +89,7 @@ class Timing:
 
 
 def fits(cell: Cell, model: PagedModel) -> bool:
-    """Whether its pool fits what is free on the model's device."""
+    """True if its pool fits what is free on the model's device."""
     if model.device.type != "cuda":
         return True
     needed = (cell.num_blocks + 1) * bytes_per_block(model.specs, BLOCK_SIZE, model.dtype)

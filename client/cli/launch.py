@@ -100,7 +100,7 @@ class ServiceProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists."""
+        """True if the process exists."""
         return not self._exited.is_set()
 
     def start(self) -> None:

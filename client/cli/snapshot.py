@@ -53,7 +53,7 @@ class Snapshot:
 
     @property
     def has_host_tier(self) -> bool:
-        """Whether preempted sequences can be kept in host memory."""
+        """True if preempted sequences can be kept in host memory."""
         return self.pool.geometry.host_block_count > 0
 
     @property

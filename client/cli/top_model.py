@@ -368,7 +368,7 @@ class KeyDecoder:
 
     @property
     def is_open(self) -> bool:
-        """Whether it waits for the rest of a key: after the escape key nothing more comes."""
+        """True if it waits for the rest of a key: after the escape key nothing more comes."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[str]:

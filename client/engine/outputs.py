@@ -77,7 +77,7 @@ class SampleText:
 
     @property
     def met_stop_string(self) -> bool:
-        """Whether the sample ends here for a stop string."""
+        """True if the sample ends here for a stop string."""
         return self._stop.matched is not None
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> str:

@@ -15,7 +15,7 @@ _PROMPT_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the scheduler has to keep to.
+    """The limits that the scheduler obeys.
 
     max_step_tokens          tokens one step may compute
     max_running_sequences    sequences that hold blocks at once
@@ -88,7 +88,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the next step should do. extend_ids and extend_counts are parallel; sequences has whom the ids stand for."""
+    """The request for the next step. extend_ids and extend_counts are parallel; sequences maps ids to sequences."""
 
     release_ids: tuple[int, ...] = ()
     offload_ids: tuple[int, ...] = ()
@@ -103,12 +103,12 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to ask for."""
+        """True if there is nothing to ask for."""
         return not (self.release_ids or self.offload_ids or self.asks_to_compute)
 
     @property
     def asks_to_compute(self) -> bool:
-        """Whether anything should run."""
+        """True if anything should run."""
         return bool(self.extend_ids or self.restore_ids or self.admissions)
 
 
@@ -133,7 +133,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """What cachemgr made of a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
+    """The answer of cachemgr to a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
 
     restored_counts have the tokens that need not be computed again.
     """

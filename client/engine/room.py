@@ -1,4 +1,4 @@
-"""What the answers to the last plans say of the pool's blocks. Pure."""
+"""The room in the pool, as far as the answers to the last plans tell. Pure."""
 
 from dataclasses import dataclass
 

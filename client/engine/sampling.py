@@ -73,7 +73,7 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether choosing a token depends on the tokens before it beyond their logits."""
+        """True if choosing a token depends on the tokens before it beyond their logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
 

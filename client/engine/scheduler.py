@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether schedule() or a step in flight still has something to do."""
+        """True if schedule() or a step in flight still has something to do."""
         return bool(self._steps) or not self._queues.are_empty
 
     def add(
@@ -247,7 +247,7 @@ class Scheduler:
         return PoolView(self.limits, self._queues.running, self._room.starved, self._room.pressure.num_plans)
 
     def _is_line_blocked(self) -> bool:
-        """Whether the first in line was refused and nothing has come back since that would change it."""
+        """True if the first in line was refused and nothing has come back since that would change it."""
         queues = self._queues
         if not queues.running or not queues.waiting:
             return False

@@ -1,4 +1,4 @@
-"""Whether a preempted sequence is worth a copy in the host tier: computing it again against copying it. Pure.
+"""True if a preempted sequence is worth a copy in the host tier: computing it again against copying it. Pure.
 
 Both cost what steps took of late. Before anything was measured the defaults stand; the one for copies is what a bus of
 16 lanes does at its best, so that the first copies are made, and measured, wherever they might pay.
@@ -51,5 +51,5 @@ class TierCosts:
         self.copy = Rate(DEFAULT_COPY_BYTES_PER_S)
 
     def prefers_offload(self, *, num_lost_tokens: int, num_bytes: int) -> bool:
-        """Whether copying so many bytes there and back takes less than computing so many tokens again."""
+        """True if copying so many bytes there and back takes less than computing so many tokens again."""
         return 2 * num_bytes / self.copy.per_s < num_lost_tokens / self.prefill.per_s

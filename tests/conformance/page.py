@@ -32,11 +32,11 @@ class Command:
 
     @property
     def only_looks(self) -> bool:
-        """Whether it may be run again: it only calls methods that change nothing."""
+        """True if it may be run again: it only calls methods that change nothing."""
         return re.search(r"\b(Get|List|Lookup)[A-Z]\w+", self.text) is not None
 
     def agrees_with(self, said: str) -> bool:
-        """Whether the page says that this is what it says."""
+        """True if the page says that this is what it says."""
         pattern = ".*".join(re.escape(part) for part in self.output.split("…"))
         return re.fullmatch(pattern, said) is not None
 

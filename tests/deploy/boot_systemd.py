@@ -165,7 +165,7 @@ class Container:
             time.sleep(0.2)
 
     def is_booted(self) -> bool:
-        """Whether its systemd has come so far that services are started."""
+        """True if its systemd has come so far that services are started."""
         try:
             return self.attempt("systemctl", "is-active", "basic.target").returncode == 0
         except IndexError:  # nspawn has not started it yet

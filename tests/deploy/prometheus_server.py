@@ -78,7 +78,7 @@ class Server:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def is_ready(self) -> bool:
-        """Whether it answers questions."""
+        """True if it answers questions."""
         try:
             with self._open(f"{self._base}/-/ready", timeout=5) as answer:
                 return bool(answer.status == 200)

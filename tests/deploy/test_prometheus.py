@@ -331,7 +331,7 @@ def scrape_while_generating(runner: asyncio.Runner, services: LocalServices, fol
 
 
 def is_recorded(server: Server) -> bool:
-    """Whether every recording rule has a series."""
+    """True if every recording rule has a series."""
     return all(server.query(name) for name in recorded())
 
 

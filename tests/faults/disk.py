@@ -46,7 +46,7 @@ class SmallDisk:
 
 
 def can_mount() -> bool:
-    """Whether a SmallDisk can be had here."""
+    """True if a SmallDisk can be had here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return False
     with tempfile.TemporaryDirectory() as folder:

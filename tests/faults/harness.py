@@ -620,6 +620,6 @@ class Harness:
 
 
 def knows_state_dir() -> bool:
-    """Whether this cachemgr can keep its state."""
+    """True if this cachemgr can keep its state."""
     command = [sys.executable, "-m", "quire.cachemgr", "--help"]
     return STATE_DIR_FLAG in subprocess.run(command, capture_output=True, text=True, check=True).stdout

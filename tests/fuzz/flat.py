@@ -1,4 +1,4 @@
-"""Whether a process keeps its size: memory, file descriptors and threads, looked at again and again."""
+"""True if a process keeps its size: memory, file descriptors and threads, looked at again and again."""
 
 from __future__ import annotations
 

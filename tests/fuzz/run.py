@@ -86,7 +86,7 @@ async def fuzz(
 
 
 def last_look(subject: Subject, gauges: Sequence[Gauge]) -> list[Failure]:
-    """Whether the canary goes on as it has to, and the processes are no bigger than they were."""
+    """True if the canary goes on as it has to, and the processes are no bigger than they were."""
     found = []
     try:
         subject.canary.sing()

@@ -96,7 +96,7 @@ _HOLDS_ERRORS: dict[str, bool] = {error_pb2.Error.DESCRIPTOR.full_name: True}
 
 
 def holds_errors(descriptor: Descriptor) -> bool:
-    """Whether a message of this type can have an Error in it. The contract's messages do not hold themselves."""
+    """True if a message of this type can have an Error in it. The contract's messages do not hold themselves."""
     known = _HOLDS_ERRORS.get(descriptor.full_name)
     if known is None:
         parts = [part.message_type for part in descriptor.fields if part.message_type is not None]

@@ -148,7 +148,7 @@ def test_nothing_that_may_change_the_canary_is_sent() -> None:
 
 
 def is_spoiled_plan(method: Method, data: bytes) -> bool:
-    """Whether it is a plan of the canary's lease; one that could be accepted fails the test."""
+    """True if it is a plan of the canary's lease; one that could be accepted fails the test."""
     try:
         message = method.request_class.FromString(data)
     except DecodeError:

@@ -46,7 +46,7 @@ MODELS = {
 
 
 def specialization_of(param: Any, value: Any) -> Any:
-    """What Triton compiles for, of an argument: see create_function_from_signature in triton.runtime.jit."""
+    """The part of an argument that Triton specializes on: see create_function_from_signature in triton.runtime.jit."""
     if param.is_constexpr or value is None:
         return value
     if isinstance(value, torch.Tensor):
@@ -146,7 +146,7 @@ class Traffic:
         return counts or [1]
 
     def draw_end(self, count: int) -> int:
-        """Where a sequence that runs so many tokens ends: mostly with a short or no prefix, at times a long one."""
+        """Draw the length of a sequence that runs so many tokens, mostly behind a short prefix or none."""
         return self.random.choice([count, min(count + 40, MAX_MODEL_LEN), self.random.randint(count, MAX_MODEL_LEN)])
 
     def move_blocks(self, grant: grant_pb2.StepGrant) -> None:

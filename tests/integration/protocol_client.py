@@ -173,7 +173,7 @@ class Pair:
         return list(ask(self.cache.ListLeases, cache_service_pb2.ListLeasesRequest(pool=pool)).leases)
 
     def has_lease(self, lease_id: str) -> bool:
-        """Whether it still holds or may hold blocks; a lease that is being fenced does."""
+        """True if it still holds or may hold blocks; a lease that is being fenced does."""
         return any(lease_id.startswith(lease.lease_id_prefix) for lease in self.leases())
 
     def violations(self, pool: str = "default") -> list[str]:

@@ -558,7 +558,7 @@ def full(message: Any, *, depth: int = 0) -> Any:
 
 
 def is_message(method: Any, data: bytes) -> bool:
-    """Whether these are bytes that the method may well do something about: a message of fields that nobody knows."""
+    """True if these are bytes that the method may well do something about: a message of fields that nobody knows."""
     try:
         method.input_type._concrete_class.FromString(data)
     except DecodeError:

@@ -248,7 +248,7 @@ def running_lease(lease: LeaseHolder) -> LeaseHolder:
 
 @pytest.fixture
 def goes_on(running_lease: LeaseHolder, generate: Generate) -> Any:
-    """Whether the right next step still runs, and with the right tokens. Call it last."""
+    """True if the right next step still runs, and with the right tokens. Call it last."""
 
     def goes_on(*, num_steps: int = 3) -> None:
         running_lease.go_on(1, num_steps=num_steps)

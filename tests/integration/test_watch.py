@@ -522,7 +522,7 @@ def stored(replica: Replica) -> list[cache_service_pb2.BlockEvent]:
 
 
 def forgotten(cachemgr: LoneCachemgr, pool: str) -> bool:
-    """Whether one who may ask is told of no content any more, since nobody asked for a moment."""
+    """True if one who may ask is told of no content any more, since nobody asked for a moment."""
     call = cachemgr.stub("oscar").WatchBlocks(
         cache_service_pb2.WatchBlocksRequest(pool=pool, include_content=True), timeout=DEADLINE_S
     )

@@ -1,4 +1,4 @@
-"""What Triton compiles is counted, and its folder is checked before anything is compiled. Needs no GPU."""
+"""Triton's compilations are counted, and its folder is checked before anything is compiled. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_step_that_does_not_end_is_killed_with_its_children(first_hour: Module
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """True if the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -313,7 +313,7 @@ class Books:
     def __init__(self, geometry: Geometry, *, is_lru: bool) -> None:
         self.geometry = geometry
         self.is_lru = is_lru
-        """Whether what is evicted is known beforehand: the block parked longest ago."""
+        """True if what is evicted is known beforehand: the block parked longest ago."""
         self.size = geometry.block_size
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
@@ -377,7 +377,7 @@ class Books:
     # reservations
 
     def is_at_risk(self, block: int) -> bool:
-        """Whether a holder would be handed out another block to write there: now, or while a step in flight is."""
+        """True if a holder would be handed out another block to write there: now, or while a step in flight is."""
         steps = [step for lease in self.leases.values() for step in lease.steps]
         is_let_go = block in self.touched_now or any(block in step.let_go for step in steps)
         return self.holders()[block] != 1 or block in self.sealed or is_let_go

@@ -16,7 +16,7 @@ from quire.worker.model import prepare_model
 from quire.worker.packed_linear import PackedLinear, pack_linears
 
 CAN_PACK = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-"""Whether this processor has products of bfloat16."""
+"""True if this processor has products of bfloat16."""
 BLOCK_SIZE = 4
 
 

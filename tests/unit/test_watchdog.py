@@ -24,7 +24,7 @@ class Steps:
         self.oldest = Step(grant, {})
 
     def look(self, times: int = 1) -> list[Look]:
-        """What so many looks show, without those that show nothing new."""
+        """Collect so many looks, without those that show nothing new."""
         looks = [self.watchdog.look() for _ in range(times)]
         return [look for look in looks if look is not Look.NOTHING_NEW]
 

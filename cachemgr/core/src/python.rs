@@ -137,7 +137,7 @@ fn decoded<M: Message + Default>(body: &[u8]) -> PyResult<M> {
     M::decode(body).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// What one step may touch and is to compute.
+/// One granted step: the blocks that it may touch and the tokens that it computes.
 #[pyclass(name = "StepPlan", module = "quire.cachemgr._core", frozen)]
 struct PyStepPlan(Arc<StepPlan>);
 
@@ -372,7 +372,7 @@ impl PyBooks {
         Ok(PyBooks(StoredBooks::new(books, Some(store))))
     }
 
-    /// Whether changes are written down.
+    /// True if changes are written down.
     fn is_stored(&self) -> bool {
         self.0.is_stored()
     }
@@ -540,7 +540,7 @@ impl PyBooks {
         (0..accounts.len() as TenantId).map(view).collect()
     }
 
-    /// Whether an admission would be accepted, and what it would take: tokens found, blocks needed and available, and
+    /// True if an admission would be accepted, and what it would take: tokens found, blocks needed and available, and
     /// why not.
     fn check_admission<'py>(
         &mut self,

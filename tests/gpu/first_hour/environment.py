@@ -1,4 +1,4 @@
-"""What a worker with a GPU needs of this machine, each with a line of the report; what is missing says so."""
+"""Check what a worker with a GPU needs of this machine. Each need gets a line in the report, missing or not."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What happened in a pool since its epoch was attached.
+/// Counters of a pool since its epoch was attached.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Counters {
     pub planned_steps: u64,

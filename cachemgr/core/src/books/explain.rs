@@ -62,7 +62,7 @@ impl Books {
         Explanation { num_blocks, num_found, missing: Some(missing), miss, num_stranded }
     }
 
-    /// Whether a step in flight fills a block at this index of a table with this content.
+    /// True if a step in flight fills a block at this index of a table with this content.
     fn is_being_computed(&mut self, root: &Hash, index: usize, hash: &Hash) -> bool {
         let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
         let fills = steps.flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index));
@@ -73,7 +73,7 @@ impl Books {
         })
     }
 
-    /// Whether the last block of these tokens, and all before it, are there under another root.
+    /// True if the last block of these tokens, and all before it, are there under another root.
     fn find_elsewhere(&self, tokens: &[i32], root: &Hash, tenant: &[u8], with_other_tenants: bool) -> Miss {
         let own = self.tenants.find(tenant);
         let mut num_left = MAX_HASHED;
@@ -93,7 +93,7 @@ impl Books {
         other_tenant.map_or(Miss::NeverComputed, Miss::OtherTenant)
     }
 
-    /// Whether all of these full blocks are found under a root; false if that would take too many hashes.
+    /// True if all of these full blocks are found under a root; false if that would take too many hashes.
     fn is_found(&self, root: Hash, tokens: &[i32], num_left: &mut usize) -> bool {
         let (mut hashes, mut parent) = (Vec::new(), root);
         for block in tokens.chunks_exact(self.geometry.block_size) {

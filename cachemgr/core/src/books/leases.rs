@@ -20,7 +20,7 @@ pub const MAX_STEPS_IN_FLIGHT: usize = 64;
 /// Answers kept per lease for a repeated request id.
 pub const REMEMBERED_PLANS: usize = 8;
 
-/// What one lease holds, and its steps.
+/// One lease: its sequences and its steps.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Lease {
     pub tenant: TenantId,

@@ -180,7 +180,7 @@ impl Books {
         Ok(Some(plan))
     }
 
-    /// Whether an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
+    /// True if an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
     /// fill is not counted as found.
     pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> AdmissionCheck {
         let tenant_id = self.enter_tenant(tenant);

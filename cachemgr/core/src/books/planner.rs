@@ -36,7 +36,7 @@ const RETURN_LEVELS: [(f64, Level); 3] = [(10.0, 8), (60.0, 7), (f64::INFINITY, 
 const LEAST_EXPECTED_S: f64 = 1.0;
 const MOST_EXPECTED_S: f64 = 3600.0;
 
-/// Whether an item was refused, inside of whether the books are right.
+/// True if an item was refused, inside of whether the books are right.
 type Answer = Result<std::result::Result<(), Refusal>>;
 
 /// Ends a function with a refusal, if there is one.
@@ -197,7 +197,7 @@ impl<'a> StepPlanner<'a> {
         self.pool.advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
     }
 
-    /// Whether something could still be found in the block, now or when a step has ended.
+    /// True if something could still be found in the block, now or when a step has ended.
     fn is_kept_on(&self, block: BlockId) -> bool {
         self.pool.state(block) != BlockState::Free
     }
@@ -354,7 +354,7 @@ impl<'a> StepPlanner<'a> {
         Ok(())
     }
 
-    /// Whether it computes just the token that the worker sampled last, the sequence's last one.
+    /// True if it computes just the token that the worker sampled last, the sequence's last one.
     fn is_decode(&self, row: Row, extend: &Extend) -> bool {
         let sequence = self.table.get(row);
         let start = sequence.num_scheduled;

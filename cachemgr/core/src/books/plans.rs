@@ -72,7 +72,7 @@ pub struct Admission {
     pub salt: Vec<u8>,
     /// The most tokens the sequence will ever have, guaranteed; 0: best effort.
     pub reserved_tokens: usize,
-    /// What is worth keeping, from the first token on.
+    /// A range of tokens that is worth keeping, from the first token on.
     pub retention: Vec<Retention>,
     /// It was here before, and was released to make room.
     pub resumed: bool,
@@ -88,7 +88,7 @@ pub struct Retention {
     pub ttl: Option<f64>,
 }
 
-/// What is known of the future of a sequence that is released.
+/// Hints about the future of a sequence that is released.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReturnHint {
     pub seq_id: i64,

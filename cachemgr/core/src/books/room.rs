@@ -1,4 +1,4 @@
-//! Whether there is room: for a tenant, in a pool, beside what others were promised.
+//! True if there is room: for a tenant, in a pool, beside what others were promised.
 
 use crate::books::geometry::Geometry;
 use crate::books::plans::Admission;
@@ -87,7 +87,7 @@ impl Room<'_> {
         num_most.saturating_sub(sequence.block_table.len()) + at_risk
     }
 
-    /// Whether its holder might have to replace the block before writing it.
+    /// True if its holder might have to replace the block before writing it.
     fn is_at_risk(&self, block: BlockId) -> bool {
         !self.pool.is_writable(block) || self.pool.pin_count(block) > 0
     }

@@ -535,7 +535,7 @@ mod tests {
         }
     }
 
-    /// Whether the index knows the blocks of the table, has dropped them, or knows others with the same content.
+    /// True if the index knows the blocks of the table, has dropped them, or knows others with the same content.
     #[test]
     fn the_hash_of_any_published_prefix_is_known_or_computed_again() {
         for (size, case) in BLOCK_SIZES.into_iter().flat_map(|size| (0..3).map(move |case| (size, case))) {

@@ -18,7 +18,7 @@ pub struct Run {
     /// Positions before this count as computed when the step is; less after a trim.
     pub end: usize,
     pub samples: bool,
-    /// Whether the sequence still wants the token that is sampled.
+    /// True if the sequence still wants the token that is sampled.
     pub receives: bool,
 }
 

@@ -100,7 +100,7 @@ impl Accounts {
         self.accounts.len()
     }
 
-    /// Whether any tenant's cached blocks may have to go before others'.
+    /// True if any tenant's cached blocks may have to go before others'.
     pub fn has_quotas(&self) -> bool {
         self.has_quotas
     }

@@ -1,4 +1,4 @@
-//! What is given up first of the blocks that nobody holds but that could be found again.
+//! The order in which cached blocks that no sequence holds are evicted.
 
 use std::fmt::Debug;
 
@@ -25,7 +25,7 @@ pub trait EvictionPolicy: Debug + Send + Sync {
     /// How many blocks are parked.
     fn num_parked(&self) -> usize;
 
-    /// Whether the block is parked.
+    /// True if the block is parked.
     fn is_parked(&self, block: BlockId) -> bool;
 
     /// The parked blocks, each once.

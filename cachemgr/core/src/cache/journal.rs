@@ -23,9 +23,9 @@ const READ_AHEAD: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
     pub block: BlockId,
-    /// Whether it began or ceased to be found by content since.
+    /// True if it began or ceased to be found by content since.
     pub of_content: bool,
-    /// Whether it was the block of the tenant that was asked for when one of these changes came.
+    /// True if it was the block of the tenant that was asked for when one of these changes came.
     pub was_own: bool,
 }
 

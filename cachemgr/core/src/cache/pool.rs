@@ -178,7 +178,7 @@ impl BlockPool {
         (self.state(block) != BlockState::Free).then(|| self.owners[block as usize])
     }
 
-    /// Whether its one holder may write it: nobody else holds it, and it never was findable by content.
+    /// True if its one holder may write it: nobody else holds it, and it never was findable by content.
     pub fn is_writable(&self, block: BlockId) -> bool {
         self.ref_count(block) == 1 && self.index.past(block) == Past::None
     }
@@ -535,7 +535,7 @@ impl BlockPool {
         self.journal.touch_all(&ended, owners);
     }
 
-    /// Whether a prefix pin keeps the block from being evicted.
+    /// True if a prefix pin keeps the block from being evicted.
     pub fn is_kept(&self, block: BlockId) -> bool {
         !self.keeps.is_empty() && self.keeps.contains_key(&block)
     }

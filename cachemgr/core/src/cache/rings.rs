@@ -40,7 +40,7 @@ impl Rings {
         (self.next[node as usize], self.prev[node as usize]) = (node, node);
     }
 
-    /// Whether a node that is no sentinel is in a ring, between neighbours that agree.
+    /// True if a node that is no sentinel is in a ring, between neighbours that agree.
     pub fn contains(&self, node: u32) -> bool {
         let (before, after) = (self.prev[node as usize], self.next[node as usize]);
         after != node && self.next[before as usize] == node && self.prev[after as usize] == node

@@ -1,4 +1,4 @@
-//! What a restart goes on with: changes of the books as values, and the files that keep them.
+//! The state that survives a restart: changes of the books as values, and the files that keep them.
 
 pub mod changes;
 pub mod files;

@@ -51,7 +51,7 @@ impl StoredBooks {
         Ok(())
     }
 
-    /// Whether changes are written down.
+    /// True if changes are written down.
     pub fn is_stored(&self) -> bool {
         self.store.is_some()
     }

@@ -18,7 +18,7 @@ pub fn encode_events(events: Vec<BlockEvent>) -> Vec<u8> {
     WatchBlocksResponse { events, ..Default::default() }.encode_to_vec()
 }
 
-/// Who a grant is from and for.
+/// The issuer and the receiver of a grant.
 pub struct Grantor<'a> {
     pub pool: &'a str,
     pub epoch: i64,

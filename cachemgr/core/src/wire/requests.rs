@@ -12,7 +12,7 @@ use crate::wire::bounds::{
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
 
-/// What tells a request with a request id from any other one; empty if it has none. `body` is the message's bytes.
+/// The fingerprint of a request with a request id; empty if it has no id. `body` is the message's bytes.
 pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
     if request.request_id.is_empty() { Vec::new() } else { Sha256::digest(body).to_vec() }
 }
@@ -122,7 +122,7 @@ fn extend_all(extends: &messages::Extends) -> Result<Vec<Extend>> {
     Ok(seq_ids.iter().zip(counts).map(extend).collect())
 }
 
-/// What is appended to each of the sequences, in their order; nothing at all if nothing is appended.
+/// The tokens appended to each of the sequences, in their order; empty if no tokens are appended.
 fn appends(extends: &messages::Extends) -> Result<impl Iterator<Item = &[i32]>> {
     let (counts, mut rest) = (&extends.append_token_counts, &extends.append_token_ids[..]);
     if !counts.is_empty() || !rest.is_empty() {
