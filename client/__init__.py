@@ -7,7 +7,7 @@ from quire.client.engine.connection import Outage
 from quire.client.engine.engine import Engine, EngineStatistics
 from quire.client.engine.llm import LLM
 from quire.client.engine.outputs import Chunk, Completion, Sample, TokenLogprobs
-from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
@@ -70,4 +70,5 @@ __all__ = [
     "WorkerApi",
     "WorkerClient",
     "WorkerUnavailable",
+    "in_order",
 ]

@@ -16,6 +16,10 @@ class EngineConfig:
     lease_ttl_s              the pool's blocks come back this long after this process has died, 1 to 3600
     recovery_timeout_s       requests fail if a service can't be used for this long; errors say what was delivered
     max_recoveries           requests fail after this many recoveries without a computed step in between
+    max_waiting_requests     requests that may wait for their first token; one more is refused with the reason
+                             QUEUE_FULL, at least 1; None: no limit
+    max_waiting_requests_per_tenant    likewise, of each tenant
+    max_waiting_tokens       likewise, tokens of the prompts that wait
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
@@ -26,6 +30,9 @@ class EngineConfig:
     lease_ttl_s: float = 30.0
     recovery_timeout_s: float = 60.0
     max_recoveries: int = 8
+    max_waiting_requests: int | None = None
+    max_waiting_requests_per_tenant: int | None = None
+    max_waiting_tokens: int | None = None
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
     metrics_listen: str | None = None
 
@@ -33,5 +40,9 @@ class EngineConfig:
         for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
             if getattr(self, name) < 1:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+        for name in ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise InvalidRequest.of_field(name, limit, "at least 1, or None")
         if not 1 <= self.lease_ttl_s <= 3600:
             raise InvalidRequest.of_field("lease_ttl_s", self.lease_ttl_s, "from 1 to 3600")

@@ -41,11 +41,14 @@ class Draft:
         self._admissions: list[Admission] = []
         self._sequences: dict[int, Sequence] = {}
 
-    def add_running(self) -> None:
-        """Ask for all tokens of running sequences that fit the budget, and fork samples from them."""
+    def add_running(self, newcomer: Sequence | None) -> None:
+        """Ask for tokens of running sequences that fit the budget, and fork samples from them.
+
+        newcomer is the first in line; None if no one is admitted now.
+        """
         self._add_decodes()
         self._add_forks()
-        self._add_chunks()
+        self._add_chunks(newcomer)
 
     def add_alone(self, suspect: Sequence) -> None:
         """Ask for one sequence and nothing else."""
@@ -90,13 +93,16 @@ class Draft:
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)
 
-    def _add_chunks(self) -> None:
-        for sequence in self._queues.running:
-            if not self._budget:
-                return
-            count = sequence.num_schedulable_tokens
-            if count > 1:
-                self._extend(id_of(sequence), sequence, min(count, self._budget))
+    def _add_chunks(self, newcomer: Sequence | None) -> None:
+        prompts = [sequence for sequence in self._queues.running if sequence.num_schedulable_tokens > 1]
+        if not prompts or not self._budget:
+            return
+        counts = self._policy.divide(prompts, newcomer, budget=self._budget)
+        for index, (sequence, count) in enumerate(zip(prompts, counts, strict=True)):
+            least = 0 if index else 1  # the first in rank goes on, with any policy
+            count = min(max(count, least), sequence.num_schedulable_tokens, self._budget)
+            if count:
+                self._extend(id_of(sequence), sequence, count)
 
     def _add_forks(self) -> None:
         if not self._queues.followers:

@@ -156,7 +156,7 @@ class Engine:
         self._tracing = tracing
         self._measured = Measured()
         self._wake = asyncio.Event()
-        self._requests = Requests(self._measured, tracing, on_request=self._wake.set)
+        self._requests = Requests(self._config, self._measured, tracing, on_request=self._wake.set)
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self._flight: deque[_Sent] = deque()
         self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = []  # came at

@@ -86,9 +86,13 @@ class SampleText:
             return ""
         token_ids = () if finish_reason is FinishReason.STOP else (token_id,)
         text = self._stop.push(self._detokenizer.push(token_ids))
-        if finish_reason is None:
-            return text
-        return text + self._stop.push(self._detokenizer.flush()) + self._stop.flush()
+        return text if finish_reason is None else text + self.flush()
+
+    def flush(self) -> str:
+        """Return the text that was held back, since the sample has ended."""
+        if self._detokenizer is None:
+            return ""
+        return self._stop.push(self._detokenizer.flush()) + self._stop.flush()
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The scheduler's exchangeable decisions: rank, victim, reserve and admission. Pure.
+"""The scheduler's exchangeable decisions: rank, victim, reserve, admission, and the division of a step. Pure.
 
 The scheduler keeps the rules that make every request end, with any policy:
 
@@ -6,19 +6,24 @@ The scheduler keeps the rules that make every request end, with any policy:
     - Sequences of equal rank are ordered by arrival.
     - When no sequence runs, the first in line is admitted without asking the policy.
     - A sequence suspected of breaking the model runs alone; the others are preempted as far as it needs their blocks.
+    - The first running prompt in rank gets at least one token of each step.
 """
 
 from bisect import bisect_right
-from collections import abc
+from collections import Counter, abc
 from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
 from typing import Protocol
 
+from quire.client.engine.fairness import FairShares, divide
 from quire.client.engine.plans import SchedulerLimits
 from quire.client.engine.sequence import Sequence, SequenceState
 
 # Admissions leave the blocks that running sequences will ask for within this many steps, or more under pressure.
 _RESERVE_STEPS = 4
 _MAX_DOUBLINGS = 62
+_NO_WEIGHTS: abc.Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,15 @@ class Policy(Protocol):
     An error that a method raises stops the engine.
     """
 
-    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+    def rank(self, sequence: Sequence, view: PoolView) -> tuple[int, ...]:
         """Return the place of a new sequence in every order; lower is served first, equals by arrival.
 
         All ranks have the same length. Asked once per sequence.
         """
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has ended, and will not be asked about any more. Called once per sequence."""
         ...
 
     def victim(
@@ -75,28 +84,61 @@ class Policy(Protocol):
         """
         ...
 
+    def divide(self, prompts: abc.Sequence[Sequence], newcomer: Sequence | None, *, budget: int) -> abc.Sequence[int]:
+        """Return how many tokens of each running prompt the next step computes.
+
+        prompts are in order of rank and have two or more tokens to compute. budget is in tokens; what is left of it is
+        for newcomers, of which newcomer is the first in line; None: no one is admitted now.
+        """
+        ...
+
+
+def in_order(prompts: abc.Iterable[Sequence], budget: int) -> list[int]:
+    """Divide a step so that each prompt gets all that it can use, the first in rank first."""
+    counts = []
+    for prompt in prompts:
+        counts.append(min(prompt.num_schedulable_tokens, budget))
+        budget -= counts[-1]
+    return counts
+
 
 class PriorityPolicy:
-    """The default: by SamplingParams.priority, then by arrival; docs/architecture.md describes it."""
+    """The default: by SamplingParams.priority, then fair between tenants, then by arrival.
 
-    def rank(self, sequence: Sequence) -> tuple[int, ...]:
-        """Higher priority first."""
-        return (-sequence.priority,)
+    docs/architecture.md describes it; fairness.py has the arithmetic of tenants.
+    """
+
+    def __init__(self, weights: abc.Mapping[str, float] = _NO_WEIGHTS) -> None:
+        """weights: a tenant's part of what all tenants with work get; 1 if it is not named. Raises InvalidRequest."""
+        self._shares = FairShares(weights)
+
+    def rank(self, sequence: Sequence, view: PoolView) -> tuple[int, ...]:
+        """Higher priority first; of equals, the tenants in turn."""
+        return (-sequence.priority, self._shares.add(sequence, view.running))
+
+    def ended(self, sequence: Sequence) -> None:
+        """The tenant has one sequence less."""
+        self._shares.end(sequence)
 
     def victim(
         self, needy: Sequence, candidates: abc.Sequence[Sequence], *, missing_blocks: int, view: PoolView
     ) -> Sequence | None:
-        """Of the lowest priority, the one that loses least work per block of use; of equals the last in rank.
+        """Of the lowest priority and the largest tenant, the one that loses least work per block of use.
 
-        A sequence that waits for admission takes blocks and places from lower priorities only.
+        Of equals it is the last in rank. A sequence that waits for admission takes blocks and places from lower
+        priorities, and from tenants with more running sequences than its own.
         """
+        loads = self._shares.loads(view.running)
         if needy.state is SequenceState.WAITING and not needy.is_suspect:
-            candidates = candidates[bisect_right(candidates, -needy.priority, key=_by_priority) :]
+            candidates = [
+                holder for holder in candidates if holder.priority < needy.priority or loads.may_take(needy, holder)
+            ]
         block_size = view.limits.block_size
 
-        def price(victim: Sequence) -> tuple[int, float]:
+        def price(victim: Sequence) -> tuple[int, float, float]:
             lost = victim.num_scheduled_tokens - victim.num_shared_tokens
-            return victim.priority, lost / min(victim.num_own_blocks(block_size), missing_blocks)
+            per_block = lost / min(victim.num_own_blocks(block_size), missing_blocks)
+            return victim.priority, -loads.of(victim.tenant), per_block
 
         return min(reversed(candidates), key=price, default=None)
 
@@ -108,8 +150,28 @@ class PriorityPolicy:
         return -(-num_sequences * num_steps // view.limits.block_size)
 
     def admits(self, newcomer: Sequence, view: PoolView) -> bool:
-        """Running sequences that lack blocks go first, if their priority is not lower."""
-        return view.starved is None or newcomer.priority > view.starved.priority
+        """Running sequences that lack blocks go first, unless their priority is lower or their tenant has more."""
+        starved = view.starved
+        if starved is None or newcomer.priority != starved.priority:
+            return starved is None or newcomer.priority > starved.priority
+        return self._shares.loads(view.running).may_take(newcomer, starved)
+
+    def divide(self, prompts: abc.Sequence[Sequence], newcomer: Sequence | None, *, budget: int) -> abc.Sequence[int]:
+        """By priority, then by weight between tenants, then in order of rank. A newcomer's tenant has its part, too."""
+        counts: list[int] = []
+        for level, group in groupby(prompts, key=_by_priority):
+            members = list(group)
+            demands: Counter[str] = Counter()
+            for prompt in members:
+                demands[prompt.tenant] += prompt.num_schedulable_tokens
+            if newcomer is not None and _by_priority(newcomer) == level:
+                demands[newcomer.tenant] += len(newcomer.token_ids)
+            given = dict(divide(demands, self._shares.weight, budget))
+            budget -= sum(given.values())
+            for prompt in members:
+                counts.append(min(prompt.num_schedulable_tokens, given[prompt.tenant]))
+                given[prompt.tenant] -= counts[-1]
+        return counts
 
 
 def _by_priority(sequence: Sequence) -> int:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
+from quire.client.engine.backlog import Backlog
+from quire.client.engine.config import EngineConfig
 from quire.client.engine.metrics import Measured, RequestTimes
 from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, TokenLogprobs, complete
 from quire.client.engine.plans import Failed, Sampled
@@ -29,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
-    __slots__ = ("error", "mailbox", "news", "num_open", "sequences", "span", "texts", "times")
+    __slots__ = ("error", "mailbox", "news", "open", "sequences", "span", "texts", "timer", "times", "waits")
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class Request:
         self.times = times
         self.mailbox = Mailbox(has_logprobs=has_logprobs)
         self.news = asyncio.Event()
-        self.num_open = len(sequences)
+        self.open = set(range(len(sequences)))  # indexes of samples without a finish_reason
+        self.waits = True  # for its first token
+        self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
 
     def fail(self, error: QuireError) -> None:
@@ -55,7 +59,7 @@ class Request:
 
     async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
         delivered = [0] * len(self.sequences)
-        while self.num_open or self.news.is_set():
+        while self.open or self.news.is_set():
             await self.news.wait()
             self.news.clear()
             for chunk in self.mailbox.take():
@@ -68,9 +72,12 @@ class Request:
 class Requests:
     """The open requests. Takes none before start, and none after stop."""
 
-    def __init__(self, measured: Measured, tracing: Tracing | None, *, on_request: abc.Callable[[], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, measured: Measured, tracing: Tracing | None, *, on_request: abc.Callable[[], None]
+    ) -> None:
         """on_request is called when the scheduler has got a request."""
         self.tokenizer: Tokenizer | None = None
+        self._backlog = Backlog(config)
         self._measured = measured
         self._tracing = tracing
         self._on_request = on_request
@@ -127,9 +134,30 @@ class Requests:
                     yield chunk
         finally:
             self._open.pop(request_id, None)
+            self._wait_no_longer(request)
+            if request.timer is not None:
+                request.timer.cancel()
             self._end_measuring(request)
             if self._stopped is None:
-                self._scheduler.cancel(request.sequences)
+                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
+
+    def _wait_no_longer(self, request: Request) -> None:
+        if request.waits:
+            request.waits = False
+            first = request.sequences[0]
+            self._backlog.leave(first.tenant, first.num_prompt_tokens)
+
+    def _time_out(self, request: Request) -> None:
+        """End a request whose time is over; its caller gets what there is."""
+        if self._stopped is not None or request.error is not None:
+            return
+        self._scheduler.end(request.sequences, FinishReason.TIMEOUT)
+        request.times.close(FinishReason.TIMEOUT)
+        for index in sorted(request.open):
+            text = request.texts[index].flush()
+            request.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
+        request.open.clear()
+        request.news.set()
 
     def _end_measuring(self, request: Request) -> None:
         request.times.close(FinishReason.CANCELLED if request.error is None else FinishReason.FAILED)
@@ -152,7 +180,12 @@ class Requests:
             SampleText(self.tokenizer.detokenizer(token_ids) if self.tokenizer else None, params.stop)
             for _ in range(params.n)
         ]
-        sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+        self._backlog.enter(params.tenant, len(token_ids))
+        try:
+            sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+        except BaseException:
+            self._backlog.leave(params.tenant, len(token_ids))
+            raise
         times = RequestTimes(
             self._measured,
             began_s=time.perf_counter(),
@@ -164,13 +197,15 @@ class Requests:
         request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
         request_id = sequences[0].request_id
         self._open[request_id] = request
+        if params.timeout_s is not None:
+            request.timer = asyncio.get_running_loop().call_later(params.timeout_s, self._time_out, request)
         self._on_request()
         return request_id, request
 
     def fail_all(self, error: QuireError) -> None:
         """Fail all open requests with one error."""
         for request in self._open.values():
-            self._scheduler.cancel(request.sequences)
+            self._scheduler.end(request.sequences, FinishReason.CANCELLED)
             request.fail(error)
 
     def fail(self, failed: abc.Iterable[Failed]) -> None:
@@ -178,7 +213,7 @@ class Requests:
         for sequence, error in ((entry.sequence, entry.error) for entry in failed):
             request = self._open.get(sequence.request_id)
             if request is not None:
-                self._scheduler.cancel(request.sequences)
+                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
                 request.fail(error)
 
     def spans_of(self, sequences: abc.Iterable[Sequence]) -> list[RequestSpan | None]:
@@ -201,13 +236,14 @@ class Requests:
         request = self._open.get(sequence.request_id)
         if request is None:
             return
+        if sequence.index not in request.open:
+            return  # it was sampled before the sample's end was known: a stop string, or the request's time
+        self._wait_no_longer(request)
         text = request.texts[sequence.index]
-        if text.met_stop_string:
-            return  # it was sampled before that was known
         piece = text.push(event.token_id, reason)
         if text.met_stop_string:
             reason = FinishReason.STOP
-            self._scheduler.stop(sequence)
+            self._scheduler.end([sequence], FinishReason.STOP)
         request.times.token(sequence.index, at_s, reason)
         request.mailbox.put(
             sequence.index,
@@ -216,7 +252,8 @@ class Requests:
             logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
             finish_reason=reason,
         )
-        request.num_open -= reason is not None
+        if reason is not None:
+            request.open.discard(sequence.index)
         request.news.set()
 
 

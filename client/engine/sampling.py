@@ -10,6 +10,8 @@ from quire.compute.v1.sampling_ranges import RANGES
 
 MAX_SAMPLES = 1024
 MAX_STOP_STRINGS = 64
+MAX_TENANT_LENGTH = 128
+MAX_TIMEOUT_S = 7 * 24 * 3600
 _INT32 = (-(2**31), 2**31 - 1)
 _INT64 = (-(2**63), 2**63 - 1)
 _OPTIONAL_INTEGERS = {"max_tokens": (1, _INT32[1]), "seed": _INT64, "logprobs": (0, _INT32[1])}
@@ -38,6 +40,9 @@ class SamplingParams:
                          worker's max_logprob_count; None: none
     n                    samples of the prompt, 1 to 1024; sample i has seed + i
     priority             an engine serves its requests of a higher one first, -2^31 to 2^31 - 1; changes no token
+    tenant               an engine divides its steps fairly between the tenants of equal priority, up to 128 characters
+    timeout_s            seconds after which open samples end with what they have, for the reason TIMEOUT; above 0,
+                         up to 604800; None: no limit
     """
 
     max_tokens: int | None = 128
@@ -54,6 +59,8 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         checked = {
@@ -61,6 +68,7 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "n": _integer("n", self.n, 1, MAX_SAMPLES),
             "priority": _integer("priority", self.priority, *_INT32),
+            "timeout_s": _timeout(self.timeout_s),
             **{field: _in_range(field, getattr(self, field)) for field in RANGES},
         }
         for field, (low, high) in _OPTIONAL_INTEGERS.items():
@@ -68,6 +76,8 @@ class SamplingParams:
             checked[field] = None if value is None else _integer(field, value, low, high)
         for field, value in checked.items():
             object.__setattr__(self, field, value)
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LENGTH:
+            raise InvalidRequest.of_field("tenant", self.tenant, f"a string of up to {MAX_TENANT_LENGTH} characters")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest.of_field("ignore_eos", self.ignore_eos, "a bool")
 
@@ -81,6 +91,14 @@ def _integer(field: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise InvalidRequest.of_field(field, value, f"an integer from {low} to {high}")
     return int(value)
+
+
+def _timeout(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= MAX_TIMEOUT_S:
+        raise InvalidRequest.of_field("timeout_s", value, f"a number above 0, up to {MAX_TIMEOUT_S}, or None")
+    return float(value)
 
 
 def _in_range(field: str, value: Any) -> float:

@@ -5,7 +5,7 @@
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped what it should have computed is admitted again
     on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
-    cancel / stop / reset_all        from outside, at any point between those calls
+    end / reset_all                  from outside, at any point between those calls
 
 The policy (policy.py) decides rank, victim, reserve and admission. The collections are in queues.py, the next plan is
 made in drafting.py, and what is known of the pool's blocks is in room.py. docs/architecture.md describes the default
@@ -159,8 +159,9 @@ class Scheduler:
             )
             for index in range(params.n)
         ]
+        view = self._view()
         for sequence in sequences:
-            sequence.rank = (*self._policy.rank(sequence), *sequence.arrival)
+            sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
         self._queues.add(sequences)
         self._checked()
         return sequences
@@ -193,16 +194,11 @@ class Scheduler:
             raise InvalidRequest.of_field("max_tokens", params.max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
         return params.max_tokens
 
-    def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
+    def end(self, sequences: abc.Iterable[Sequence], reason: FinishReason) -> None:
         """End these now; their blocks are released with the next plan. Those that have ended are left alone."""
         for sequence in sorted(sequences, key=by_rank, reverse=True):
             # Last first: a parent that ends would only send its followers to the queue.
-            self._finish(sequence, FinishReason.CANCELLED)
-        self._checked()
-
-    def stop(self, sequence: Sequence) -> None:
-        """End one whose text has met a stop string. One that has ended is left alone."""
-        self._finish(sequence, FinishReason.STOP)
+            self._finish(sequence, reason)
         self._checked()
 
     def set_limits(self, limits: SchedulerLimits) -> None:
@@ -235,8 +231,9 @@ class Scheduler:
         queues = self._queues
         draft = Draft(self.limits, queues, self._room, self._policy, self._view(), fresh_id=self._fresh_id)
         if not queues.suspects:
-            draft.add_running()
-            if not self._is_line_blocked():
+            is_open = bool(queues.waiting) and not self._is_line_blocked()
+            draft.add_running(queues.waiting[0] if is_open else None)
+            if is_open:
                 draft.add_newcomers()
         elif not self._steps:  # alone means alone: a failure must have one possible cause
             draft.add_alone(queues.suspects[0])
@@ -636,6 +633,7 @@ class Scheduler:
         if sequence.state is _RUNNING:
             self._room.on_end()
         self._queues.finish(sequence, reason)
+        self._policy.ended(sequence)
 
     def _fail(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
         if sequence.state is not SequenceState.FINISHED:

@@ -53,6 +53,7 @@ class FinishReason(Enum):
 
     STOP = "stop"  # An end token, a stop token or a stop string.
     LENGTH = "length"  # max_tokens.
+    TIMEOUT = "timeout"  # The request's timeout_s.
     CANCELLED = "cancelled"  # The caller went away.
     FAILED = "failed"  # The request was refused or given up; the caller gets the error.
 
@@ -96,6 +97,11 @@ class Sequence:
     def priority(self) -> int:
         """Its request's."""
         return self.params.priority
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that its request is for."""
+        return self.params.tenant
 
     @property
     def is_suspect(self) -> bool:

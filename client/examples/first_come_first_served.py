@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 import quire.client
-from quire.client import Engine, Policy, PoolView, SamplingParams
+from quire.client import Engine, Policy, PoolView, SamplingParams, in_order
 from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
@@ -24,9 +24,12 @@ REQUESTS = {"first": 0, "second": 5}  # name: priority
 class FirstComeFirstServed:
     """A quire.client.Policy. The request that arrived last gives way, and only to running requests."""
 
-    def rank(self, sequence: quire.client.Sequence) -> tuple[int, ...]:
+    def rank(self, sequence: quire.client.Sequence, view: PoolView) -> tuple[int, ...]:
         """Equal for all, so the order is that of arrival."""
         return ()
+
+    def ended(self, sequence: quire.client.Sequence) -> None:
+        """Nothing was kept of it."""
 
     def victim(
         self,
@@ -46,6 +49,12 @@ class FirstComeFirstServed:
     def admits(self, newcomer: quire.client.Sequence, view: PoolView) -> bool:
         """None while a running sequence lacks blocks."""
         return view.starved is None
+
+    def divide(
+        self, prompts: Sequence[quire.client.Sequence], newcomer: quire.client.Sequence | None, *, budget: int
+    ) -> Sequence[int]:
+        """The first prompt gets all that it can use, then the next one."""
+        return in_order(prompts, budget)
 
 
 async def show_order(cachemgr: str, policy: Policy) -> None:

@@ -39,8 +39,8 @@ PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry", "leases", "ledger"),
     "client": (
         "errors",
-        *(f"engine.{name}" for name in ("drafting", "plans", "policy", "queues", "room", "sampling", "scheduler")),
-        *("engine.sequence", "engine.tier"),
+        *(f"engine.{name}" for name in ("drafting", "fairness", "plans", "policy", "queues", "room", "sampling")),
+        *("engine.scheduler", "engine.sequence", "engine.tier"),
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.

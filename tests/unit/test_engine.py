@@ -435,6 +435,71 @@ def test_cancelling_a_task_releases_and_leaves_others_alone() -> None:
     with_engine(body)
 
 
+def test_a_request_ends_at_its_timeout_with_what_it_has() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        async def last_steps_hang() -> None:
+            async with contextlib.aclosing(engine.generate("b\n", greedy(300))) as chunks:
+                async for _ in chunks:
+                    services.gate.clear()
+
+        async with asyncio.TaskGroup() as group:
+            hanging = group.create_task(last_steps_hang())
+            (completion,) = await engine.complete(["a\n"], greedy(300, n=2, timeout_s=0.2))
+            hanging.cancel()
+        assert {sample.finish_reason for sample in completion.samples} == {FinishReason.TIMEOUT}
+        for sample in completion.samples:
+            assert list(sample.token_ids) == RECITED[: len(sample.token_ids)]
+            assert sample.text == TOKENIZER.decode(sample.token_ids)
+        services.gate.set()
+        (completion,) = await engine.complete(["c\n"], greedy(40))
+        assert completion.token_ids == tuple(RECITED[:40]), "others go on"
+        await turns()
+        assert services.sequences == {}
+
+    with_engine(body)
+
+
+def test_a_request_that_ends_before_its_timeout_knows_nothing_of_it() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        (completion,) = await engine.complete(["a\n"], greedy(9, timeout_s=DEADLINE_S))
+        assert completion.samples[0].finish_reason is FinishReason.LENGTH
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"max_waiting_requests": 2}, "max_waiting_requests"),
+        ({"max_waiting_requests_per_tenant": 2}, "max_waiting_requests_per_tenant"),
+        ({"max_waiting_tokens": 5}, "max_waiting_tokens"),
+    ],
+)
+def test_a_full_queue_refuses_one_request_and_no_other(config: dict[str, int], field: str) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_gate.clear()
+        waiting = [asyncio.create_task(engine.complete(["a\n"], greedy(9))) for _ in range(2)]
+        await turns()
+        with pytest.raises(OutOfRoom) as caught:
+            await engine.complete(["a\n"], greedy(9))
+        assert (caught.value.reason, caught.value.metadata["limited_by"]) == ("QUEUE_FULL", field)
+        if field == "max_waiting_requests_per_tenant":
+            waiting.append(asyncio.create_task(engine.complete(["a\n"], greedy(9, tenant="another"))))
+        services.plan_gate.set()
+        for (completion,) in await asyncio.gather(*waiting):
+            assert completion.token_ids == tuple(RECITED[:9])
+        (completion,) = await engine.complete(["a\n"], greedy(9))
+        assert completion.token_ids == tuple(RECITED[:9]), "whoever has a token waits no more"
+
+    with_engine(body, **config)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, 604_801, float("nan"), True, "1"])
+def test_a_timeout_has_a_range(timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        SamplingParams(timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "field"),
     [

@@ -8,14 +8,14 @@ that does not continue them, so a token scheduled twice, left out or taken from 
 import random
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
-from quire.client.engine.policy import Policy, PoolView
+from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.room import Pressure as PressureNow
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler
@@ -365,7 +365,9 @@ class World:
         self.worker = ModelWorker()
         self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
 
-    def add(self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int) -> list:
+    def add(
+        self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int | str
+    ) -> list:
         sequences = self.scheduler.add(prompt, SamplingParams(**params), end_token_ids=ends, seed=seed)
         self.output.update({s.arrival: [] for s in sequences})
         return sequences
@@ -383,7 +385,7 @@ class World:
         self.admitted += [admission for admission in plan.admissions if admission.seq_id in outcome.admitted_ids]
         assert sum(outcome.run_counts) <= self.limits.max_step_tokens
         step = self.scheduler.on_planned(plan, outcome)
-        if len({sequence.priority for sequence in everybody(self.scheduler)}) == 1:
+        if len({(sequence.priority, sequence.tenant) for sequence in everybody(self.scheduler)}) == 1:
             self.check_preemptions(outcome, self.scheduler.statistics().preemptions - before)
         for failed in step.failed:
             self.ended[failed.sequence.arrival] = FinishReason.FAILED
@@ -526,7 +528,7 @@ def test_prompts_get_a_quarter_of_every_step_however_many_decode() -> None:
         world.turn()
     assert world.scheduler.statistics().num_waiting == 2, "the other places are a prompt's"
     (decode, *_) = world.scheduler._queues.running
-    world.scheduler.cancel([world.scheduler._queues.running[-1]])
+    world.scheduler.end([world.scheduler._queues.running[-1]], FinishReason.CANCELLED)
     (prompt,) = world.add([5] * 60, max_tokens=2, priority=1, ends=())
     steps = 0
     while not world.output[prompt.arrival]:
@@ -625,7 +627,7 @@ def test_cancelling_while_a_fork_is_under_way_gives_the_blocks_back() -> None:
     world = World(limits())
     sequences = world.add([1, 2, 3], max_tokens=50, n=3)
     world.plan()
-    world.plan(between=lambda: world.scheduler.cancel(sequences))
+    world.plan(between=lambda: world.scheduler.end(sequences, FinishReason.CANCELLED))
     assert len(world.scheduler.schedule().release_ids) == 3
     world.run()
 
@@ -635,7 +637,7 @@ def test_a_fork_that_could_not_run_shares_the_fate_of_what_it_was_forked_from() 
     sequences = world.add([1, 2, 3, 4], max_tokens=5, n=2, ends=())
     others = world.add([5] * 12, max_tokens=5)
     world.plan()
-    world.scheduler.cancel(others)
+    world.scheduler.end(others, FinishReason.CANCELLED)
     world.cache.hogged = 60
     world.plan()
     assert not world.flight[-1][0].seq_ids
@@ -817,7 +819,7 @@ def test_what_is_about_to_be_released_is_waited_for() -> None:
     world.plan()
     world.plan()
     world.cache.hogged = len(world.cache.allocatable())
-    world.plan(between=lambda: world.scheduler.cancel([leaving]))
+    world.plan(between=lambda: world.scheduler.end([leaving], FinishReason.CANCELLED))
     assert world.scheduler.statistics().refusals == 1
     assert first.state is below.state is SequenceState.RUNNING
     world.cache.hogged = 0
@@ -968,7 +970,7 @@ def test_cancelling_releases_in_the_next_plan() -> None:
     sequences = world.add([1, 2, 3], max_tokens=50, n=2, ends=())
     for _ in range(6):
         world.turn()
-    world.scheduler.cancel(sequences)
+    world.scheduler.end(sequences, FinishReason.CANCELLED)
     plan = world.scheduler.schedule()
     assert len(plan.release_ids) == 2
     assert not plan.asks_to_compute
@@ -978,7 +980,7 @@ def test_cancelling_releases_in_the_next_plan() -> None:
 def test_cancelling_while_the_admission_is_under_way_gives_the_blocks_back() -> None:
     world = World(limits())
     sequences = world.add([1, 2, 3], max_tokens=50)
-    world.plan(between=lambda: world.scheduler.cancel(sequences))
+    world.plan(between=lambda: world.scheduler.end(sequences, FinishReason.CANCELLED))
     assert len(world.scheduler.schedule().release_ids) == 1
     world.run()
     assert world.output[sequences[0].arrival] == []
@@ -1198,7 +1200,7 @@ def test_who_is_cancelled_leaves_the_host_tier_with_the_next_plan() -> None:
     world = crowded()
     offloaded = until_offloaded(world)
     host_id = offloaded.host_id
-    world.scheduler.cancel([offloaded])
+    world.scheduler.end([offloaded], FinishReason.CANCELLED)
     assert host_id in world.scheduler.schedule().release_ids
     world.run()
 
@@ -1209,7 +1211,7 @@ def test_who_is_cancelled_before_it_left_is_released_instead() -> None:
         world.turn()
     (sequence,) = world.scheduler._queues.offloads.values()
     host_id = sequence.host_id
-    world.scheduler.cancel([sequence])
+    world.scheduler.end([sequence], FinishReason.CANCELLED)
     plan = world.scheduler.schedule()
     assert (plan.offload_ids, plan.release_ids) == ((), (host_id,))
     world.run()
@@ -1288,7 +1290,7 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
         if alive:
             request_id = data.draw(st.sampled_from(alive), label="cancel")
             cancelled.add(request_id)
-            world.scheduler.cancel([s for s in sequences if s.request_id == request_id])
+            world.scheduler.end([s for s in sequences if s.request_id == request_id], FinishReason.CANCELLED)
 
     def end_one() -> None:
         nonlocal num_breaks
@@ -1363,6 +1365,7 @@ class Pressure:
     num_requests: int = 12
     priorities: tuple[int, ...] = (0,)
     quota: int = 0
+    tenants: tuple[str, ...] = ("",)
 
     def run(self, seed: int) -> tuple[World, list[Sequence]]:
         """Runs it to its end; at each plan nobody is preempted who must not be."""
@@ -1377,7 +1380,8 @@ class Pressure:
                 prompt = [dice.randrange(VOCABULARY) for _ in range(dice.randint(1, self.longest // 2))]
                 num_new = self.longest - len(prompt)
                 priority = dice.choice(self.priorities)
-                sequences += world.add(prompt, max_tokens=num_new, priority=priority, ends=(), seed=turn)
+                asked = {"priority": priority, "tenant": dice.choice(self.tenants)}
+                sequences += world.add(prompt, max_tokens=num_new, ends=(), seed=turn, **asked)
             if not world.scheduler.has_work:
                 return world, sequences
             self.turn(world)
@@ -1418,8 +1422,11 @@ def test_pressure_ends_and_wastes_little(pressure: Pressure, seed: int) -> None:
 class Stubborn:
     """A policy that says no to everything, and yes when it must not matter."""
 
-    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+    def rank(self, sequence: Sequence, view: PoolView) -> tuple[int, ...]:
         return (sequence.priority,)
+
+    def ended(self, sequence: Sequence) -> None:
+        pass
 
     def victim(self, needy: Sequence, candidates: list[Sequence], *, missing_blocks: int, view: PoolView) -> None:
         return None
@@ -1429,6 +1436,9 @@ class Stubborn:
 
     def admits(self, newcomer: Sequence, view: PoolView) -> bool:
         return False
+
+    def divide(self, prompts: list[Sequence], newcomer: Sequence | None, *, budget: int) -> list[int]:
+        return [0] * len(prompts)
 
 
 def test_with_a_policy_that_refuses_everything_all_requests_end_in_its_order() -> None:
@@ -1461,6 +1471,88 @@ def test_every_request_ends_with_any_policy(policy: type[Stubborn], seed: int) -
     world.run()
     for sequence in sequences:
         assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
+# Tenants.
+
+
+def busy(num_requests: int, prompt: int, max_tokens: int = 40, **changes: int) -> World:
+    """A world in which one tenant has so many requests, and some of them run."""
+    world = World(limits(**({"num_blocks": 4096, "max_sequence_tokens": 2048} | changes)))
+    world.scheduler._verify = False  # everything else here holds it
+    for index in range(num_requests):
+        world.add([index % VOCABULARY] * prompt, max_tokens=max_tokens, tenant="many", ends=(), seed=index)
+    for _ in range(100):
+        world.turn()
+    return world
+
+
+def steps_until_first_token(world: World, sequence: Sequence) -> int:
+    before = world.scheduler.statistics().planned_steps
+    while not world.output[sequence.arrival]:
+        world.turn()
+    return world.scheduler.statistics().planned_steps - before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes"),
+    [
+        (24, {"max_running_sequences": 4}),  # all places are taken
+        (1500, {}),  # a prompt of a hundred steps is being computed
+        (24, {"num_blocks": 40}),  # all blocks are taken
+    ],
+)
+def test_a_thousand_requests_of_a_tenant_hardly_delay_another_ones(prompt: int, changes: dict[str, int]) -> None:
+    own = list(range(6)) * 6
+    world = busy(1000, prompt, **changes)
+    (single,) = world.add(own, max_tokens=4, tenant="single", ends=())
+    # It gets half of what at most 8 decodes leave of a step of 16 tokens; and the steps in flight go first.
+    assert steps_until_first_token(world, single) <= 36 // 4 + 3
+
+
+def test_tenants_get_prompts_by_weight() -> None:
+    world = World(limits(num_blocks=4096, max_sequence_tokens=2048), PriorityPolicy({"gold": 3.0}))
+    gold, plain = (world.add([i] * 1000, max_tokens=1, tenant=t, ends=())[0] for i, t in enumerate(("gold", "plain")))
+    for _ in range(40):
+        world.turn()
+    assert gold.num_scheduled_tokens == pytest.approx(3 * plain.num_scheduled_tokens, rel=0.1)
+
+
+def test_tenants_with_equal_lines_end_alternately() -> None:
+    world = World(limits(num_blocks=4096, max_running_sequences=2))
+    many = [world.add([1] * 8, max_tokens=8, tenant="many", ends=())[0] for _ in range(20)]
+    few = [world.add([2] * 8, max_tokens=8, tenant="few", ends=())[0] for _ in range(10)]
+    order = finish_order(world, [*many, *few])
+    assert {sequence.tenant for sequence in order[-9:]} == {"many"}, "the shorter line ends in the middle"
+    assert sum(sequence.tenant == "few" for sequence in order[:10]) in (4, 5, 6)
+
+
+def test_a_tenant_that_asked_for_nothing_has_saved_nothing() -> None:
+    world = World(limits(num_blocks=4096, max_running_sequences=2))
+    for _ in range(30):
+        (one,) = world.add([1] * 8, max_tokens=8, tenant="early", ends=())
+        finish_order(world, [one])
+    early = [world.add([1] * 8, max_tokens=8, tenant="early", ends=())[0] for _ in range(10)]
+    late = [world.add([2] * 8, max_tokens=8, tenant="late", ends=())[0] for _ in range(10)]
+    order = finish_order(world, [*early, *late])
+    assert sum(sequence.tenant == "early" for sequence in order[:10]) in (4, 5, 6)
+
+
+@pytest.mark.parametrize("pressure", [PRESSURES[0], PRESSURES[2], PRESSURES[4]], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_pressure_of_several_tenants_ends_and_wastes_little(pressure: Pressure, seed: int) -> None:
+    world, sequences = replace(pressure, tenants=("a", "a", "a", "b", "c")).run(seed)
+    for sequence in sequences:
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+    statistics = world.scheduler.statistics()
+    assert statistics.scheduled_tokens <= 3 * sum(len(sequence.token_ids) for sequence in sequences)
+    assert not world.scheduler._policy._shares._accounts, "nothing is kept of tenants without requests"
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1001.0, float("nan")])
+def test_weights_have_a_range(weight: float) -> None:
+    with pytest.raises(InvalidRequest, match="weights"):
+        PriorityPolicy({"gold": weight})
 
 
 def test_quire_errors_know_their_numbers() -> None:
