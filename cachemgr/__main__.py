@@ -16,21 +16,20 @@ import click
 from prometheus_client.metrics_core import Metric
 
 from quire.cache.v1 import cache_service_pb2_grpc
-from quire.cachemgr._core import POLICIES
-from quire.cachemgr.bounds import MAX_LEASES
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
-from quire.cachemgr.ledger import DEFAULT_POLICY
+from quire.cachemgr.flags import OWN_FLAGS
 from quire.cachemgr.metrics import metric_families
 from quire.cachemgr.roles import MESSAGE_LIMITS, ROLES
 from quire.cachemgr.servicer import CacheServicer
 from quire.cachemgr.shares import Shares, watch_shares
 from quire.cachemgr.state import StateDirectory, StateUnusable
 from quire.cachemgr.statuses import DOMAIN
+from quire.serving.flags import add_flags, command_settings
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
-from quire.serving.options import FILE, ServerOptions, command_settings, option, server_options
+from quire.serving.options import ServerOptions, server_options
 from quire.serving.runtime import keep_little_free_memory, tune_garbage_collector
 from quire.serving.runtime_folder import default_listen
 from quire.serving.server import CannotStartError, Server, StopSignals, run
@@ -131,33 +130,7 @@ def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> I
 
 @click.command(name="cachemgr", cls=CachemgrCommand, context_settings=command_settings("QUIRE_CACHEMGR"))
 @server_options(default_listen=default_listen("cachemgr"))
-@option(
-    "--eviction-policy",
-    type=click.Choice(POLICIES),
-    default=DEFAULT_POLICY,
-    help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or the "
-    "least recently used.",
-)
-@option(
-    "--max-leases",
-    type=click.IntRange(min=1),
-    default=MAX_LEASES,
-    metavar="NUMBER",
-    help="Leases that there may be at a time, of all tenants together.",
-)
-@option(
-    "--tenants",
-    type=FILE,
-    metavar="FILE",
-    help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
-)
-@option(
-    "--state-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Where to write down every change, so that a restart goes on with the same leases, blocks and prefixes. It is "
-    "made if it is not there. Without one a restart makes every worker begin a new epoch.",
-)
+@add_flags(OWN_FLAGS)
 def main(
     server: ServerOptions, eviction_policy: str, max_leases: int, tenants: Path | None, state_dir: Path | None
 ) -> None:

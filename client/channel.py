@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -15,8 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import error_pb2
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import InvalidRequest, ProtocolViolation, QuireError, Unavailable, error_of_reason
-from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
+from quire.client.errors import ProtocolViolation, QuireError, Unavailable, error_of_reason
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -51,13 +49,8 @@ _UNAVAILABLE_CODES = frozenset(
 def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
     """A channel to "unix:/path" or "host:port"; connects by itself, again and again.
 
-    Raises CredentialsUnusable, and InvalidRequest for the path of a socket that is too long.
+    Raises CredentialsUnusable, and InvalidRequest for what is no address.
     """
-    num_bytes = len(os.fsencode(address.removeprefix("unix:")))
-    if address.startswith("unix:") and num_bytes > MAX_SOCKET_PATH_BYTES:
-        raise InvalidRequest(
-            f"{address}: the path has {num_bytes} bytes; a unix socket's must be at most {MAX_SOCKET_PATH_BYTES}"
-        )
     return credentials.open_channel(address, CHANNEL_OPTIONS)
 
 

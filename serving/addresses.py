@@ -1,4 +1,4 @@
-"""Addresses to listen on and to dial: "unix:/path" and "host:port".
+"""Addresses to listen on and to dial: "unix:/path" and "host:port"; which of them are this machine.
 
 A unix socket outlives a killed server as a file that nobody answers on. gRPC removes any such file before it binds,
 also one that a living server still answers on; that server then runs on, unreachable. So a socket is claimed before it
@@ -8,6 +8,7 @@ folder, so two servers that start together can't both pass; the lock leaves no f
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import re
 import socket
@@ -98,6 +99,26 @@ def _parse_tcp(text: str, *, lowest_port: int) -> TcpAddress:
     return TcpAddress(host, int(port_text))
 
 
+def is_local(address: Address) -> bool:
+    """True if nothing sent there leaves this machine: a unix socket, a loopback address, a name of only such.
+
+    Raises AddressError for a name that nobody knows.
+    """
+    if isinstance(address, UnixAddress):
+        return True
+    try:
+        found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise AddressError(f"{address}: no such host ({error})") from error
+    return all(_is_loopback(str(sockaddr[0])) for *_, sockaddr in found)
+
+
+def _is_loopback(host: str) -> bool:
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
 def remove_stale_socket(path: str) -> None:
     """Removes the socket file at `path` if no server answers on it. Nothing there is fine.
 
@@ -112,12 +133,13 @@ def remove_stale_socket(path: str) -> None:
         raise AddressError(f"unix:{path}: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
         raise AddressInUseError(f"unix:{path}: there is a file that is no socket; not touching it")
-    if _somebody_answers(path):
+    if is_answered(path):
         raise AddressInUseError(f"unix:{path}: another server is listening there")
     Path(path).unlink(missing_ok=True)
 
 
-def _somebody_answers(path: str) -> bool:
+def is_answered(path: str) -> bool:
+    """Say if a process answers on the unix socket at `path`. Raises AddressError if that can't be told."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:

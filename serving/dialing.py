@@ -1,30 +1,33 @@
-"""How a server process dials another one: TLS to host:port if it was given authorities, a token with every call.
+"""How cachemgr and a worker are dialed, by clients and by a worker: TLS to host:port if there are authorities, a token.
 
 Files are read when a channel is made, so a channel made later has the certificate of then; a token is read again when
 its file has changed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
-from quire.serving.addresses import Address, UnixAddress
-from quire.serving.tls import check_certificate, is_local
+from quire.serving.addresses import Address, UnixAddress, is_local
+from quire.serving.tls import check_certificate
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 ChannelOptions = Sequence[tuple[str, int | str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DialOptions:
-    """What to dial with.
+    """What to show, and whom to trust. Addresses "unix:/path" are never TLS.
 
-    tls_ca            authorities of the server's certificate, PEM; None: plain text
-    tls_cert, tls_key  a client certificate's chain and key, PEM; None: there is none
-    tls_server_name   whose certificate the server must have; None: the host's that is dialed
-    token_file        a file with the token to show; None: there is none
+    tls_ca             authorities of the server's certificate, PEM; given: TLS to every host:port
+    tls_cert, tls_key  a client certificate's chain and its private key, PEM
+    tls_server_name    whose certificate the server must have; None: the host's that is dialed
+    token_file         a file that holds the token; read again when it changes
+    token              the token itself
+
+    Raises ValueError, which names the flags, for values that do not go together.
     """
 
     tls_ca: Path | None = None
@@ -32,6 +35,15 @@ class DialOptions:
     tls_key: Path | None = None
     tls_server_name: str | None = None
     token_file: Path | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_ca is None and (self.tls_cert is not None or self.tls_server_name is not None):
+            raise ValueError("--tls-cert and --tls-server-name need --tls-ca")
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("there is a token and a --token-file: give one of them")
 
 
 class Dialer:
@@ -40,13 +52,14 @@ class Dialer:
     def __init__(self, address: Address, options: DialOptions) -> None:
         self.address = address
         self._options = options
-        self._token = None if options.token_file is None else watched_token(options.token_file)
+        self._token = _token_of(options)
         self.uses_tls = options.tls_ca is not None and not isinstance(address, UnixAddress)
         if self.uses_tls:
             self._credentials()
         elif self._token is not None and not is_local(address):
             raise FileError(
-                f"{address}: a token is not sent to another machine in plain text; give authorities, for TLS"
+                f"{address}: a token is not sent to another machine in plain text; give the authorities of its "
+                "certificate (tls-ca)"
             )
 
     def open(self, options: ChannelOptions) -> grpc.aio.Channel:
@@ -57,9 +70,14 @@ class Dialer:
         override = () if name is None else (("grpc.ssl_target_name_override", name),)
         return grpc.aio.secure_channel(str(self.address), self._credentials(), options=(*options, *override))
 
+    @property
+    def shows_token(self) -> bool:
+        """True if there is a token."""
+        return self._token is not None
+
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What to send with a call."""
-        return () if self._token is None else (("authorization", f"Bearer {self._token.current()}"),)
+        return () if self._token is None else (("authorization", f"Bearer {self._token()}"),)
 
     def _credentials(self) -> grpc.ChannelCredentials:
         given = self._options
@@ -71,14 +89,24 @@ class Dialer:
         return grpc.ssl_channel_credentials(read_bytes(given.tls_ca), key, cert)
 
 
-def watched_token(path: Path) -> WatchedFiles[str]:
-    """The token in a file. Raises FileError if there is none."""
-    return WatchedFiles("token", [path], lambda: read_token(path))
+def _token_of(options: DialOptions) -> Callable[[], str] | None:
+    """A function that returns the token to show now; None if there is none. Raises FileError if it is no token."""
+    path = options.token_file
+    if path is not None:
+        return WatchedFiles("token", [path], lambda: read_token(path)).current
+    if options.token is None:
+        return None
+    token = _one_word(options.token.encode(), "the token")
+    return lambda: token
 
 
 def read_token(path: Path) -> str:
     """A token: one word, printable ASCII. Raises FileError, which does not quote it."""
-    words = read_bytes(path).split()
+    return _one_word(read_bytes(path), str(path))
+
+
+def _one_word(text: bytes, where: str) -> str:
+    words = text.split()
     if len(words) != 1 or not words[0].isascii() or not words[0].decode("ascii").isprintable():
-        raise FileError(f"{path}: must hold one token, a word of printable ASCII")
+        raise FileError(f"{where}: must be one token, a word of printable ASCII")
     return words[0].decode()

@@ -1,4 +1,4 @@
-"""What `--help` of a server says: its flags by what they are about, then signals, exit statuses, environment, files."""
+"""What `--help` of a server says: its flags by what they are about, then addresses, signals, …"""
 
 from collections.abc import Iterable
 
@@ -18,6 +18,7 @@ SIGNALS = (
     ("SIGTERM, SIGINT", "Drain: health is NOT_SERVING, new work is refused, what has begun finishes; then exit."),
     ("the second one", "Exit at once."),
 )
+ADDRESSES = (("host:port", "Port 0 asks for a free one; the log says which."),)
 EXIT_STATUSES = (
     ("0", "It was told to stop, and did."),
     ("1", "It could not start, or had to stop: the last line of the log says why."),
@@ -42,6 +43,7 @@ class ServerCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         prefix = f"{ctx.auto_envvar_prefix}_"
+        write_section(formatter, "Addresses", ADDRESSES)
         write_section(formatter, "Signals", SIGNALS)
         write_section(formatter, "Exit status", EXIT_STATUSES)
         environment = [(f"{prefix}FLAG", "Stands for --flag; the flag wins. A list is separated by spaces.")]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.serving.access import Access, Roles
-from quire.serving.addresses import Address, AddressError, TcpAddress
-from quire.serving.tls import ServerTls, TlsFiles, is_local
+from quire.serving.addresses import Address, AddressError, TcpAddress, is_local
+from quire.serving.tls import ServerTls, TlsFiles
 
 
 @dataclass(frozen=True, slots=True)

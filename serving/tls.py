@@ -13,8 +13,6 @@ from typing import Any
 
 import grpc
 
-from quire.serving.addresses import Address, AddressError, UnixAddress
-from quire.serving.loopback import is_loopback_host
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\s*", re.DOTALL)
@@ -183,16 +181,3 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SS
         if is_done:
             break
     return server_side, client_side
-
-
-def is_local(address: Address) -> bool:
-    """True if nothing sent there leaves this machine: a unix socket, a loopback address, a name of only such.
-
-    Raises AddressError for a name that nobody knows.
-    """
-    if isinstance(address, UnixAddress):
-        return True
-    try:
-        return is_loopback_host(address.host)
-    except (OSError, UnicodeError) as error:
-        raise AddressError(f"{address}: no such host ({error})") from error

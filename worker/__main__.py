@@ -15,9 +15,10 @@ import click
 
 from quire.serving.addresses import Address
 from quire.serving.dialing import DialOptions
+from quire.serving.flags import DIAL_ADDRESS, command_settings, option
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
-from quire.serving.options import DIAL_ADDRESS, ServerOptions, command_settings, dial_options, option, server_options
+from quire.serving.options import ServerOptions, dial_options, server_options
 from quire.serving.runtime_folder import default_cachemgr, default_listen
 from quire.serving.server import run
 from quire.worker.config import (

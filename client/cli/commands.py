@@ -9,16 +9,28 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from quire.cachemgr.flags import OWN_FLAGS
 from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
 from quire.client.errors import InvalidRequest, QuireError, Unavailable
+from quire.serving.flags import (
+    DIAL_FLAGS,
+    LISTEN_ADDRESS,
+    Flag,
+    add_flags,
+    command_settings,
+    dial_flags,
+    option,
+    options_of,
+    server_flags,
+)
 from quire.serving.runtime_folder import default_cachemgr, serving_folder
 
-option = functools.partial(click.option, show_default=True, show_envvar=True)
 # A package of each extra that tells whether it is installed.
 _MARKS = {
     "client": "rich",
@@ -28,52 +40,9 @@ _MARKS = {
 }
 # Everything a service's own parser should see, help included.
 _PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-_CREDENTIALS = {
-    "tls_ca": ("FILE", "Authorities of the servers' certificates, PEM. Given: TLS to every host:port."),
-    "tls_cert": ("FILE", "A client certificate's chain, PEM."),
-    "tls_key": ("FILE", "Its private key, PEM, without a password."),
-    "tls_server_name": ("NAME", "Whose certificate the servers must have, if not that of the host dialed."),
-    "token_file": ("FILE", "Holds the token to show to both services."),
-}
-# Flags of the services that `quire up` passes on: metavar, None for a switch, and help. All others go to the worker.
-_TO_BOTH = {
-    "--tls-cert": ("FILE", "The certificate's chain of both services, PEM: TLS on every TCP port."),
-    "--tls-key": ("FILE", "The certificate's private key, PEM, without a password."),
-    "--tls-client-ca": ("FILE", "Authorities of client certificates, PEM: every TCP connection must bring one."),
-    "--token-file": (
-        "FILE",
-        "Who may call, a line each: NAME ROLES SHA256|cert. The worker needs a --cachemgr-token-file then.",
-    ),
-    "--allow-plaintext": (None, "Serve without TLS where others can read it: on addresses that are not loopback."),
-    "--log-level": ("LEVEL", "The least severe log lines of both services."),
-    "--log-format": ("FORMAT", "The services' log lines: text, or json."),
-    "--otlp-endpoint": (
-        "URL",
-        "Where both services send OpenTelemetry traces, OTLP over gRPC: http://host:port.",
-    ),
-    "--drain-timeout": ("SECONDS", "At the end, how long work that has begun may take: 10 at most."),
-}
-_TO_CACHEMGR = {
-    "--state-dir": ("DIR", "Where cachemgr writes down every change, for its next start."),
-    "--tenants": ("FILE", "What each tenant may have of the pools' blocks, TOML."),
-    "--eviction-policy": ("NAME", "Which cached blocks cachemgr gives up first: lineage, or lru."),
-    "--max-leases": ("NUMBER", "Leases that there may be at a time."),
-}
-# Addresses: each service has its own, as --cachemgr-listen and --worker-listen.
-_TO_EACH = {
-    "--listen": ("ADDRESS", "Where {} serves beside its socket: host:port or unix:/path. May be given several times."),
-    "--metrics-listen": ("HOST:PORT", "Where {} serves Prometheus metrics."),
-    "--health-listen": ("HOST:PORT", "Where {} answers grpc.health.v1, in plain text, and nothing else."),
-    "--token-listen": (
-        "HOST:PORT",
-        "Where {} serves with TLS but without client certificates. May be given several times.",
-    ),
-}
-_REPEATED = ("--listen", "--token-listen")
 _SERVICES = ("cachemgr", "worker")
 # Flags of a service that `quire up` does not take.
 _NOT_OF_UP = {
-    **{flag: f"give --cachemgr{flag[1:]} and --worker{flag[1:]}" for flag in _TO_EACH},
     "--cachemgr": "the worker's cachemgr is the one that is started here",
     "--check": "it is done at each start",
 }
@@ -148,42 +117,67 @@ def _known_ports(_: click.Context, __: click.Parameter, given: str | tuple[str, 
     return given
 
 
+def _own_addresses() -> list[click.Option]:
+    """The addresses to listen on. Each service has its own, as --cachemgr-listen and --worker-listen."""
+    return [each for each in options_of(server_flags(default_listen="")) if each.type is LISTEN_ADDRESS]
+
+
+def _passed_on() -> Iterator[tuple[str, click.Option, tuple[str, ...]]]:
+    """The services' flags that `quire up` has: its name here, the service's option, and which services get it.
+
+    All other flags go to the worker.
+    """
+    for each in options_of(server_flags(default_listen="")):
+        if each.type is not LISTEN_ADDRESS and each.opts[0] not in _NOT_OF_UP:
+            yield each.opts[0], each, _SERVICES
+    yield from ((each.opts[0], each, ("cachemgr",)) for each in options_of(OWN_FLAGS))
+    for service in _SERVICES:
+        yield from ((f"--{service}{each.opts[0][1:]}", each, (service,)) for each in _own_addresses())
+
+
 def _service_options(command: Any) -> Any:
     """Adds the services' flags that `quire up` knows.
 
     The command receives those that were given as `cachemgr_flags` and `worker_flags`, ready for the services.
     """
+    passed_on = list(_passed_on())
 
     @functools.wraps(command)
     def with_services(*args: Any, worker_flags: tuple[str, ...], **values: Any) -> Any:
-        for flag, instead in _NOT_OF_UP.items():
-            if any(each == flag or each.startswith(f"{flag}=") for each in worker_flags):
-                raise click.UsageError(f"{flag} can't be passed on: {instead}.")
+        _refuse_others(worker_flags)
         given: dict[str, list[str]] = {service: [] for service in _SERVICES}
-        for flag in (*_TO_BOTH, *_TO_CACHEMGR):
-            passed = _as_arguments(flag, values.pop(_name_of(flag)))
-            for service in _SERVICES if flag in _TO_BOTH else ("cachemgr",):
+        for flag, of_service, services in passed_on:
+            passed = _as_arguments(of_service.opts[0], values.pop(_name_of(flag)))
+            for service in services:
                 given[service] += passed
-        for service in _SERVICES:
-            for flag in _TO_EACH:
-                given[service] += _as_arguments(flag, values.pop(_name_of(f"--{service}{flag[1:]}")))
         flags = {f"{service}_flags": tuple(found) for service, found in given.items()}
         flags["worker_flags"] += worker_flags
         return command(*args, **flags, **values)
 
-    decorated: Any = with_services
-    for flag, (metavar, text) in reversed((_TO_BOTH | _TO_CACHEMGR).items()):
-        decorated = option(flag, metavar=metavar, is_flag=metavar is None, help=text)(decorated)
-    for service in reversed(_SERVICES):
-        for flag, (metavar, text) in reversed(_TO_EACH.items()):
-            decorated = option(
-                f"--{service}{flag[1:]}",
-                multiple=flag in _REPEATED,
-                callback=_known_ports,
-                metavar=metavar,
-                help=text.format(service if service == "cachemgr" else f"the {service}"),
-            )(decorated)
-    return decorated
+    return add_flags([_flag_of_up(*each) for each in passed_on])(with_services)
+
+
+def _flag_of_up(flag: str, of_service: click.Option, services: tuple[str, ...]) -> Flag:
+    """A flag as the service has it, but for its value, which goes to the service as it is written, and its default."""
+    is_as_written = not isinstance(of_service.type, click.Choice | click.types.BoolParamType)
+    return option(
+        flag,
+        type=str if is_as_written else of_service.type,
+        is_flag=of_service.is_flag,
+        multiple=of_service.multiple,
+        callback=_known_ports if of_service.type is LISTEN_ADDRESS else None,
+        metavar=of_service.metavar,
+        help=of_service.help if services == _SERVICES else f"{services[0]}: {of_service.help}",
+    )
+
+
+def _refuse_others(worker_flags: tuple[str, ...]) -> None:
+    """Raises click.UsageError for a flag that can't be passed on to the worker."""
+    own = (each.opts[0] for each in _own_addresses())
+    refused = _NOT_OF_UP | {flag: f"give --cachemgr{flag[1:]} and --worker{flag[1:]}" for flag in own}
+    for flag, instead in refused.items():
+        if any(each == flag or each.startswith(f"{flag}=") for each in worker_flags):
+            raise click.UsageError(f"{flag} can't be passed on: {instead}.")
 
 
 def _name_of(flag: str) -> str:
@@ -217,24 +211,15 @@ def _credentials_options(command: Any) -> Any:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it writes of a failed handshake; we say it ourselves
         from quire.client.credentials import Credentials
 
-        given = {name: values.pop(name) for name in _CREDENTIALS}
-        return command(*args, credentials=Credentials(**given), **values)
+        credentials = Credentials(**{name: values.pop(name) for name in DIAL_FLAGS})
+        return command(*args, credentials=credentials, **values)
 
-    decorated: Any = with_credentials
-    for name, (metavar, text) in reversed(_CREDENTIALS.items()):
-        kind = click.Path(dir_okay=False, path_type=Path) if metavar == "FILE" else str
-        flag = f"--{name.replace('_', '-')}"
-        decorated = option(flag, envvar=f"QUIRE_{name.upper()}", type=kind, metavar=metavar, help=text)(decorated)
-    return decorated
+    return add_flags(dial_flags("both services", envvar_prefix="QUIRE"))(with_credentials)
 
 
 @click.group(
     cls=CommandLine,
-    context_settings={
-        "auto_envvar_prefix": "QUIRE",
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 110,
-    },
+    context_settings=command_settings("QUIRE"),
 )
 @click.version_option(package_name="quire-kv", prog_name="quire")
 def quire() -> None:
@@ -281,9 +266,11 @@ def up(
 ) -> None:
     """Start both services on this machine, and keep them until Ctrl-C.
 
-    They serve on unix sockets in a runtime folder. Prints where they are once both are ready. Flags that are not listed
-    here go to the worker: see `quire worker --help`. Both services check their flags before anything starts. If one of
-    the two dies, the other is ended and the status is 1.
+    They serve on unix sockets in a runtime folder, and also where --cachemgr-listen and --worker-listen say. Prints
+    where they are once both are ready. Flags that are not listed here go to the worker: see `quire worker
+    --help`. Both services check their flags before anything starts. With --token-file the worker needs a
+    --cachemgr-token-file. If one of the two dies, the other is ended and the status is 1. At the end each service has
+    10 seconds at most, whatever --drain-timeout says.
 
     \b
     Examples:

@@ -21,7 +21,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2
 
+from quire.serving import addresses
 from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES, short_temporary_folder
 
 CACHEMGR_START_TIMEOUT_S = 30.0
@@ -43,7 +43,6 @@ STOP_TIMEOUT_S = 10.0
 _GUARDED = Path(__file__).with_name("guarded.py")
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 30
-_PROBE_TIMEOUT_S = 2.0
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -511,16 +510,11 @@ def _address_of(name: str, folder: Path) -> str:
 
 
 def is_answered(path: Path) -> bool:
-    """Say if a process answers on the unix socket at `path`."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PROBE_TIMEOUT_S)
-        try:
-            probe.connect(str(path))
-        except TimeoutError:
-            return True  # the queue of connections is full: the process is slow and lives
-        except OSError:
-            return False
-    return True
+    """Say if a process answers on the unix socket at `path`; none does that this user can't reach."""
+    try:
+        return addresses.is_answered(str(path))
+    except addresses.AddressError:
+        return False
 
 
 def _exit_on_signal(number: int, _: FrameType | None) -> None:

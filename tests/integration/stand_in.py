@@ -24,9 +24,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from quire.serving.access import Role, caller
 from quire.serving.errors import CallEnded, ErrorStatus
+from quire.serving.flags import command_settings, option
 from quire.serving.logs import configure_logging
 from quire.serving.metrics import MetricsPage
-from quire.serving.options import ServerOptions, command_settings, option, server_options
+from quire.serving.options import ServerOptions, server_options
 from quire.serving.receiving import MAX_MESSAGE_BYTES
 from quire.serving.server import Server, StopSignals, run
 

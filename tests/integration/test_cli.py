@@ -406,7 +406,7 @@ def test_two_at_a_time_one_over_tcp_and_its_worker_dies(folder: Path, up: str) -
 def test_an_address_with_too_long_a_path_is_one_line(command: tuple[str, ...], folder: Path) -> None:
     address = f"unix:{folder}/{'x' * 100}"
     (line,) = refused(run(folder, *command, "--cachemgr", address), 1).splitlines()
-    assert f"{address}: the path has" in line
+    assert f"{address!r}: the path has" in line
 
 
 def test_a_given_runtime_folder_keeps_logs_and_is_not_shared(folder: Path) -> None:

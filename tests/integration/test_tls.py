@@ -33,7 +33,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.client import AccessDenied, CacheClient, Credentials, Engine, Unavailable, WorkerClient
+from quire.client import AccessDenied, CacheClient, Credentials, CredentialsUnusable, Engine, Unavailable, WorkerClient
 from quire.client.cli.launch import LocalServices
 from quire.client.engine.sampling import SamplingParams
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -201,7 +201,11 @@ def test_who_has_the_wrong_certificate_gets_no_connection(cluster: Cluster, tmp_
     expired = cluster.authority.issue("engine.example", days=-1)
     asyncio.run(ask(Credentials(tls_ca=ours)))
     asyncio.run(ask(Credentials(tls_ca=ours, tls_cert=theirs.cert, tls_key=theirs.key)))
-    asyncio.run(ask(Credentials(tls_ca=ours, tls_cert=expired.cert, tls_key=expired.key)))
+    with pytest.raises(CredentialsUnusable, match="certificate has expired"):
+        CacheClient(cluster.cachemgr, credentials=Credentials(tls_ca=ours, tls_cert=expired.cert, tls_key=expired.key))
+    shown = grpc.ssl_channel_credentials(*(path.read_bytes() for path in (ours, expired.key, expired.cert)))
+    with grpc.secure_channel(cluster.cachemgr, shown) as channel, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+        cache_service_pb2_grpc.CacheServiceStub(channel).ListPools(cache_service_pb2.ListPoolsRequest(), timeout=3.0)
     assert "CERTIFICATE_VERIFY_FAILED" in asyncio.run(ask(Credentials(tls_ca=stranger.path)))
     other = cluster.authority.issue("engine.example")
     elsewhere = Credentials(tls_ca=ours, tls_cert=other.cert, tls_key=other.key, tls_server_name="other.example")

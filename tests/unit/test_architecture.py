@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROTOS = ("quire.cache.v1", "quire.compute.v1")
 
+# What servers and clients share, of serving: how a service is found and dialed, flags, traces, metrics.
+SHARED = ("addresses", "dialing", "flags", "loop_collector", "runtime_folder", "tracing")
 # What of quire each folder may import besides itself.
 MAY_IMPORT = {
     "protos": PROTOS,
@@ -18,8 +21,8 @@ MAY_IMPORT = {
     "cachemgr": ("quire.serving", *PROTOS),
     "worker": ("quire.serving", "quire.kernels", *PROTOS),
     "kernels": (),
-    # The one rule for the default address, and for which hosts are this machine.
-    "client": ("quire.serving.runtime_folder", "quire.serving.loopback", *PROTOS),
+    # cachemgr's flags are for `quire up` alone.
+    "client": (*(f"quire.serving.{module}" for module in SHARED), "quire.cachemgr.flags", *PROTOS),
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
@@ -28,19 +31,21 @@ MUST_NOT_IMPORT = {
     "client": ("torch", "triton"),
     "kernels": ("transformers", "grpc", "google"),
 }
-# What of client its folders must not import: the thin clients know no engine, and the engine no command line.
+# What client's folders must not import: the thin clients know no engine, and the engine no command line.
 WITHIN_CLIENT = {
-    "client": ("quire.client.engine.engine", "quire.client.cli"),
-    "client/engine": ("quire.client.cli",),
+    "client": ("quire.client.engine.engine", "quire.client.cli", "quire.cachemgr"),
+    "client/engine": ("quire.client.cli", "quire.cachemgr"),
 }
+# What every install has; the rest comes with extras.
+ALWAYS_INSTALLED = ("quire", "click", "google", "grpc", "prometheus_client", *sys.stdlib_module_names)
 # Modules that decide and touch nothing: no gRPC, tensors, clock, randomness, logging or metrics, and of quire only
 # each other.
 PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry", "leases", "ledger"),
     "client": (
         "errors",
-        *(f"engine.{name}" for name in ("drafting", "fairness", "plans", "policy", "queues", "room", "sampling")),
-        *("engine.scheduler", "engine.sequence", "engine.tier"),
+        *(f"engine.{name}" for name in ("drafting", "fairness", "flight", "plans", "policy", "queues", "room")),
+        *(f"engine.{name}" for name in ("sampling", "scheduler", "sequence", "tier")),
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.
@@ -143,6 +148,22 @@ def test_folders_import_only_what_the_walls_let_through(folder: str) -> None:
     assert not any(found.values()), "\n".join(show(path, bad) for path, bad in found.items() if bad)
 
 
+def test_what_clients_share_with_servers_needs_no_extra() -> None:
+    waiting = [ROOT / f"serving/{module}.py" for module in SHARED]
+    seen: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        found = imports_of(path)
+        extra = [each for each in found if not each.is_within(ALWAYS_INSTALLED)]
+        assert not extra, show(path, extra)
+        waiting += [
+            ROOT / "serving" / f"{each.module.split('.')[2]}.py" for each in found if each.is_within(("quire.serving",))
+        ]
+
+
 @pytest.mark.parametrize("module", CORE_MODULES)
 def test_one_module_of_the_core_knows_python_and_one_acts(module: str) -> None:
     found = {name for name in IMPURE_IN_CORE if name in (CORE_SOURCE / module).read_text()}
@@ -200,6 +221,7 @@ def test_kernels_is_no_package_to_transformers() -> None:
         ("worker", "import quire.cachemgr.pool"),
         ("worker", "from quire.client.cli.launch import LocalServices"),
         ("client", "import quire.worker.servicer as s"),
+        ("client", "from quire.serving.server import run"),
         ("client", "from quire.kernels import reference"),
         ("serving", "from quire.cache.v1 import cache_service_pb2"),
         ("kernels", "import quire.worker"),

@@ -13,14 +13,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from quire.client import credentials as client_credentials
 from quire.client.cli.token import PREFIX, run_token
 from quire.client.credentials import Credentials
-from quire.client.errors import CredentialsUnusable
-from quire.serving.addresses import AddressError, TcpAddress, UnixAddress, parse_listen_address
+from quire.client.errors import CredentialsUnusable, InvalidRequest
+from quire.serving.addresses import AddressError, TcpAddress, UnixAddress, is_local, parse_listen_address
 from quire.serving.dialing import Dialer, DialOptions, read_token
 from quire.serving.security import Security, SecurityOptions
-from quire.serving.tls import ServerTls, TlsFiles, check_certificate, is_local, read_certificate
+from quire.serving.tls import ServerTls, TlsFiles, check_certificate, read_certificate
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 
@@ -189,7 +188,6 @@ def test_a_second_write_within_one_tick_of_the_clock_is_seen(tmp_path: Path) -> 
 )
 def test_what_is_local(address: str, expected: bool) -> None:
     assert is_local(parse_listen_address(address)) is expected
-    assert client_credentials.is_local(address) is expected
 
 
 def test_a_name_of_which_one_address_is_not_loopback_is_not_local(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +196,11 @@ def test_a_name_of_which_one_address_is_not_loopback_is_not_local(monkeypatch: p
 
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     assert not is_local(TcpAddress("a", 1))
-    assert not client_credentials.is_local("a:1")
 
 
 def test_a_name_that_nobody_knows_is_not_local() -> None:
     with pytest.raises(AddressError, match="no such host"):
         is_local(TcpAddress("a..b", 1))
-    assert not client_credentials.is_local("a..b:1")
 
 
 def test_plain_text_is_refused_unless_it_is_asked_for_by_name(pair: Pair) -> None:
@@ -259,13 +255,19 @@ def test_a_worker_sends_no_token_in_plain_text(authority: Authority, token_file:
 def test_a_worker_checks_its_certificate_before_it_dials(authority: Authority) -> None:
     expired = authority.issue("w", days=-1)
     with pytest.raises(FileError, match="expired"):
-        Dialer(TcpAddress("192.0.2.1", 1), DialOptions(authority.path, expired.cert, expired.key))
+        Dialer(
+            TcpAddress("192.0.2.1", 1), DialOptions(tls_ca=authority.path, tls_cert=expired.cert, tls_key=expired.key)
+        )
 
 
 def test_a_client_sends_no_token_in_plain_text(token_file: Path) -> None:
     with pytest.raises(CredentialsUnusable, match="in plain text"):
         Credentials(token_file=token_file).open_channel("192.0.2.1:1", ())
     with pytest.raises(CredentialsUnusable, match="in plain text"):
+        Credentials(token="abc").open_channel("192.0.2.1:1", ())
+    with pytest.raises(CredentialsUnusable, match="no such host"):
+        Credentials(token="abc").open_channel("a..b:1", ())
+    with pytest.raises(InvalidRequest, match="'dns:///localhost:1': neither host:port"):
         Credentials(token="abc").open_channel("dns:///localhost:1", ())
 
 
@@ -280,7 +282,7 @@ def test_credentials_that_make_no_sense_are_refused(authority: Authority, pair: 
             Credentials(**options)  # type: ignore[arg-type]
     other = authority.issue("a")
     mixed = Credentials(tls_ca=authority.path, tls_cert=pair.cert, tls_key=other.key)
-    with pytest.raises(CredentialsUnusable, match="the key is not the certificate's"):
+    with pytest.raises(CredentialsUnusable, match="not the key of the certificate"):
         mixed.open_channel("localhost:1", ())
     missing = Credentials(tls_ca=authority.path.with_name("missing"))
     with pytest.raises(CredentialsUnusable, match="missing: No such file"):

@@ -1,0 +1,39 @@
+"""cachemgr's own flags, which a worker does not have. `quire up` has them too."""
+
+from pathlib import Path
+
+import click
+
+from quire.cachemgr._core import POLICIES
+from quire.cachemgr.bounds import MAX_LEASES
+from quire.serving.flags import FILE, Flag, option
+
+OWN_FLAGS: list[Flag] = [
+    option(
+        "--eviction-policy",
+        type=click.Choice(POLICIES),
+        default=POLICIES[0],
+        help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or "
+        "the least recently used.",
+    ),
+    option(
+        "--max-leases",
+        type=click.IntRange(min=1),
+        default=MAX_LEASES,
+        metavar="NUMBER",
+        help="Leases that there may be at a time, of all tenants together.",
+    ),
+    option(
+        "--tenants",
+        type=FILE,
+        metavar="FILE",
+        help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
+    ),
+    option(
+        "--state-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Where to write down every change, so that a restart goes on with the same leases, blocks and prefixes. "
+        "It is made if it is not there. Without one a restart makes every worker begin a new epoch.",
+    ),
+]

@@ -1,0 +1,178 @@
+"""Flags: what services and clients have in common, and how every flag becomes an environment variable.
+
+A list of flags is a list of decorators. `quire up` makes its own flags out of the services' lists.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.serving.addresses import Address, AddressError, parse_dial_address, parse_listen_address
+from quire.serving.logs import FORMATS, LEVELS
+
+Flag = Callable[[Any], Any]
+
+# click.option that shows its default and its environment variable: use it for every flag.
+option = functools.partial(click.option, show_default=True, show_envvar=True)
+
+
+class AddressType(click.ParamType[Address]):
+    """A flag whose value is an address, to listen on or to dial; malformed ones are usage errors."""
+
+    name = "address"
+
+    def __init__(self, parse: Callable[[str], Address]) -> None:
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Address:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]  # a default, parsed already
+        try:
+            return self._parse(value)
+        except AddressError as error:
+            self.fail(str(error), param, ctx)
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+LISTEN_ADDRESS = AddressType(parse_listen_address)
+DIAL_ADDRESS = AddressType(parse_dial_address)
+
+
+def command_settings(prefix: str) -> dict[str, Any]:
+    """`context_settings` of a command whose flags are also PREFIX_FLAG in the environment ("QUIRE_CACHEMGR")."""
+    return {"auto_envvar_prefix": prefix, "help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def add_flags(flags: Sequence[Flag]) -> Flag:
+    """Adds these flags to a command, in this order."""
+
+    def decorate(command: Any) -> Any:
+        for add in reversed(flags):
+            command = add(command)
+        return command
+
+    return decorate
+
+
+def options_of(flags: Sequence[Flag]) -> list[click.Option]:
+    """What click makes of these flags, in this order."""
+    made: click.Command = click.command(add_flags(flags)(lambda: None))
+    return [each for each in made.params if isinstance(each, click.Option)]
+
+
+# How a service is dialed, by the fields of DialOptions: metavar and help, of whom it is.
+DIAL_FLAGS = {
+    "tls_ca": ("FILE", "Authorities of the certificate of {}, PEM: TLS to host:port."),
+    "tls_cert": ("FILE", "The certificate to show to {}, with its chain, PEM."),
+    "tls_key": ("FILE", "Its private key, PEM, without a password."),
+    "tls_server_name": ("NAME", "Whose certificate {} must have, if not that of the host dialed."),
+    "token_file": ("FILE", "Holds the token to show to {}."),
+}
+
+
+def dial_flags(peer: str, *, prefix: str = "", envvar_prefix: str | None = None) -> list[Flag]:
+    """--PREFIXtls-ca and so on. envvar_prefix is for commands that share variables; None: each has its own."""
+    return [
+        option(
+            f"--{prefix}{name.replace('_', '-')}",
+            type=FILE if metavar == "FILE" else str,
+            envvar=None if envvar_prefix is None else f"{envvar_prefix}_{name.upper()}",
+            metavar=metavar,
+            help=text.format(peer),
+        )
+        for name, (metavar, text) in DIAL_FLAGS.items()
+    ]
+
+
+def server_flags(*, default_listen: str) -> list[Flag]:
+    """The flags that both services have."""
+    return [*_serving_flags(default_listen), *_security_flags()]
+
+
+def _serving_flags(default_listen: str) -> list[Flag]:
+    return [
+        option(
+            "--listen",
+            type=LISTEN_ADDRESS,
+            multiple=True,
+            default=(default_listen,),
+            metavar="ADDRESS",
+            help="Where to serve gRPC: host:port or unix:/path. May be given several times; "
+            "in the environment, separated by spaces.",
+        ),
+        option(
+            "--metrics-listen",
+            type=LISTEN_ADDRESS,
+            metavar="HOST:PORT",
+            help="Where to serve Prometheus metrics over HTTP. Off if not given.",
+        ),
+        option(
+            "--health-listen",
+            type=LISTEN_ADDRESS,
+            metavar="HOST:PORT",
+            help="Where to answer grpc.health.v1 and nothing else, in plain text from the first moment on: for probes "
+            "that know no TLS, such as the kubelet's.",
+        ),
+        option(
+            "--log-level",
+            type=click.Choice(LEVELS, case_sensitive=False),
+            default="info",
+            help="The least severe log lines to write to stderr.",
+        ),
+        option(
+            "--log-format",
+            type=click.Choice(FORMATS),
+            default=FORMATS[0],
+            help="Log lines for people, with key=value pairs, or a JSON object each.",
+        ),
+        option(
+            "--otlp-endpoint",
+            metavar="URL",
+            help="Where to send OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off if "
+            "not given; what is sampled is the callers' decision.",
+        ),
+        option(
+            "--drain-timeout",
+            type=click.FloatRange(min=0),
+            default=30.0,
+            metavar="SECONDS",
+            help="On SIGTERM or SIGINT, how long work that has begun may take to finish. A second signal ends it at "
+            "once.",
+        ),
+        option(
+            "--check",
+            is_flag=True,
+            allow_from_autoenv=False,
+            help="Check the flags and the files that they name, and end: status 0 if nothing is wrong.",
+        ),
+    ]
+
+
+def _security_flags() -> list[Flag]:
+    return [
+        option("--tls-cert", type=FILE, metavar="FILE", help="The certificate's chain, PEM: TLS on every TCP port."),
+        option("--tls-key", type=FILE, metavar="FILE", help="The certificate's private key, PEM, without a password."),
+        option(
+            "--tls-client-ca",
+            type=FILE,
+            metavar="FILE",
+            help="Authorities of client certificates, PEM: every TCP connection must bring one, metrics too.",
+        ),
+        option(
+            "--token-listen",
+            type=LISTEN_ADDRESS,
+            multiple=True,
+            metavar="HOST:PORT",
+            help="Where to serve with TLS but without client certificates, for who has a token. May be given several "
+            "times.",
+        ),
+        option("--token-file", type=FILE, metavar="FILE", help="Who may call, a line each: NAME ROLES SHA256|cert."),
+        option(
+            "--allow-plaintext",
+            is_flag=True,
+            help="Serve without TLS where others can read it: on addresses that are not loopback.",
+        ),
+    ]
