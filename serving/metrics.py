@@ -19,10 +19,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress, explain_bind_failure
 from quire.serving.logs import describe_exception
+from quire.serving.loop_collector import READ_TIMEOUT_S, LoopCollector
 from quire.serving.security import Security
 from quire.serving.tls import ServerTls
 
@@ -30,25 +30,7 @@ log = logging.getLogger(__name__)
 
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
-_READ_TIMEOUT_S = 5.0
 _CONNECTION_TIMEOUT_S = 30.0
-
-
-class LoopCollector(Collector):
-    """Collects the families that `read` returns; `read` runs on `loop`, whichever thread asks.
-
-    Raises TimeoutError, which makes the page a 500, if the loop does not get to it within 5 s.
-    """
-
-    def __init__(self, read: Callable[[], Iterable[Metric]], *, loop: asyncio.AbstractEventLoop) -> None:
-        self._read = read
-        self._loop = loop
-
-    def collect(self) -> Iterable[Metric]:
-        async def read() -> list[Metric]:
-            return list(self._read())
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_READ_TIMEOUT_S)
 
 
 def certificate_family(tls: ServerTls | None) -> Metric:
@@ -111,7 +93,7 @@ def _pages(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> Appl
             return _text("404 Not Found", "no such page; /metrics and /healthz are", start_response)
         if not _is_running(loop):
             return _text(
-                "503 Service Unavailable", f"the event loop did not answer in {_READ_TIMEOUT_S:g} s", start_response
+                "503 Service Unavailable", f"the event loop did not answer in {READ_TIMEOUT_S:g} s", start_response
             )
         return _text("200 OK", "ok", start_response)
 
@@ -124,13 +106,13 @@ def _text(status: str, text: str, start_response: Any) -> Iterable[bytes]:
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Runs nothing on the loop. Waits for that for _READ_TIMEOUT_S at most."""
+    """Runs nothing on the loop. Waits for that for READ_TIMEOUT_S at most."""
 
     async def nothing() -> None:
         pass
 
     try:
-        asyncio.run_coroutine_threadsafe(nothing(), loop).result(_READ_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(nothing(), loop).result(READ_TIMEOUT_S)
     except TimeoutError:
         return False
     return True

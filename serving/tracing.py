@@ -2,6 +2,7 @@
 
 Which traces are sampled is their clients' decision: a call that says of none gets no span. Nothing of OpenTelemetry is
 imported before `configure_tracing`, which needs the extra `otel`; the SDK's own variables (OTEL_…) hold beside it.
+Clients send their spans as servers do, by `otlp_provider`.
 """
 
 import importlib
@@ -24,23 +25,30 @@ class TracingUnavailableError(Exception):
     """Traces are asked for, and OpenTelemetry is not installed."""
 
 
+def otlp_provider(endpoint: str, *, service_name: str) -> Any:
+    """A TracerProvider that sends every span to a collector, OTLP over gRPC. Raises ImportError."""
+    sdk, export, resources, otlp = _import_all(
+        *("sdk.trace", "sdk.trace.export", "sdk.resources"), "exporter.otlp.proto.grpc.trace_exporter"
+    )
+    provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": service_name}))
+    provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
+    return provider
+
+
+def _import_all(*names: str) -> list[Any]:
+    return [importlib.import_module(f"opentelemetry.{name}") for name in names]
+
+
 class Tracing:
     """Makes a server's spans and sends them to a collector, OTLP over gRPC. Raises TracingUnavailableError."""
 
     def __init__(self, endpoint: str, *, service_name: str) -> None:
         """endpoint is "http://host:port", or https with the system's authorities."""
         try:
-            self._trace, propagation, sdk, export, resources, otlp = (
-                importlib.import_module(f"opentelemetry.{name}")
-                for name in (
-                    *("trace", "trace.propagation.tracecontext", "sdk.trace", "sdk.trace.export", "sdk.resources"),
-                    "exporter.otlp.proto.grpc.trace_exporter",
-                )
-            )
+            self._provider = otlp_provider(endpoint, service_name=service_name)
+            self._trace, propagation = _import_all("trace", "trace.propagation.tracecontext")
         except ImportError as error:
             raise TracingUnavailableError(f"{error}: pip install 'quire-kv[otel]'") from error
-        self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": service_name}))
-        self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer(_SCOPE)
         self._propagator = propagation.TraceContextTextMapPropagator()
 

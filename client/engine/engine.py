@@ -25,7 +25,7 @@ import time
 from collections import abc, deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from quire.cache.v1.cache_service_pb2 import PlanStepRequest
 from quire.cache.v1.grant_pb2 import SignedGrant
@@ -123,6 +123,15 @@ class _Sent:
     void: QuireError | None = None
 
 
+class EngineOptions(TypedDict, total=False):
+    """The options that every way to make an engine takes; Engine says what each means."""
+
+    config: EngineConfig | None
+    tokenizer: Tokenizer | str | None
+    policy: Policy | None
+    tracing: Tracing | None
+
+
 class Engine:
     """Generates text over a cachemgr and a worker.
 
@@ -173,26 +182,22 @@ class Engine:
         cachemgr: str | None = None,
         *,
         worker: str | None = None,
-        config: EngineConfig | None = None,
-        tokenizer: Tokenizer | str | None = None,
         credentials: Credentials = NO_CREDENTIALS,
-        policy: Policy | None = None,
-        tracing: Tracing | None = None,
+        **options: Unpack[EngineOptions],
     ) -> "Engine":
         """An engine over gRPC; use it with `async with`, or call start() and close().
 
         Addresses are "unix:/path" or "host:port". cachemgr None is the default address, where `quire up` serves. worker
-        overrides the address that the pool's worker gave cachemgr; credentials are shown to both.
+        overrides the address that the pool's worker gave cachemgr; credentials are shown to both. The options are those
+        of Engine: config, tokenizer, policy and tracing.
         """
-        cache_kind = CacheClient if tracing is None else TracedCacheClient
-        worker_kind = WorkerClient if tracing is None else TracedWorkerClient
+        is_traced = options.get("tracing") is not None
+        cache_kind = TracedCacheClient if is_traced else CacheClient
+        worker_kind = TracedWorkerClient if is_traced else WorkerClient
         return cls(
             cache_kind(cachemgr or default_cachemgr(), credentials=credentials),
             lambda address: worker_kind(worker or address, credentials=credentials),
-            config=config,
-            tokenizer=tokenizer,
-            policy=policy,
-            tracing=tracing,
+            **options,
         )
 
     async def __aenter__(self) -> Self:

@@ -5,16 +5,13 @@ import threading
 import weakref
 from collections import abc
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.engine.config import EngineConfig
-from quire.client.engine.engine import Engine
+from quire.client.engine.engine import Engine, EngineOptions
 from quire.client.engine.outputs import Completion
-from quire.client.engine.policy import Policy
 from quire.client.engine.requests import Prompt
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import EngineStopped
 
 Answer = TypeVar("Answer")
@@ -85,19 +82,15 @@ class LLM:
         cachemgr: str | None = None,
         *,
         worker: str | None = None,
-        config: EngineConfig | None = None,
-        tokenizer: Tokenizer | str | None = None,
         credentials: Credentials = NO_CREDENTIALS,
-        policy: Policy | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Take a lease and begin. Arguments and errors are those of Engine.connect and Engine.start."""
         self._thread = _LoopThread()
         self._close = weakref.finalize(self, self._thread.close)
 
         async def start() -> None:
-            self._thread.engine = Engine.connect(
-                cachemgr, worker=worker, config=config, tokenizer=tokenizer, credentials=credentials, policy=policy
-            )
+            self._thread.engine = Engine.connect(cachemgr, worker=worker, credentials=credentials, **options)
             await self._thread.engine.start()
 
         try:

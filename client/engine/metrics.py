@@ -13,19 +13,18 @@ from math import inf
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.client.engine.scheduler import SchedulerStatistics
 from quire.client.engine.sequence import FinishReason
 from quire.client.errors import InvalidRequest
+from quire.serving.loop_collector import LoopCollector
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 ROUND_TRIP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-_READ_TIMEOUT_S = 5.0
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Labels = Mapping[str, str]
@@ -41,10 +40,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Take a value, `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self.total += value * count
+    def observe(self, value: float) -> None:
+        """Take a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
 
     @property
     def count(self) -> int:
@@ -229,7 +228,7 @@ def _histogram(name: str, text: str, common: Labels, histogram: Histogram) -> Me
     return family
 
 
-class EnginePage(Collector):
+class EnginePage:
     """Serves the page over HTTP, in plain text, on threads of its own; the numbers are read on the running loop.
 
     Raises InvalidRequest if it can't listen. A page is a 500 if the loop does not get to it within 5 s.
@@ -237,24 +236,14 @@ class EnginePage(Collector):
 
     def __init__(self, address: str, read: Callable[[], EngineLook]) -> None:
         """address is "host:port", with port 0 a free one; `address` of the page has the real one."""
-        self._read = read
-        self._loop = asyncio.get_running_loop()
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
+        registry.register(LoopCollector(lambda: families(read()), loop=asyncio.get_running_loop()))
         host, _, port = address.rpartition(":")
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except (OSError, ValueError, OverflowError) as error:
             raise InvalidRequest.of_field("metrics_listen", address, f"an address to listen on ({error})") from error
         self.address = f"{host}:{self._server.server_port}"
-
-    def collect(self) -> list[Metric]:
-        """All metrics, as they are between two steps of the loop. Raises TimeoutError."""
-
-        async def look() -> EngineLook:
-            return self._read()
-
-        return families(asyncio.run_coroutine_threadsafe(look(), self._loop).result(_READ_TIMEOUT_S))
 
     def close(self) -> None:
         """Stops serving and frees the port."""

@@ -31,6 +31,7 @@ from quire.client.engine.sequence import FinishReason
 from quire.client.errors import QuireError, Unavailable
 from quire.client.worker_client import StepAnswer, WorkerClient
 from quire.compute.v1 import worker_service_pb2
+from quire.serving.tracing import otlp_provider
 
 Span = Any  # opentelemetry.trace.Span
 _SCOPE = "quire.client"
@@ -222,10 +223,5 @@ def otlp_tracing(endpoint: str) -> "tuple[Tracing, Any]":
 
     Shut the provider down at the end: it sends what is left. Raises ImportError.
     """
-    sdk, export, resources, otlp = (
-        importlib.import_module(f"opentelemetry.{name}")
-        for name in ("sdk.trace", "sdk.trace.export", "sdk.resources", "exporter.otlp.proto.grpc.trace_exporter")
-    )
-    provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": "quire-client"}))
-    provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint)))
+    provider = otlp_provider(endpoint, service_name="quire-client")
     return Tracing(provider), provider
