@@ -29,15 +29,15 @@ quarter of max_step_tokens to prompts, in every step.
 A step that fails makes its sequences suspects. A suspect runs alone until it has passed the place of the failure; only
 failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
 others with it. A plan or a step that is refused for its input names the sequence, which fails; if it names none, its
-sequences are suspects. After a failure nothing is planned until the steps in flight have ended: a step planned before
-the outcome of a failed one is known fails too, and with steps always in flight that would go on for ever.
+sequences are suspects. After a failure nothing is planned until the steps in flight have ended (flight.py).
 """
 
-from collections import abc, deque
+from collections import abc
 from dataclasses import dataclass, fields
 from itertools import islice
 
 from quire.client.engine.drafting import Draft
+from quire.client.engine.flight import Flight
 from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.queues import Queues, by_rank, require
@@ -111,19 +111,17 @@ class Scheduler:
         self._verify = verify
         self._queues = Queues(limits.block_size)
         self._room = Room.of_empty_pool(limits)
-        self._steps: deque[Step] = deque()
-        self._is_settling = False  # a step failed: those in flight end before another is planned
+        self._flight = Flight()
         self._next_request = 0
         self._next_seq_id = 0
         self._counters = _Counters()
-        self._unscheduled: abc.Set[int] = frozenset()  # ids with a run that cachemgr has planned, and this has not
 
     # What comes from outside.
 
     @property
     def has_work(self) -> bool:
         """True if schedule() or a step in flight still has something to do."""
-        return bool(self._steps) or not self._queues.are_empty
+        return bool(self._flight) or not self._queues.are_empty
 
     def add(
         self,
@@ -207,27 +205,22 @@ class Scheduler:
             raise ValueError("limits change only while nothing runs")
         self.limits = limits
         self._queues.block_size = limits.block_size
-        self._forget_pool()
+        self._room = Room.of_empty_pool(limits)
 
     def reset_all(self) -> None:
         """The pool has forgotten everything: all that ran wait with their known tokens; steps in flight are void."""
         self._counters.resets += 1
-        self._steps.clear()
+        self._flight.clear()
         self._queues.forget_pool()
-        self._forget_pool()
-        self._checked()
-
-    def _forget_pool(self) -> None:
         self._room = Room.of_empty_pool(self.limits)
-        self._is_settling = False
+        self._checked()
 
     # What the next step should do.
 
     def schedule(self) -> Plan:
         """The next plan; empty if nothing can be done before a step in flight ends. Changes no sequence."""
-        if self._is_settling and self._steps:
+        if not self._flight.may_plan():
             return Plan()
-        self._is_settling = False
         queues = self._queues
         draft = Draft(self.limits, queues, self._room, self._policy, self._view(), fresh_id=self._fresh_id)
         if not queues.suspects:
@@ -235,7 +228,7 @@ class Scheduler:
             draft.add_running(queues.waiting[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()
-        elif not self._steps:  # alone means alone: a failure must have one possible cause
+        elif not self._flight:  # alone means alone: a failure must have one possible cause
             draft.add_alone(queues.suspects[0])
         releases = islice(queues.releases, self.limits.max_running_sequences)
         return draft.plan(release_ids=releases, offload_ids=queues.offloads)
@@ -270,15 +263,13 @@ class Scheduler:
         self._counters.refusals += len(refused)
         self._room.blocks, self._room.num_free_host_blocks = outcome.blocks, outcome.num_free_host_blocks
         self._take_releases(plan, refused)
-        self._unscheduled = frozenset(outcome.run_ids)
         self._begin_forks(plan, refused)
         if plan.restore_ids or plan.admissions:
             self._room.awaited = None
             self._begin_restores(plan, outcome, refused)
             self._begin_admissions(plan, outcome, refused, failed)
         step = self._step_of(plan, outcome, failed)
-        self._unscheduled = frozenset()
-        self._steps.append(step)
+        self._flight.begin(step)
         self._refuse_extends(plan, refused, failed)
         if plan.asks_to_compute:
             self._room.num_stalls = 0 if outcome.run_ids else self._room.num_stalls + 1
@@ -342,7 +333,7 @@ class Scheduler:
             elif not isinstance(error, OutOfRoom):
                 self._fail(sequence, error, failed)
             elif error.reason in NO_BLOCKS:
-                self._await_blocks(sequence, error, plan)
+                self._await_blocks(sequence, error, plan, outcome)
 
     def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
         num_tokens = len(sequence.token_ids)
@@ -365,7 +356,7 @@ class Scheduler:
             elif (error := refused.get((PlanItem.RESTORE, seq_id))) is None:
                 raise ProtocolViolation("a restore was neither accepted nor refused")
             elif error.reason in NO_BLOCKS:
-                self._await_blocks(sequence, error, plan)
+                self._await_blocks(sequence, error, plan, outcome)
             elif not isinstance(error, OutOfRoom):
                 self._queues.leave_host(sequence)  # it can be admitted like any other
 
@@ -433,14 +424,15 @@ class Scheduler:
         """Blocks that there are or that are on their way back."""
         return spare + self._room.blocks.retired + self._queues.num_leaving_blocks
 
-    def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan) -> None:
+    def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan, outcome: PlanOutcome) -> None:
         """The first that was refused blocks waits for so many, and takes them from those that must give way."""
         if self._room.awaited is not None:
             return
         needed = self._needed_by(newcomer, error, plan.admission_reserve_blocks)
         self._room.awaited = Awaited(newcomer, needed)
         if newcomer.state is SequenceState.WAITING:
-            self._make_room(newcomer, needed - self._coming(self._room.spare(error)))
+            missing = needed - self._coming(self._room.spare(error))
+            self._make_room(newcomer, missing, unscheduled=frozenset(outcome.run_ids))
 
     def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
         """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
@@ -465,12 +457,15 @@ class Scheduler:
             # Nobody of this client holds what is lacking: give way to another client of the pool.
             self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
 
-    def _make_room(self, needy: Sequence, missing: int) -> int:
-        """Preempt until so many blocks will come back, or there is nobody left to; returns how many will."""
+    def _make_room(self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset()) -> int:
+        """Preempt until so many blocks will come back, or there is nobody left to; returns how many will.
+
+        unscheduled are the ids with a run that cachemgr has planned, and that no sequence knows of yet.
+        """
         coming = 0
         while coming < missing and (victim := self._victim_for(needy, missing - coming)) is not None:
             coming += victim.num_own_blocks(self.limits.block_size)
-            self._preempt(victim)
+            self._preempt(victim, unscheduled=unscheduled)
         return coming
 
     def _victim_for(self, needy: Sequence, missing: int) -> Sequence | None:
@@ -487,9 +482,10 @@ class Scheduler:
         if queues.waiting and not queues.suspects and len(queues.running) >= self.limits.num_places:
             self._make_room(queues.waiting[0], 1)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
         self._counters.preemptions += 1
-        is_offloaded = self._is_worth_offloading(sequence)
+        # In the host tier one with an unknown run would come back with a token that nobody awaits.
+        is_offloaded = sequence.seq_id not in unscheduled and self._is_worth_offloading(sequence)
         self._queues.preempt(sequence, is_offloaded=is_offloaded)
         if is_offloaded:
             self._room.num_free_host_blocks -= self._host_blocks_of(sequence.num_host_tokens)
@@ -497,8 +493,8 @@ class Scheduler:
     def _is_worth_offloading(self, sequence: Sequence) -> bool:
         num_tokens = sequence.num_scheduled_tokens
         num_blocks = self._host_blocks_of(num_tokens)
-        if num_blocks > self._room.num_free_host_blocks or sequence.seq_id in self._unscheduled:
-            return False  # in the second case it would come back with a token that nobody awaits
+        if num_blocks > self._room.num_free_host_blocks:
+            return False
         return self.costs.prefers_offload(
             num_lost_tokens=num_tokens - sequence.num_shared_tokens, num_bytes=num_blocks * self.limits.block_bytes
         )
@@ -515,11 +511,11 @@ class Scheduler:
 
         Raises ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
         """
-        self._require_oldest(step)
+        self._flight.require_oldest(step)
         tokens = dict(zip(seq_ids, token_ids, strict=True))
         if not step.samplers.keys() <= tokens.keys():
             raise ProtocolViolation("a step came back without a token that it was to sample")
-        self._steps.popleft()
+        self._flight.end(step)
         events = [
             self._accept(sequence, seq_id, tokens[seq_id])
             for seq_id, sequence in step.samplers.items()
@@ -593,18 +589,12 @@ class Scheduler:
         self._checked()
 
     def _take_failed(self, step: Step) -> None:
-        self._require_oldest(step)
+        self._flight.fail(step)
         self._counters.failed_steps += 1
-        self._is_settling = True
-        self._steps.popleft()
-        for later in (step, *self._steps):
+        for later in (step, *self._flight):
             for seq_id, sequence in later.idle.items():
                 if self._is_of(sequence, seq_id):
                     self._queues.readmit(sequence)
-
-    def _require_oldest(self, step: Step) -> None:
-        if not self._steps or self._steps[0] is not step:
-            raise ProtocolViolation("steps end in the order they were planned")
 
     def _is_of(self, sequence: Sequence, seq_id: int) -> bool:
         live = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
@@ -651,7 +641,7 @@ class Scheduler:
             num_following=sum(map(len, queues.followers.values())),
             num_draining=len(queues.draining),
             num_offloaded=sum(sequence.host_id is not None for sequence in (*queues.waiting, *queues.draining)),
-            num_steps_in_flight=len(self._steps),
+            num_steps_in_flight=len(self._flight),
             **{f.name: getattr(self._counters, f.name) for f in fields(self._counters)},
         )
 
@@ -665,5 +655,5 @@ class Scheduler:
         require(len(self._queues.running) <= self.limits.num_places, "the limit of running sequences holds")
         for sequence in self._queues.living():
             seq_id = -1 if sequence.seq_id is None else sequence.seq_id
-            awaited = sum(step.samplers.get(seq_id) is sequence for step in self._steps)
+            awaited = sum(step.samplers.get(seq_id) is sequence for step in self._flight)
             require(sequence.num_sampling == awaited, "a token being sampled is awaited from one step")

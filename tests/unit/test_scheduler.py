@@ -450,7 +450,7 @@ class World:
 
 def everybody(scheduler: Scheduler) -> list[Sequence]:
     """Those that have not ended, and whom a step in flight is for."""
-    stepping = [sequence for step in scheduler._steps for sequence in step.sequences]
+    stepping = [sequence for step in scheduler._flight for sequence in step.sequences]
     followers = [child for children in scheduler._queues.followers.values() for child in children]
     return [*scheduler._queues.waiting, *scheduler._queues.running, *scheduler._queues.draining, *followers, *stepping]
 
