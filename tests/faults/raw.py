@@ -7,14 +7,18 @@ import contextlib
 import struct
 from collections.abc import Sequence
 
-from fuzz.frames import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS, STREAM, frame
-from fuzz.frames import headers as call_headers
+from fuzz.frames import MAX_FRAME_BYTES, STREAM, is_last, opening, read_frame
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
 
-WINDOW_UPDATE = 8
-ACK = 0x1
 INITIAL_WINDOW = 65_535
-MAX_FRAME_BYTES = 16_384
-_INITIAL_WINDOW_SETTING = 4
 
 
 class UnfinishedCall:
@@ -24,12 +28,8 @@ class UnfinishedCall:
     """
 
     def __init__(self, path: str, announced: int, *, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        self._opening = (
-            PREFACE
-            + frame(SETTINGS, 0, 0)
-            + frame(HEADERS, END_HEADERS, STREAM, call_headers(path, *metadata))
-            + frame(DATA, 0, STREAM, struct.pack(">BI", 0, announced))
-        )
+        prefix = DataFrame(STREAM, struct.pack(">BI", 0, announced))
+        self._opening = opening(path, *metadata) + prefix.serialize()
         self._unsent = announced - 1
         self._window = self._stream_window = INITIAL_WINDOW - 5
         self._initial_window = INITIAL_WINDOW
@@ -53,7 +53,7 @@ class UnfinishedCall:
                     self._may_send.clear()
                     await self._may_send.wait()
                     continue
-                self._writer.write(frame(DATA, 0, STREAM, chunk[:size]))
+                self._writer.write(DataFrame(STREAM, chunk[:size]).serialize())
                 await self._writer.drain()
                 self._unsent -= size
                 self._window -= size
@@ -69,33 +69,25 @@ class UnfinishedCall:
     async def _hear(self) -> None:
         try:
             while not self.is_ended.is_set():
-                head = await self._reader.readexactly(9)
-                size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-                self._hear_frame(kind, flags, int.from_bytes(head[5:], "big"), await self._reader.readexactly(size))
+                self._hear_frame(await read_frame(self._reader))
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         self.is_ended.set()
         self._may_send.set()
 
-    def _hear_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if kind == SETTINGS and not flags & ACK:
-            for at in range(0, len(payload), 6):
-                name, value = struct.unpack(">HI", payload[at : at + 6])
-                if name == _INITIAL_WINDOW_SETTING:
-                    self._stream_window += value - self._initial_window
-                    self._initial_window = value
-            self._writer.write(frame(SETTINGS, ACK, 0))
-        elif kind == WINDOW_UPDATE:
-            (more,) = struct.unpack(">I", payload)
-            if stream:
-                self._stream_window += more
+    def _hear_frame(self, frame: Frame) -> None:
+        if isinstance(frame, SettingsFrame) and "ACK" not in frame.flags:
+            window = frame.settings.get(SettingsFrame.INITIAL_WINDOW_SIZE, self._initial_window)
+            self._stream_window += window - self._initial_window
+            self._initial_window = window
+            self._writer.write(SettingsFrame(0, flags=["ACK"]).serialize())
+        elif isinstance(frame, WindowUpdateFrame):
+            if frame.stream_id:
+                self._stream_window += frame.window_increment
             else:
-                self._window += more
-        elif kind == _PING and not flags & ACK:
-            self._writer.write(frame(_PING, ACK, 0, payload))
-        elif kind in (RST_STREAM, GOAWAY) or (kind == HEADERS and flags & END_STREAM):
+                self._window += frame.window_increment
+        elif isinstance(frame, PingFrame) and "ACK" not in frame.flags:
+            self._writer.write(PingFrame(0, frame.opaque_data, flags=["ACK"]).serialize())
+        elif isinstance(frame, RstStreamFrame | GoAwayFrame) or is_last(frame):
             self.is_ended.set()
         self._may_send.set()
-
-
-_PING = 6

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand, for what no gRPC client sends: a message of another length than its prefix says, or cut off."""
+"""HTTP/2 frame by frame, for what no gRPC client sends: a message cut off, or of another length than it says."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import random
 import struct
 
 from fuzz.surface import Method
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY = 0, 1, 3, 4, 7
-END_STREAM, END_HEADERS = 0x1, 0x4
 STREAM = 1
 MAX_FRAME_BYTES = 16_384
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+def opening(path: str, *metadata: tuple[str, str]) -> bytes:
+    """Return what begins a connection, and a gRPC call on it."""
+    headers = HeadersFrame(STREAM, _header_block(path, *metadata), flags=["END_HEADERS"])
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize() + headers.serialize()
 
 
-def headers(path: str, *metadata: tuple[str, str]) -> bytes:
-    """Of a gRPC call, each one spelled out."""
+def _header_block(path: str, *metadata: tuple[str, str]) -> bytes:
+    """Return the headers of a gRPC call, each one spelled out."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -52,17 +52,16 @@ def conversation(rng: random.Random, method: Method, data: bytes) -> tuple[bytes
         prefixed = prefixed[: rng.randrange(len(prefixed))]
     size = rng.choice((1, 7, 1_000, MAX_FRAME_BYTES)) if len(prefixed) < 1_000 else MAX_FRAME_BYTES
     parts = [prefixed[at : at + size] for at in range(0, len(prefixed), size)] or [b""]
-    frames = [frame(DATA, 0, STREAM, part) for part in parts]
+    frames = [DataFrame(STREAM, part).serialize() for part in parts]
     ending = rng.choice(("end", "end", "reset", "broken", "silence"))
     if ending == "end":
-        frames[-1] = frame(DATA, END_STREAM, STREAM, parts[-1])
+        frames[-1] = DataFrame(STREAM, parts[-1], flags=["END_STREAM"]).serialize()
     elif ending == "reset":
-        frames.append(frame(RST_STREAM, 0, STREAM, struct.pack(">I", 8)))
+        frames.append(RstStreamFrame(STREAM, error_code=8).serialize())
     elif ending == "broken":
         frames[-1] = frames[-1][: rng.randrange(len(frames[-1]))]
-    begin = PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, STREAM, headers(method.path))
     is_answered = method.client_streaming or (is_whole and not method.server_streaming)
-    return begin + b"".join(frames), is_answered and ending == "end"
+    return opening(method.path) + b"".join(frames), is_answered and ending == "end"
 
 
 async def converse(socket_path: str, sent: bytes, *, is_answered: bool, timeout_s: float) -> str:
@@ -83,10 +82,20 @@ async def converse(socket_path: str, sent: bytes, *, is_answered: bool, timeout_
 
 async def _end_of_stream(reader: asyncio.StreamReader) -> str:
     while True:
-        head = await reader.readexactly(9)
-        size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-        await reader.readexactly(size)
-        if kind == DATA or (kind == HEADERS and flags & END_STREAM):
+        frame = await read_frame(reader)
+        if isinstance(frame, DataFrame) or is_last(frame):
             return "answered"
-        if kind in (RST_STREAM, GOAWAY):
+        if isinstance(frame, RstStreamFrame | GoAwayFrame):
             return "reset"
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """Return the next frame. Raises IncompleteReadError at the end of the connection."""
+    frame, size = Frame.parse_frame_header(memoryview(await reader.readexactly(9)))
+    frame.parse_body(memoryview(await reader.readexactly(size)))
+    return frame
+
+
+def is_last(frame: Frame) -> bool:
+    """Return True for the trailers of a call."""
+    return isinstance(frame, HeadersFrame) and "END_STREAM" in frame.flags
