@@ -112,7 +112,7 @@ class _Sent:
     """A step in flight.
 
     sent_at  by time.perf_counter()
-    void     why it computes nothing, if that is known: it was refused, or one before it was, and is skipped now
+    void     why it computes nothing, if that is known: it was refused, or one before it failed, and is skipped now
     """
 
     step: Step
@@ -403,9 +403,9 @@ class Engine:
         step = self._scheduler.on_planned(plan, outcome)
         self._requests.fail(step.failed)
         with self._span("quire.step", step.sequences) as span:
-            answer = await session.run(step, grant)
+            answer = await session.run(step, grant, skip=step.is_void)
         sent = time.perf_counter()
-        self._flight.append(_Sent(step, grant, answer, sent, span))
+        self._flight.append(_Sent(step, grant, answer, sent, span, void=_prior_failed() if step.is_void else None))
         self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
@@ -511,7 +511,7 @@ class Engine:
             sent.span.fail(void)
             sent.void = void
             sent.answer = await session.run(sent.step, sent.grant, skip=True)
-            void = StepFailed("a step before it was refused", reason="PRIOR_STEP_FAILED")
+            void = _prior_failed()
 
     async def _take_failure(self, step: Step, error: QuireError) -> None:
         _log.warning("step %d computed nothing: %s", step.step_number, error)
@@ -620,6 +620,10 @@ def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float
         "restore": timings.restore,
     }
     return {f"{name}_s": part.seconds + part.nanos / 1e9 for name, part in parts.items()}
+
+
+def _prior_failed() -> StepFailed:
+    return StepFailed("a step before it computed nothing", reason="PRIOR_STEP_FAILED")
 
 
 def _given_up(num_recoveries: int, error: QuireError) -> RequestFailed:

@@ -11,12 +11,12 @@ class Flight:
 
     A step planned before the outcome of a failed one is known fails too, and with steps always in flight that would go
     on for ever. So after a failure nothing is planned until the steps in flight have ended, and with them one that was
-    being planned.
+    being planned. Nor is anything planned behind a void step: its sequences have to be admitted again first.
     """
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()
-        self._is_settling = False
+        self.is_settling = False  # a step failed, and those behind it have not ended
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -36,7 +36,7 @@ class Flight:
     def fail(self, step: Step) -> None:
         """Remove the oldest step, which computed nothing. Raises ProtocolViolation if this is another."""
         self.end(step)
-        self._is_settling = True
+        self.is_settling = True
 
     def require_oldest(self, step: Step) -> None:
         """Raise ProtocolViolation if this is not the oldest step."""
@@ -45,10 +45,15 @@ class Flight:
 
     def may_plan(self) -> bool:
         """Return False while steps have to end after one that failed. Asked when no plan is under way."""
-        self._is_settling = self._is_settling and bool(self._steps)
-        return not self._is_settling
+        self.is_settling = self.is_settling and bool(self._steps)
+        return not self.is_settling and not (self._steps and self._steps[-1].is_void)
+
+    @property
+    def may_follow_failure(self) -> bool:
+        """True if a step that is planned now may be behind one that failed, known here or not."""
+        return bool(self._steps) or self.is_settling
 
     def clear(self) -> None:
         """Forget all steps."""
         self._steps.clear()
-        self._is_settling = False
+        self.is_settling = False

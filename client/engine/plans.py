@@ -161,6 +161,7 @@ class Step:
     samplers       who gets a token, by id
     idle           forked for this step but refused blocks to run: what they share may be computed by steps in flight
     failed         requests that ended with this plan, and why; not part of the step
+    is_void        cachemgr planned it knowing of a failed step that is not known here yet: it is sent to be skipped
     """
 
     step_number: int
@@ -173,6 +174,7 @@ class Step:
     samplers: abc.Mapping[int, Sequence]
     idle: abc.Mapping[int, Sequence]
     failed: abc.Sequence["Failed"]
+    is_void: bool = False
 
 
 class Sampled(NamedTuple):

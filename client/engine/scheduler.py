@@ -30,6 +30,9 @@ A step that fails makes its sequences suspects. A suspect runs alone until it ha
 failures of a step that a sequence had to itself count against it. So one request that breaks the model cannot take the
 others with it. A plan or a step that is refused for its input names the sequence, which fails; if it names none, its
 sequences are suspects. After a failure nothing is planned until the steps in flight have ended (flight.py).
+
+cachemgr may know of a failure before it is known here. A run that begins too early shows it. That step is void: it is
+skipped, and its sequences are admitted again.
 """
 
 from collections import abc
@@ -365,6 +368,7 @@ class Scheduler:
         sequences: list[Sequence] = []
         introduced: list[int] = []
         samplers: dict[int, Sequence] = {}
+        is_void = False
         runs = zip(outcome.run_ids, outcome.run_starts, outcome.run_counts, strict=True)
         for index, (seq_id, start, count) in enumerate(runs):
             sequence = plan.sequences.get(seq_id)
@@ -373,6 +377,9 @@ class Scheduler:
             sequences.append(sequence)
             if sequence.seq_id != seq_id or sequence.state is not _RUNNING:
                 continue  # it ended while the plan was under way: it runs, and nobody looks
+            if start < sequence.num_scheduled_tokens and self._flight.may_follow_failure:
+                is_void = True
+                continue
             if start != sequence.num_scheduled_tokens or not 0 < count <= sequence.num_schedulable_tokens:
                 raise ProtocolViolation(f"a run of [{start}, {start + count}) where another was due")
             if given and index in given and start + count > len(sequence.token_ids):
@@ -394,6 +401,7 @@ class Scheduler:
             samplers=samplers,
             idle=self._idle_of(plan, outcome),
             failed=failed,
+            is_void=is_void,
         )
 
     def _idle_of(self, plan: Plan, outcome: PlanOutcome) -> dict[int, Sequence]:
@@ -581,7 +589,12 @@ class Scheduler:
         return failed
 
     def on_step_dropped(self, step: Step) -> None:
-        """The oldest step in flight computed nothing because of one before it: its sequences are admitted again."""
+        """The oldest step in flight computed nothing because of one before it: its sequences are admitted again.
+
+        Raises ProtocolViolation, nothing changed, if the step is void and none before it has failed.
+        """
+        if step.is_void and not self._flight.is_settling:
+            raise ProtocolViolation(f"step {step.step_number} was planned as if a step before it had failed")
         self._take_failed(step)
         for sequence, seq_id in zip(step.sequences, step.seq_ids, strict=True):
             if self._is_of(sequence, seq_id):

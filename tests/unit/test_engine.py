@@ -223,7 +223,9 @@ class Services:
         self.steps_sent += 1
         number, runs = self.pending.popleft()
         assert request.grant.grant == str(number).encode(), "grants arrive in order and untouched"
-        assert request.skip == (not runs)
+        assert request.skip or runs
+        if request.skip:
+            return Answer(self, worker_service_pb2.RunStepResponse(step_number=number))
         if any(seq_id in self.poisoned for seq_id, _, _ in runs):
             return Answer(self, StepFailed("broken", metadata={"step_number": str(number)}))
         sampled = [(seq_id, RECITED[length - self.prompts[seq_id]]) for seq_id, length, samples in runs if samples]
@@ -720,6 +722,26 @@ def test_a_step_that_fails_while_a_plan_is_not_answered_is_computed_again() -> N
         chunks = await reading
         assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
         assert services.num_leases == 1
+
+    with_engine(body)
+
+
+def test_a_failure_that_cachemgr_knows_before_the_engine_is_no_reason_to_recover() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        apply = services.apply
+
+        def apply_after_a_failure(request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
+            if len(services.plans) == 1:
+                ((seq_id, held),) = services.sequences.items()
+                held[1:] = services.prompts[seq_id], 0
+                services.result_errors.append(StepFailed("broken"))
+            return apply(request)
+
+        services.apply = apply_after_a_failure  # type: ignore[method-assign]
+        chunks = await read(engine.generate("a\n", greedy(60)))
+        assert [token for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+        statistics = engine.statistics()
+        assert (statistics.recoveries, statistics.scheduler.failed_steps) == (0, 2)
 
     with_engine(body)
 

@@ -42,11 +42,15 @@ def expected_output(prompt: list[int], *, seed: int, max_tokens: int, ends: set[
 
 @dataclass
 class Held:
-    """A sequence in the model of cachemgr; a token being sampled is None."""
+    """A sequence in the model of cachemgr; a token being sampled is None.
+
+    sampled   position of the token that the worker has sampled last, and needs from nobody
+    """
 
     tokens: list[int | None]
     table: list[int]
     num_scheduled: int = 0
+    sampled: int | None = None
 
     @property
     def num_known(self) -> int:
@@ -152,6 +156,7 @@ class ModelCache:
             return self.out_of_blocks(PlanItem.RESTORE, seq_id, needed)
         del self.host[seq_id]
         self.held[seq_id] = held
+        held.sampled = None
         held.table = self.take(fresh)
         step.restored[seq_id] = held.num_scheduled
         return None
@@ -269,12 +274,13 @@ class ModelCache:
             old, (held.table[index],) = held.table[index], self.take(1)
             self.let_go([old])
         held.table += self.take(missing - len(shared))
-        if None not in held.tokens[start:end]:
+        if None not in held.tokens[start:end] and (start, count) != (held.sampled, 1):
             given.append(len(step.runs))
         samples = end == len(held.tokens)
         step.runs.append((seq_id, held, start, count, samples))
         held.num_scheduled = end
         if samples:
+            held.sampled = len(held.tokens)
             held.tokens.append(None)
         return None
 
@@ -292,6 +298,7 @@ class ModelCache:
             for _, held, start, _, _ in failed.runs:
                 held.num_scheduled = min(held.num_scheduled, start)
                 del held.tokens[held.num_known :]
+                held.sampled = None
         for block in step.pinned:
             self.pins[block] -= 1
         for seq_id, held, start, count, samples in step.runs:
@@ -316,6 +323,7 @@ class ModelWorker:
         self.failed_step = 0
 
     def run(self, pending: Pending, step: Step, inputs: dict[int, list[int]], *, breaks: bool) -> dict[int, int] | None:
+        """Return the sampled tokens, None if the step computed nothing. A void step is sent to be skipped."""
         for seq_id in pending.released:
             self.computed.pop(seq_id, None)
             self.host.pop(seq_id, None)
@@ -330,7 +338,7 @@ class ModelWorker:
             self.computed[seq_id] = list(cached)
         if not pending.runs:
             return {}
-        if breaks or pending.settled < self.failed_step:
+        if breaks or step.is_void or pending.settled < self.failed_step:
             self.failed_step = pending.number
             return None
         for index in step.introduced:
@@ -364,6 +372,7 @@ class World:
         self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size, self.limits.num_host_blocks)
         self.worker = ModelWorker()
         self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
+        self.outcomes: deque[tuple[dict[int, int] | None, bool]] = deque()
 
     def add(
         self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int | str
@@ -401,8 +410,9 @@ class World:
         needed = sum(r.error.number("needed") for r in outcome.refusals if isinstance(r.error, OutOfRoom))
         assert needed > self.cache.room() + blocks.retired, "preempted though blocks were coming back"
 
-    def end_step(self, *, breaks: bool = False) -> None:
-        step, pending, inputs = self.flight.popleft()
+    def report_step(self, *, breaks: bool = False) -> None:
+        """The worker runs the oldest step that it has not run, and cachemgr hears of its outcome."""
+        step, pending, inputs = self.flight[len(self.outcomes)]
         breaks = breaks or any(
             s.request_id in self.poison and start + count > self.poison[s.request_id]
             for s, start, count in zip(step.sequences, step.starts, step.counts, strict=True)
@@ -410,10 +420,18 @@ class World:
         prior = pending.settled < self.worker.failed_step
         sampled = self.worker.run(pending, step, inputs, breaks=breaks)
         self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
-        if sampled is not None:
+        self.outcomes.append((sampled, prior or step.is_void))
+
+    def end_step(self, *, breaks: bool = False) -> None:
+        """The scheduler hears of the oldest step's outcome, and cachemgr before it."""
+        if not self.outcomes:
+            self.report_step(breaks=breaks)
+        step, _, _ = self.flight.popleft()
+        sampled, is_behind = self.outcomes.popleft()
+        if sampled is not None and not step.is_void:
             for event in self.scheduler.on_step_done(step, list(sampled), list(sampled.values())):
                 self.take(event.sequence, event.token_id, event.finish_reason)
-        elif prior:
+        elif is_behind:
             self.scheduler.on_step_dropped(step)
         else:
             for failed in self.scheduler.on_step_failed(step, StepFailed("broken")):
@@ -1033,6 +1051,31 @@ def test_after_a_failure_while_a_plan_was_under_way_the_steps_in_flight_end_firs
     assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
 
 
+def test_a_failure_that_cachemgr_knows_first_costs_a_step_and_nothing_else() -> None:
+    world = World(limits())
+    sequences = [s for i in range(3) for s in world.add([i, 2, 1], max_tokens=9, n=2, ends=())]
+    for _ in range(5):
+        world.turn()
+    world.report_step(breaks=True)
+    world.plan()
+    assert world.flight[-1][0].is_void
+    assert world.scheduler.schedule().is_empty, "what failed is not known yet"
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+    assert world.scheduler.statistics().resets == 0
+
+
+def test_a_void_step_behind_steps_that_did_not_fail_is_noticed() -> None:
+    world = World(limits())
+    world.add([1, 2, 3], max_tokens=9, ends=())
+    world.step()
+    plan = world.scheduler.schedule()
+    step = world.scheduler.on_planned(plan, PlanOutcome(2, [1], [0], [1], [], [], [], [], Blocks(9, 0, 1, 0)))
+    world.end_step()
+    with pytest.raises(ProtocolViolation):
+        world.scheduler.on_step_dropped(step)
+
+
 def test_nobody_is_let_in_while_those_who_run_lack_blocks() -> None:
     world = World(limits(num_blocks=4))
     (first,) = world.add([1] * 4, max_tokens=9, ends=())
@@ -1300,7 +1343,7 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
             world.end_step(breaks=breaks and num_breaks < shape.max_step_failures)
 
     happenings = ["turn"] * 8 + ["arrive"] * 4 + ["end", "plan", "cancel", "cancel under way", "break", "reset"]
-    happenings += ["end under way", "end before the answer"]
+    happenings += ["end under way", "end before the answer", "report"]
     for happening in data.draw(st.lists(st.sampled_from(happenings), max_size=40), label="happenings"):
         if happening == "arrive" and left:
             arrive()
@@ -1316,14 +1359,10 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
         elif happening == "cancel under way" and len(world.flight) < 4:
             world.plan(between=cancel)
         elif happening == "end under way" and len(world.flight) < 4:
-            num_failed = world.scheduler.statistics().failed_steps
-            try:
-                world.plan(between=end_one)
-            except ProtocolViolation:
-                # cachemgr knew of the failure, and began where the scheduler does not: the engine recovers.
-                assert world.scheduler.statistics().failed_steps > num_failed
-                world.scheduler.reset_all()
-                world.fresh_pool()
+            world.plan(between=end_one)
+        elif happening == "report" and len(world.outcomes) < len(world.flight):
+            num_breaks += (breaks := data.draw(st.booleans(), label="breaks"))
+            world.report_step(breaks=breaks and num_breaks < shape.max_step_failures)
         elif happening == "end before the answer" and len(world.flight) < 4:
             world.plan(after=end_one)
         elif happening == "reset":
