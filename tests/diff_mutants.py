@@ -156,7 +156,7 @@ def judge_again(out: Path, scratch: Path, budget: Budget) -> int:
         return 0
     print(f"{len(patches)} mutants are noticed by no test of the crate: the tests in Python judge them", flush=True)
     os.environ |= mutants.ENVIRONMENT
-    mutants.build_dependencies(for_tests=False)
+    mutants.build_dependencies(mutants.SUITES[1:])
     survivors = 0
     for patch in patches:
         budget.left_s()

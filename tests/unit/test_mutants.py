@@ -1,7 +1,9 @@
-"""Every seeded bug fits the present source: see tests/seeded_bugs.py. `python tests/mutants.py` judges them."""
+"""The tests notice seeded bugs: see tests/mutants.py and tests/seeded_bugs.py."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -74,3 +76,11 @@ def test_a_change_that_is_not_there_or_there_twice_is_refused(function: str) -> 
     sources = {Path("a.rs"): RUST.replace("fn give", "fn take")}
     with pytest.raises(NotSeeded, match=r"give has this statement 0 times|take has this statement 2 times"):
         Change(function, "self.free.split_off(self.len(count))", "0").applied(sources)
+
+
+@pytest.mark.usefixtures("started_by_exec")
+def test_seeded_bugs_are_noticed() -> None:
+    """In a process that has not imported the packages: copies stand in for them."""
+    command = [sys.executable, mutants.__file__, "--sample", "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
