@@ -117,7 +117,7 @@ def running(folder: Path, targets: Mapping[str, str]) -> Iterator[Server]:
     with (folder / "prometheus.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             server = Server(port)
-            await_that("Prometheus is ready", lambda: server.is_ready() or process.poll() is not None, timeout_s=60)
+            await_that("Prometheus is ready", lambda: server.is_ready() or process.poll() is not None)
             assert process.poll() is None, (folder / "prometheus.log").read_text()
             yield server
         finally:

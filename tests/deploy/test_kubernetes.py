@@ -20,6 +20,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from deadlines import DEADLINE_S
 from deploy.cert_manager import make_secrets
 from deploy.tools import DEPLOY, ROOT, find, parse_service
 
@@ -82,7 +83,6 @@ CUSTOM_SPECS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 
-TIMEOUT_S = 60.0
 DEMO_MODEL = DEPLOY / "demo" / "model"
 
 Manifest = dict[str, Any]
@@ -139,7 +139,7 @@ def render(kustomize: Path, folder: Path, overlay: str) -> Rendered:
     """Offline: nothing here refers to another place."""
     command = [str(kustomize), "build", str(folder / "overlays" / overlay)]
     environment = os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     return Rendered(overlay, list(yaml.safe_load_all(done.stdout)))
 
@@ -239,7 +239,7 @@ def cluster(rendered: Rendered) -> Iterator[Cluster]:
 def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
     """The status of a call with an empty request."""
     try:
-        channel.unary_unary(method)(b"", timeout=TIMEOUT_S)
+        channel.unary_unary(method)(b"", timeout=DEADLINE_S)
     except grpc.RpcError as error:
         return error.code()  # type: ignore[no-any-return]
     return grpc.StatusCode.OK
@@ -249,7 +249,7 @@ def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
     """Both services with these very flags and certificates: the worker attaches, and roles are what they should be."""
     processes = [cluster.start(pod, container) for pod, container in rendered.containers()]
     for process in processes:
-        process.wait_serving(TIMEOUT_S)
+        process.wait_serving(DEADLINE_S)
     list_pools, get_model = "/quire.cache.v1.CacheService/ListPools", "/quire.compute.v1.WorkerService/GetModel"
     worker_name = "quire-worker-0.quire-worker.quire.svc"
     with cluster.dial(7070, "quire-operator-tls", "quire-cachemgr") as channel:
@@ -259,7 +259,7 @@ def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
     with cluster.dial(7070, "quire-client-tls", "quire-cachemgr") as channel:
         attach = channel.stream_stream("/quire.cache.v1.CacheService/AttachPool")
         with pytest.raises(grpc.RpcError) as refused:
-            list(attach(iter([b""]), timeout=TIMEOUT_S))
+            list(attach(iter([b""]), timeout=DEADLINE_S))
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
     with cluster.dial(7070, None, "quire-cachemgr") as channel:
         assert call(channel, list_pools) is grpc.StatusCode.UNAVAILABLE

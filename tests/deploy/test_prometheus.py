@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deadlines import DEADLINE_S
 from deploy.prometheus_server import (
     DASHBOARDS,
     RULES,
@@ -258,7 +259,9 @@ def test_dashboards_have_names_of_their_own() -> None:
 
 
 def promtool(*arguments: str) -> str:
-    done = subprocess.run([tool("promtool"), *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [tool("promtool"), *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 from deploy.tools import DEPLOY, find, parse_service
 
 UNITS = DEPLOY / "systemd"
@@ -77,7 +78,7 @@ def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
         path.write_text(path.read_text().replace("/opt/quire/bin/quire", str(program)))
     (folder / WORKER.name.replace("@", f"@{INSTANCE}")).symlink_to(WORKER.name)
     command = [tool("systemd-analyze"), "verify", "--man=no", str(folder / unit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert [line for line in done.stderr.splitlines() if "quire" in line or str(installed) in line] == []
     assert done.returncode == 0
 
@@ -90,7 +91,7 @@ def test_little_is_exposed(installed: Path, path: Path, with_network: bool) -> N
         more = (UNITS / "network.conf").read_text().partition("[Service]\n")[2]
         unit.write_text(unit.read_text().replace("IPAddressAllow=localhost\n", f"IPAddressAllow=localhost\n{more}"))
     command = [tool("systemd-analyze"), "security", "--offline=yes", f"--threshold={MOST_EXPOSED}", str(unit)]
-    done = subprocess.run([*command, "--no-pager"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--no-pager"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout[-200:]
 
 
@@ -113,7 +114,7 @@ def test_users_and_folders_are_what_the_units_need(tmp_path: Path) -> None:
     for name, program in zip(("sysusers.d", "tmpfiles.d"), tools, strict=True):
         flags = ("--create",) if name == "tmpfiles.d" else ()
         command = [program, *flags, f"--root={tmp_path}", str(UNITS / name / "quire.conf")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if "Operation not permitted" in done.stderr:
             pytest.skip("*** only root may make folders of other users: tmpfiles.d NOT tested ***")
         assert done.returncode == 0, done.stderr
