@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cachemgr import messages
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
 
 AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
 VOCAB = 2**31 - 1
@@ -61,21 +62,24 @@ class Books:
         plan = self.ledger.plan(request.SerializeToString(), now=0.0)
         answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
         computed = list(answer.run_sequence_ids)
-        self.ledger.settle(
-            *(LEASE, answer.step_number, StepOutcome.COMPUTED),
-            seq_ids=computed,
-            token_counts=[num_tokens] * len(computed),
-            sampled_ids=computed,
-            sampled_tokens=[0] * len(computed),
+        report = attach_pb2.StepReport(
+            lease_id=LEASE,
+            step_number=answer.step_number,
+            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+            sequence_ids=computed,
+            computed_token_counts=[num_tokens] * len(computed),
+            sampled_sequence_ids=computed,
+            sampled_token_ids=[0] * len(computed),
         )
+        self.ledger.settle(report.SerializeToString())
         self._num_admitted += len(computed)
         return bool(computed)
 
     @property
     def num_computed_tokens(self) -> int:
         """Of all sequences, none of which shares a block; the token sampled last has no keys and values yet."""
-        return sum(sequence.num_computed for sequence in self.ledger.sequences(LEASE))
+        return sum(sequence.num_computed for sequence in self.ledger.sequences_from(LEASE, 0, self._num_admitted))
 
     @property
     def num_active_blocks(self) -> int:
-        return self.ledger.counts().active
+        return messages.counts_of(self.ledger).active_count

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.cachemgr.ledger import DEFAULT_POLICY
+from quire.cachemgr._core import DEFAULT_POLICY
 
 matplotlib.use("svg")
 

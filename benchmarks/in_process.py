@@ -75,15 +75,7 @@ class InProcessServices:
         return pool
 
     def _settle(self, report: attach_pb2.StepReport) -> None:
-        self.pool.ledger.settle(
-            report.lease_id,
-            report.step_number,
-            messages.decode_outcome(report, self.pool.ledger.geometry),
-            seq_ids=report.sequence_ids,
-            token_counts=report.computed_token_counts,
-            sampled_ids=report.sampled_sequence_ids,
-            sampled_tokens=report.sampled_token_ids,
-        )
+        self.pool.ledger.settle(messages.known_bytes(report))
         self.steps.reports.acknowledge(report.report_number)
 
     def close(self) -> None:

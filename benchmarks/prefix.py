@@ -30,7 +30,7 @@ from replay import expectations
 from report import Findings, benchmark, percent, plain, spread, table
 from rich.progress import Progress
 
-from quire.cachemgr.ledger import DEFAULT_POLICY
+from quire.cachemgr._core import DEFAULT_POLICY
 
 BLOCK_SIZE = 16
 QUICK_TRACE = "lmcache_miniswe_B16.jsonl.gz"

@@ -25,9 +25,8 @@ from matplotlib.figure import Figure
 from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
-from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
-from quire.cachemgr.ledger import StepOutcome
 from quire.client.engine.messages import decode_outcome, encode_plan
 from quire.client.engine.plans import SchedulerLimits, Step
 from quire.client.engine.sampling import SamplingParams
@@ -183,13 +182,16 @@ class Run:
         sampled = [seq_id for seq_id, samples in runs if samples]
         tokens = [SAMPLED_TOKEN] * len(sampled)
         ends = [start + count for start, count in zip(grant.run_starts, grant.run_token_counts, strict=True)]
-        self._books.ledger.settle(
-            *(LEASE, grant.step_number, StepOutcome.COMPUTED),
-            seq_ids=list(grant.run_sequence_ids),
-            token_counts=ends,
-            sampled_ids=sampled,
-            sampled_tokens=tokens,
+        report = attach_pb2.StepReport(
+            lease_id=LEASE,
+            step_number=grant.step_number,
+            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+            sequence_ids=grant.run_sequence_ids,
+            computed_token_counts=ends,
+            sampled_sequence_ids=sampled,
+            sampled_token_ids=tokens,
         )
+        self._books.ledger.settle(report.SerializeToString())
         self._num_steps += bool(runs)
         for event in self._scheduler.on_step_done(step, sampled, tokens):
             self._note(event.sequence.request_id, event.finish_reason, on_end)
@@ -205,10 +207,13 @@ class Run:
 
     def _count_blocks(self) -> list[int]:
         """As STATES. Partial: a sequence's last block that has room for more tokens."""
-        counts = self._books.ledger.counts()
-        sequences = self._books.ledger.sequences(LEASE)
+        counts = messages.counts_of(self._books.ledger)
+        sequences = self._books.ledger.sequences_from(LEASE, 0, len(self._requests))
         partial = sum(sequence.num_scheduled < sequence.num_blocks * BLOCK_SIZE for sequence in sequences)
-        return [counts.active - partial, partial, counts.retired, counts.cached, counts.free]
+        return [
+            *(counts.active_count - partial, partial),
+            *(counts.retired_count, counts.cached_count, counts.free_count),
+        ]
 
     def _result(self, requests: Sequence[Request]) -> Result:
         counters = self._scheduler.statistics()

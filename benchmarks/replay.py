@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cachemgr import messages
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
 
 TRACES = Path(__file__).parent / "traces"
 EPOCH = 1
@@ -83,7 +84,7 @@ class Replay:
     def run(self, requests: list[Request]) -> Outcome:
         """All of them, each released before the next begins."""
         num_hits = sum([self._serve(request) for request in requests])
-        return Outcome(num_hits, self._ledger.statistics().num_evicted)
+        return Outcome(num_hits, messages.statistics_of(self._ledger).evicted_block_count)
 
     def _serve(self, request: Request) -> int:
         prompt = [*tokens_of(request.block_ids[: self._capacity], self._block_size), TAIL]
@@ -93,13 +94,16 @@ class Replay:
         if plan.has_refusals:
             raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
         answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
-        self._ledger.settle(
-            *("lease", answer.step_number, StepOutcome.COMPUTED),
-            seq_ids=[1],
-            token_counts=[len(prompt)],
-            sampled_ids=[1],
-            sampled_tokens=[0],
+        report = attach_pb2.StepReport(
+            lease_id="lease",
+            step_number=answer.step_number,
+            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+            sequence_ids=[1],
+            computed_token_counts=[len(prompt)],
+            sampled_sequence_ids=[1],
+            sampled_token_ids=[0],
         )
+        self._ledger.settle(report.SerializeToString())
         found = answer.admitted_cached_token_counts[0] // self._block_size
         return min(found, (request.num_tokens - 1) // self._block_size)
 

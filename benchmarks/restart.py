@@ -26,10 +26,9 @@ from matplotlib.figure import Figure
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
-from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr._core import StepPlan
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cachemgr._core import Ledger, StepPlan
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
 
 BLOCK_SIZE, PROMPT_TOKENS, NUM_RUNNING = 16, 4096, 64
 SEQUENCES = (1, 32, 256)
@@ -64,22 +63,27 @@ class Steps:
         start = time.perf_counter()
         plan = self.ledger.plan(body, now=0.0)
         planned = time.perf_counter()
-        report = report_of(plan)
+        report = report_of(plan, self._num_plans)
         reported = time.perf_counter()
-        self.ledger.settle(LEASE, self._num_plans, StepOutcome.COMPUTED, report_number=self._num_plans, **report)
+        self.ledger.settle(report)
         return (planned - start) * 1e6, (time.perf_counter() - reported) * 1e6
 
 
-def report_of(plan: StepPlan) -> dict[str, Any]:
+def report_of(plan: StepPlan, number: int) -> bytes:
     grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
     ends = np.array(grant.run_starts, "<i4") + np.array(grant.run_token_counts, "<i4")
     sampled = np.array(grant.run_sequence_ids, "<i4")[np.array(grant.run_samples, bool)]
-    return {
-        "seq_ids": np.array(grant.run_sequence_ids, "<i4").tobytes(),
-        "token_counts": ends.tobytes(),
-        "sampled_ids": sampled.tobytes(),
-        "sampled_tokens": np.ones(len(sampled), "<i4").tobytes(),
-    }
+    report = attach_pb2.StepReport(
+        report_number=number,
+        lease_id=LEASE,
+        step_number=number,
+        outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+        sequence_ids=grant.run_sequence_ids,
+        computed_token_counts=ends.tolist(),
+        sampled_sequence_ids=sampled.tolist(),
+        sampled_token_ids=[1] * len(sampled),
+    )
+    return report.SerializeToString()
 
 
 def geometry(num_blocks: int) -> Geometry:
@@ -147,7 +151,7 @@ def recovery(num_blocks: int, num_rounds: int, num_records: int) -> dict[str, An
             start = time.perf_counter()
             ledger = Ledger.recover(POOL, EPOCH, geometry(num_blocks), directory=folder, now=0.0)
             taken.append(time.perf_counter() - start)
-            if ledger.counts() != before or ledger.holdings(LEASE).num_sequences != NUM_RUNNING:
+            if ledger.counts() != before or ledger.lease(LEASE).num_sequences != NUM_RUNNING:
                 raise RuntimeError("what was recovered is not what was there")
             del ledger
             gc.collect()

@@ -15,7 +15,6 @@ from pathlib import Path
 import click
 from prometheus_client.metrics_core import Metric
 
-from quire.cache.v1 import cache_service_pb2_grpc
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.flags import OWN_FLAGS
@@ -91,7 +90,7 @@ async def serve(
         if options.metrics_listen is not None:
             read = partial(read_metrics, catalog, servicer, server)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server.grpc)
+        servicer.add_to(server.grpc)
         await server.start(options.listen)
         server.run_alongside(servicer.expire_leases())
         server.run_alongside(follow_shares(shares, catalog))

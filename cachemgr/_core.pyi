@@ -1,17 +1,26 @@
 """The core, in Rust (`core/src`): the books of a pool of KV blocks.
 
-Plans go in and come out as serialised messages. Token ids, sequence ids and counts of other calls go in as bytes, 4
+Plans and reports go in as serialised messages, and plans come out as such. Token ids of other calls go in as bytes, 4
 each, little-endian.
 """
 
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import final
 
 from quire.cache.v1.cache_service_pb2 import PlanItem
+from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.errors import Refusal
+from quire.cachemgr.geometry import Geometry
 
 POLICIES: list[str]
-"""Eviction policies; the first is the default."""
+"""Eviction policies."""
+
+DEFAULT_POLICY: str
+
+LET_IN_S: float
+"""When the loop was held, no lease ends within this time: renewals that wait are read first. Once for each renewal."""
 
 MAX_STEPS_IN_FLIGHT: int
 """Steps a lease may have planned without their outcome being known."""
@@ -43,27 +52,14 @@ def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
 @final
-class StepRequest:
-    """A request for a step, decoded and checked."""
-
-    def __new__(cls, body: bytes, *, max_sequences: int, max_tokens: int) -> StepRequest:
-        """Of a serialised PlanStepRequest, for a pool with so many sequences, of so many tokens each.
-
-        Raises CallRefused (INVALID_ARGUMENT) for lists that do not fit together, are too long, and for values out of
-        range; ValueError for bytes that are no message.
-        """
-
-    @property
-    def lease_id(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-
-@final
 class Admission:
     """An admission that is asked about, decoded and checked."""
 
     def __new__(cls, body: bytes, most_tokens: int) -> Admission:
-        """Of a serialised Admission, for pools whose sequences have at most `most_tokens`. Raises as StepRequest."""
+        """Of a serialised Admission, for pools whose sequences have at most `most_tokens`.
+
+        Raises CallRefused (INVALID_ARGUMENT) for values out of range, ValueError for bytes that are no message.
+        """
 
 @final
 class StepPlan:
@@ -113,6 +109,82 @@ class SequenceView:
     def is_offloaded(self) -> bool: ...
     @property
     def host_blocks(self) -> list[int]: ...
+
+@final
+class Lease:
+    """The right to hold blocks of one pool, as it was when it was asked for, and what it holds.
+
+    A lease is open, then it has ended and waits for the worker's fence, then it is gone. It never opens again.
+    """
+
+    @property
+    def lease_id(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def ttl_s(self) -> float: ...
+    @property
+    def expires_at(self) -> float: ...
+    @property
+    def was_let_in(self) -> bool:
+        """It got LET_IN_S since its last renewal."""
+
+    @property
+    def is_ending(self) -> bool:
+        """It has ended, and waits for the worker's fence."""
+
+    @property
+    def next_step(self) -> int: ...
+    @property
+    def settled_step(self) -> int:
+        """The last step that was reported."""
+
+    @property
+    def num_in_flight(self) -> int: ...
+    @property
+    def num_sequences(self) -> int: ...
+
+@final
+class TenantUse:
+    """A tenant's part of a pool, in blocks: its BlockShare, and what it uses."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def quota(self) -> int: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def pin_budget(self) -> int: ...
+    @property
+    def num_held(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+
+@final
+class AdmissionCheck:
+    """What would become of an admission."""
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_needed(self) -> int:
+        """Blocks that it would be handed out, now or later."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that the tenant could take."""
+
+    @property
+    def refusal(self) -> Refusal | None: ...
 
 @final
 class PinView:
@@ -181,155 +253,243 @@ class StepView:
     def num_released(self) -> int: ...
 
 @final
-class Books:
-    """Which block of one pool belongs to whom, and which steps may still touch it.
+class Ledger:
+    """The books of one pool, from the attachment of an epoch to its end: leases, sequences, blocks, steps in flight.
 
-    Raises BrokenInvariant where the books are wrong, CallRefused for a report that does not fit, KeyError for a lease
-    that is not open here.
+    Single writer, no clock: every method is atomic, and time comes in as `now`, in seconds. Changes are written to a
+    store before a call returns, if there is one. Raises BrokenInvariant where the books are wrong.
     """
 
     def __new__(
         cls,
+        pool: str,
+        epoch: int,
+        geometry: Geometry,
         *,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
-        max_sequences: int,
-        max_sequence_tokens: int,
-        vocab_size: int,
-        model_fingerprint: str,
-        policy: str,
-        has_recurrent_state: bool = False,
+        policy: str = ...,
+        verify: bool = False,
+        listeners: AbstractSet[Callable[[], None]] = ...,
         directory: Path | None = None,
-    ) -> Books:
-        """Empty books. Changes are written to a store in the directory, if one is given, before a call returns.
+    ) -> Ledger:
+        """Empty books. `listeners` are called after every change; they must not call the ledger.
 
-        A store that fails, now or later, is removed and done without; the log says so. Raises KeyError for an unknown
-        policy.
+        Changes are written to a store in the directory, if one is given: empty, and existing. A store that fails, now
+        or later, is removed and done without; the log says so. Raises KeyError for an unknown policy.
         """
 
     @staticmethod
-    def recover(directory: Path) -> Books:
-        """The books that a store has, to go on with. Raises OSError if it can't be read, or is not whole."""
+    def recover(
+        pool: str,
+        epoch: int,
+        geometry: Geometry,
+        *,
+        directory: Path,
+        now: float,
+        verify: bool = False,
+        listeners: AbstractSet[Callable[[], None]] = ...,
+    ) -> Ledger:
+        """The books that a store has, to go on with. Open leases are renewed: nobody could do it meanwhile.
 
-    def is_stored(self) -> bool:
-        """Whether changes are written down; not any more once that has failed."""
+        Raises OSError if the store can't be read, is not whole, or breaks an invariant.
+        """
 
+    @property
+    def pool(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
     def last_report(self) -> int:
         """The number of the last report that was entered, 0 if none."""
 
-    def leases(self) -> list[tuple[str, str, float, bool]]:
-        """Id, tenant and time to live, in seconds, of each; and whether it has ended."""
+    # -- leases -------------------------------------------------------------------------------------------------------
 
-    def open_lease(self, lease_id: str, tenant: str, ttl: float) -> None: ...
-    def end_lease(self, lease_id: str) -> None:
-        """Its blocks stay until it is closed."""
+    def open_lease(self, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> Lease:
+        """A new lease without sequences."""
 
-    def close_lease(self, lease_id: str) -> None: ...
-    def plan(self, request: StepRequest, now: float) -> StepPlan:
-        """Plans the lease's next step at a time, in seconds. With a request_id the answer is remembered.
+    def adopt_lease(self, lease: Lease) -> None:
+        """Takes over an open lease of an earlier epoch; its sequences are gone."""
 
-        The request_id of one of the last eight answers gets the same answer. Raises CallRefused (TOO_MANY_STEPS,
-        INVALID_ARGUMENT, REQUEST_ID_REUSED), KeyError for a lease that is not open here.
+    def lease(self, lease_id: str) -> Lease:
+        """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""
+
+    def find_lease(self, lease_id: str) -> Lease | None:
+        """The lease of this id, one that has ended included."""
+
+    def tenant_of(self, lease_id: str) -> str | None:
+        """Whose lease it is, one that has ended included; None if it is gone."""
+
+    def leases(self) -> list[Lease]:
+        """All leases, those that have ended included, by id."""
+
+    def leases_from(self, key: str, most: int, *, only: str = "") -> list[tuple[str, Lease]]:
+        """At most `most` leases from a page key on, by these, with their keys; of `only` that id.
+
+        Page keys order leases in lists without giving their ids away: 24 hexadecimal digits. Cost: O(page).
         """
 
-    def settle(
-        self,
-        lease_id: str,
-        step_number: int,
-        outcome: str,
-        *,
-        seq_ids: bytes,
-        token_counts: bytes,
-        sampled_ids: bytes,
-        sampled_tokens: bytes,
-        report_number: int = 0,
-    ) -> None: ...
-    def steps_of(self, lease_id: str) -> tuple[int, int, int]:
-        """The next step's number, the last settled one, and how many are in flight."""
+    def num_leases_by_tenant(self) -> dict[str, int]:
+        """Leases of each tenant that has any, those that have ended included. Cost: O(leases)."""
 
-    def in_flight(self, lease_id: str) -> list[StepView]: ...
-    def num_sequences(self, lease_id: str) -> int: ...
-    def sequence_ids(self, lease_id: str) -> list[int]:
-        """As they were admitted."""
+    def renew_lease(self, lease_id: str, *, now: float) -> Lease:
+        """Gives an open lease its whole time again; `plan` does so too. Raises CallRefused (LEASE_NOT_FOUND)."""
 
-    def sequences_from(self, lease_id: str, first: int, most: int) -> list[SequenceView]:
-        """By id, from `first` on."""
+    def end_lease(self, lease_id: str) -> bool:
+        """Stops a lease; its blocks come back with `lease_fenced`. False if it is not open."""
 
-    def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None: ...
-    def tokens(self, lease_id: str, seq_id: int) -> bytes | None: ...
-    def num_cached_tokens(self, tokens: bytes, salt: bytes, tenant: str) -> int: ...
-    def block_counts(self) -> tuple[int, int, int, int]:
-        """Free, cached, active and retired ones."""
+    def expire_leases(self, now: float) -> list[str]:
+        """Stops the leases whose time is over and returns their ids: the worker has to fence them.
 
-    def host_block_counts(self) -> tuple[int, int, int]:
-        """Free, held and retired blocks of the host tier."""
+        Cost: O(log n) for each lease whose time, as it was when it was looked at last, is over.
+        """
 
-    def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
-        """State, references, pins and prefix hash."""
+    def extend_leases(self, held_s: float, now: float) -> None:
+        """Adds the time in which no renewal could be read to the time of every lease. Cost: O(leases)."""
 
-    def set_shares(self, default: tuple[int, int, int, int], by_name: dict[str, tuple[int, int, int, int]]) -> None:
-        """Floor, quota, limit and pin budget in blocks: of everybody, and of others by name."""
+    def next_expiry(self) -> float | None:
+        """No lease runs out before this; None if there is none."""
 
-    def tenants(self) -> list[tuple[str, tuple[int, int, int, int], tuple[int, int, int, int]]]:
-        """Name, share, and the blocks held, cached, reserved and pinned."""
+    def lease_fenced(self, lease_id: str) -> None:
+        """The worker will not touch the lease's blocks any more: all of them come back. No effect if it is gone."""
 
-    def check_admission(self, tenant: str, admission: Admission, reserve: int) -> tuple[int, int, int, Refusal | None]:
-        """Tokens found, blocks needed and available, and why it would be refused."""
+    # -- steps --------------------------------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> bool:
-        """Ends pins and advice whose time is over; `plan` does so too. False if there are none."""
+    def plan(self, body: bytes, *, now: float) -> StepPlan:
+        """Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
+
+        With a request_id the answer is remembered; the request_id of one of the last REMEMBERED_PLANS answers gets the
+        same answer. Raises CallRefused (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS,
+        INVALID_ARGUMENT) with nothing changed, ValueError for bytes that are no message.
+        """
+
+    def settle(self, body: bytes) -> None:
+        """Enters the worker's report of a step, a serialised StepReport.
+
+        A step that is settled already, or of a lease that is gone, has no effect. Raises CallRefused (INVALID_ARGUMENT)
+        if the report does not fit what was planned, ValueError for bytes that are no message.
+        """
+
+    def steps_in_flight(self, lease_id: str) -> list[StepView]:
+        """The steps of a lease that were planned and not reported. Raises KeyError if there is none of this id."""
+
+    # -- tenants, and what is kept ------------------------------------------------------------------------------------
+
+    def set_shares(self, default: BlockShare, by_name: dict[str, BlockShare]) -> None:
+        """What tenants may take from now on: all of them, and others by name."""
+
+    def tenants(self) -> list[TenantUse]:
+        """The tenants that were seen or have a share of their own, by name."""
+
+    def tenant_use(self, name: str) -> TenantUse | None:
+        """The same of one of them."""
+
+    def check_admission(self, tenant: str, admission: Admission, *, reserve: int = 0) -> AdmissionCheck:
+        """What would become of an admission of the tenant now; takes nothing."""
+
+    def pin_prefix(self, tokens: bytes, *, salt: bytes, tenant: str, ttl_s: float, now: float) -> PinView:
+        """Keeps what is cached of a prefix from being evicted.
+
+        Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS).
+        """
+
+    def unpin_prefix(self, pin_id: bytes, *, tenant: str | None = None) -> bool:
+        """Takes a pin of the tenant back, by default anybody's; False if there is none."""
+
+    def pins(self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000) -> list[PinView]:
+        """The pins behind one, by id: the tenant's, by default everybody's."""
+
+    def advance(self, now: float) -> None:
+        """Ends the pins and the advice whose time is over; `plan` does so too. Cost: O(1) if none has ended."""
 
     def next_end(self) -> float | None:
         """No pin and no advice ends before this; None if there is none that ends."""
 
-    def pin_prefix(self, tenant: str, tokens: bytes, salt: bytes, until: float) -> PinView:
-        """Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS)."""
+    # -- looking ------------------------------------------------------------------------------------------------------
 
-    def unpin_prefix(self, tenant: str | None, pin_id: bytes) -> bool:
-        """Whether there was such a pin of the tenant, or of anybody."""
+    def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None:
+        """A sequence of an open lease, or None. Raises CallRefused (LEASE_NOT_FOUND)."""
 
-    def pins(self, tenant: str | None, behind: bytes | None, most: int) -> list[PinView]:
-        """By id."""
+    def sequence_ids(self, lease_id: str) -> list[int]:
+        """The sequences of a lease, one that has ended included, as they were admitted."""
+
+    def sequences_from(self, lease_id: str, first: int, most: int) -> list[SequenceView]:
+        """The first `most` of a lease's sequences with ids from `first` on, by id. Cost: O(the lease's sequences)."""
+
+    def tokens(self, lease_id: str, seq_id: int) -> bytes | None:
+        """All known tokens of a sequence, 4 bytes each; None if there is no such sequence."""
+
+    def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
+        """Tokens that an admission would find in the cache; takes nothing."""
+
+    def counts(self) -> bytes:
+        """A serialised BlockCounts."""
+
+    def statistics(self) -> bytes:
+        """A serialised PoolStatistics. Cost: O(leases + sequences)."""
+
+    def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
+        """State, references, pins and prefix hash of a block."""
 
     def list_blocks(
         self, first: int, most: int, *, state: str | None, tenant: str | None, lease_id: str | None
     ) -> tuple[bytes, int | None]:
-        """Serialised blocks of a ListBlocksResponse from `first` on, and where the next page begins."""
+        """A page of at most `most` blocks from `first` on, by id, and where the next one begins; None at the end.
+
+        The blocks are those of a ListBlocksResponse, serialised. Fewer than `most` come with a next page where those
+        that are listed are rare. Filters: a state, a tenant (whose no free block is), the tables of a lease; None lets
+        everything through. Cost: O(page + 65,536), and of a lease its table entries.
+        """
 
     def snapshot(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int | None]:
-        """The same of the blocks that are not free, as events of a WatchBlocksResponse."""
+        """The same of all blocks that are not free, as events of a WatchBlocksResponse."""
 
     def changes(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int] | None:
-        """Serialised events: what changed from number `first` on, and the number to go on from; None after a gap."""
+        """What changed from number `first` on, of at most `most` blocks, and the number to go on from.
 
-    def num_changes(self) -> int: ...
+        Events of a WatchBlocksResponse, serialised: the blocks as they are now; to a tenant, those that are not its own
+        any more are free. None if what came next is not known any more: `num_changes_kept` changes are.
+        """
+
+    def num_changes(self) -> int:
+        """Changes of blocks in this epoch."""
+
     def num_changes_kept(self) -> int: ...
-    def begin_reading(self) -> None: ...
-    def end_reading(self) -> None: ...
-    def explain(self, tokens: bytes, salt: bytes, tenant: str, *, with_other_tenants: bool) -> Explanation: ...
-    def reset_prefix_cache(self, first: int, end: int, now: float) -> int:
-        """From the first block on it takes all pins back, too."""
+    def begin_reading(self) -> None:
+        """Somebody reads what is in blocks: it is kept of those that are published, until as many `end_reading`."""
 
-    def refusals(self) -> dict[str, int]:
-        """Items of plans that were refused, by the name of the reason."""
+    def end_reading(self) -> None: ...
+    def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
+        """Why an admission would not find more in the cache; takes nothing. Cost: about that of a lookup."""
+
+    def parked_blocks(self) -> list[int]:
+        """The cached blocks as the eviction policy keeps them."""
+
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
+        """Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were.
+
+        From the first block on it takes all pins back, too.
+        """
+
+    # -- checking -----------------------------------------------------------------------------------------------------
+
+    def violations(self) -> list[str]:
+        """What is wrong with the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
+
+    def audit(self, first: int, end: int) -> list[str]:
+        """The same of the blocks from `first` to before `end`. Cost: O(these + table entries + free blocks)."""
+
+    def audit_counts(self) -> list[str]:
+        """What is wrong with the counts. Cost: O(blocks), about a millisecond for a million."""
+
+    def audit_promises(self) -> list[str]:
+        """What is wrong with tenants' accounts, pins and reservations. Cost: likewise."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
 
-    def num_held_tokens(self) -> int: ...
-    def counters(self) -> list[tuple[str, int]]:
-        """By name, as in LedgerStatistics."""
-
-    def violations(self) -> list[str]: ...
-    def audit(self, first: int, end: int) -> list[str]:
-        """What is wrong with the blocks from `first` to before `end`."""
-
-    def audit_counts(self) -> list[str]: ...
-    def audit_promises(self) -> list[str]: ...
     def state(self, but_last_step_of: str | None = None) -> str:
         """All that a refusal leaves as it was; of one lease without its last step."""
 
-    def parked_blocks(self) -> list[int]: ...
     def set_retention(self, plan: list[tuple[int, int, float]], is_trusted: bool) -> None:
         """Sets what the default policy plans: low and high place and share by class. For tests."""

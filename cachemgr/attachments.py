@@ -8,14 +8,21 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
 
 from quire.cache.v1 import attach_pb2
 from quire.cachemgr import messages
+from quire.cachemgr.bounds import MAX_ATTACHMENTS, Places
 from quire.cachemgr.catalog import MAX_TERM_STEP, SIGNING_KEY_BYTES, AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
-from quire.cachemgr.leases import LeaseState
+from quire.cachemgr.statuses import to_error_status
+from quire.serving.errors import CallEnded
 
 log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 ACKNOWLEDGE_AFTER_S = 0.02
 """Reports that come within this time are acknowledged together."""
@@ -49,6 +56,20 @@ class Attachments:
         self._started_at = clock()
         self._streams: dict[str, Stream] = {}
         self._opening: dict[str, asyncio.Future[None]] = {}
+        self._places = Places(MAX_ATTACHMENTS, "attachments")
+
+    async def AttachPool(  # noqa: N802
+        self, request_iterator: AsyncIterator[attach_pb2.AttachPoolRequest], context: Context
+    ) -> None:
+        try:
+            with self._places.taken():
+                await self.converse(request_iterator, context.write)
+        except CallRefused as refused:
+            # A value may be a token that was sampled.
+            known = {name: value for name, value in refused.refusal.metadata.items() if name != "value"}
+            details = ",".join(f"{name}:{value}" for name, value in known.items())
+            log.warning("attachment refused reason=%s details=%s", refused.refusal.reason.value, details)
+            raise CallEnded(to_error_status(refused.refusal)) from None
 
     async def open_lease(self, pool: AttachedPool, lease_id: str) -> None:
         """Tells the worker to accept the lease's steps and waits until it does. Cancel to give up."""
@@ -132,12 +153,12 @@ class Attachments:
         attached = attach_pb2.Attached(
             term=pool.term,
             signing_key=pool.signing_key,
-            open_lease_ids=[lease.lease_id for lease in leases if lease.state is LeaseState.OPEN],
+            open_lease_ids=[lease.lease_id for lease in leases if not lease.is_ending],
             acknowledged_report_number=pool.acknowledged_report,
         )
         orders.put_nowait(attach_pb2.AttachPoolResponse(attached=attached))
         for lease in leases:
-            if lease.state is LeaseState.FENCING:
+            if lease.is_ending:
                 self.fence_lease(pool, lease.lease_id)
             elif lease.lease_id in self._opening:
                 order = attach_pb2.OpenLease(lease_id=lease.lease_id)
@@ -162,16 +183,7 @@ class Attachments:
             return
         if report.report_number != pool.acknowledged_report + 1:
             raise CallRefused(invalid("step_report.report_number", report.report_number, "the next one"))
-        pool.ledger.settle(
-            report.lease_id,
-            report.step_number,
-            messages.decode_outcome(report, pool.ledger.geometry),
-            seq_ids=report.sequence_ids,
-            token_counts=report.computed_token_counts,
-            sampled_ids=report.sampled_sequence_ids,
-            sampled_tokens=report.sampled_token_ids,
-            report_number=report.report_number,
-        )
+        pool.ledger.settle(messages.known_bytes(report))
         pool.acknowledged_report = report.report_number
         if not pool.is_acknowledging:
             pool.is_acknowledging = True

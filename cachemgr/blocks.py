@@ -1,4 +1,4 @@
-"""What a block of a pool can be, and how a pool's blocks are counted."""
+"""What a block of a pool can be, and how many a tenant may take."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ class BlockState(StrEnum):
     RETIRED = "retired"
 
 
-class BlockCounts(NamedTuple):
-    """Blocks by state; they add up to the pool's blocks without the null block."""
+class BlockShare(NamedTuple):
+    """What a tenant may take of a pool, in blocks."""
 
-    free: int
-    cached: int
-    active: int
-    retired: int
-
-
-class HostBlockCounts(NamedTuple):
-    """Blocks of the host tier by state; they add up to all of them."""
-
-    free: int
-    held: int
-    retired: int
+    floor: int
+    """It can always hold as many."""
+    quota: int
+    """While it holds and caches more, its cached blocks are evicted before others'."""
+    limit: int
+    """It never holds more."""
+    pin_budget: int
+    """It never pins more."""

@@ -43,6 +43,21 @@ class Places:
             self.num_taken -= 1
 
 
+class Drain:
+    """The end of the service: no new plans and leases once it has begun."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def begin(self) -> None:
+        self._has_begun = True
+
+    def refuse_new(self) -> None:
+        """Raises CallRefused (SHUTTING_DOWN)."""
+        if self._has_begun:
+            raise CallRefused(refuse(Reason.SHUTTING_DOWN, "cachemgr is shutting down"))
+
+
 class LeaseCounts:
     """How many leases there are, of each tenant and in all, those being fenced included.
 

@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
+from quire.cachemgr._core import DEFAULT_POLICY, Lease, Ledger
+from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import Lease
-from quire.cachemgr.ledger import DEFAULT_POLICY, BlockShare, Ledger
 
 SIGNING_KEY_BYTES = 32
 MAX_TERM = 2**63 - 1
 MAX_TERM_STEP = 2**32
+LEASES_AT_ONCE = 100
+"""Of a list that is read from the books."""
 
-SharesOf = Callable[[int], tuple[BlockShare, Mapping[str, BlockShare]]]
+SharesOf = Callable[[int], tuple[BlockShare, dict[str, BlockShare]]]
 """What tenants may take of a pool that has so many blocks: everybody, and others by name."""
 
 
@@ -92,7 +94,8 @@ class AttachedPool:
         if registration.acknowledged_report > self.acknowledged_report:
             return True
         for lease_id, next_step in registration.next_steps.items():
-            if self.ledger.tenant_of(lease_id) is None or self.ledger.holdings(lease_id).next_step < next_step:
+            lease = self.ledger.find_lease(lease_id)
+            if lease is None or lease.next_step < next_step:
                 return True
         return False
 
@@ -155,7 +158,7 @@ class Catalog:
 
     def leases_after(self, key: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[str, Lease]]:
         """Leases of these pools behind a page key, by theirs. They must not change meanwhile."""
-        ordered = heapq.merge(*(ledger.leases_from(key) for ledger in ledgers), key=itemgetter(0))
+        ordered = heapq.merge(*(leases_from(ledger, key) for ledger in ledgers), key=itemgetter(0))
         return ((each, lease) for each, lease in ordered if each > key)
 
     def listeners(self, pool: str) -> set[Callable[[], None]]:
@@ -220,10 +223,10 @@ class Catalog:
         pool = AttachedPool(ledger, signing_key, registration.worker_address, terms)
         self._pools[registration.pool] = pool
         for lease in known.ledger.leases() if known is not None else []:
-            if known is not None and known.ledger.is_open(lease.lease_id):
-                ledger.adopt_lease(lease)
-            else:
+            if lease.is_ending:
                 self._pool_of_lease.pop(lease.lease_id, None)
+            else:
+                ledger.adopt_lease(lease)
         for tell in self.listeners(registration.pool):
             tell()
         return pool
@@ -254,6 +257,13 @@ class Catalog:
         pool.ledger.lease_fenced(lease_id)
         if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # of other pools' leases this worker says nothing
             del self._pool_of_lease[lease_id]
+
+
+def leases_from(ledger: Ledger, key: str, *, only: str = "") -> Iterator[tuple[str, Lease]]:
+    """Leases with their page keys, by these, from one on; of `only` that id. They must not change meanwhile."""
+    while page := ledger.leases_from(key, LEASES_AT_ONCE, only=only):
+        yield from page
+        key = page[-1][0] + "0"  # behind this one and before any other
 
 
 def term_over(registration: Registration, *, term: int, uptime_s: float, step: int) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from quire.cachemgr._core import POLICIES
+from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
 from quire.cachemgr.bounds import MAX_LEASES
 from quire.serving.flags import FILE, Flag, option
 
@@ -12,7 +12,7 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--eviction-policy",
         type=click.Choice(POLICIES),
-        default=POLICIES[0],
+        default=DEFAULT_POLICY,
         help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or "
         "the least recently used.",
     ),

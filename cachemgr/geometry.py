@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
-
-Blocks: TypeAlias = npt.NDArray[np.int64]
-"""Block ids, none of them twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +23,6 @@ class Geometry:
     """A state per sequence that no block holds: nothing is shared by prefix."""
     num_host_blocks: int = 0
     """Of the host tier; 0: there is none."""
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     @property
     def max_tokens(self) -> int:

@@ -1,35 +1,30 @@
-"""The calls of CacheService that look and take nothing, and the one that drops what is cached.
-
-A caller that is no operator sees what belongs to its own tenant, and is told of nothing else that it is there.
-"""
+"""The calls of CacheService that look and take nothing, and the one that drops what is cached."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
-from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
-from quire.cachemgr.bounds import Places
-from quire.cachemgr.catalog import AttachedPool, Catalog
-from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found, sequence_not_found
-from quire.cachemgr.leases import PAGE_KEY, Lease
-from quire.cachemgr.roles import SERVICE
-from quire.cachemgr.statuses import DOMAIN, to_error_status
+from quire.cachemgr.bounds import MAX_WATCHES, Places
+from quire.cachemgr.catalog import AttachedPool, Catalog, leases_from
+from quire.cachemgr.errors import CallRefused, sequence_not_found
+from quire.cachemgr.pools import VisiblePools, is_visible, require_role, sees_all
+from quire.cachemgr.statuses import refusing, to_error_status
+from quire.cachemgr.turns import in_turns
 from quire.cachemgr.watch import View, watch_blocks
-from quire.serving import access
 from quire.serving.access import Role, caller
-from quire.serving.errors import CallEnded, answering
+from quire.serving.errors import CallEnded
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Part = TypeVar("Part")
 
+PAGE_KEY = "[0-9a-f]{24}"
+"""The form of what orders leases in lists."""
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
 AUDIT_SLICE = 8_192
@@ -38,27 +33,18 @@ RESET_SLICE = 1_000
 """Blocks that are made unfindable without letting other calls go on: about a millisecond."""
 
 
-refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
+class Inspection:
+    """Pools, leases, sequences, blocks and prefixes as they are."""
 
+    def __init__(self, catalog: Catalog, pools: VisiblePools, clock: Callable[[], float]) -> None:
+        self._catalog = catalog
+        self._pools = pools
+        self._clock = clock
+        self._watch_places = Places(MAX_WATCHES, "watches")
 
-async def in_turns(parts: Iterable[Callable[[], Part]]) -> AsyncIterator[Part]:
-    """Long work in parts. Between two parts others have the loop for as long as the first took."""
-    clock, took_s = asyncio.get_running_loop().time, 0.0
-    for index, part in enumerate(parts):
-        if index:
-            await asyncio.sleep(took_s)
-        begun_at = clock()
-        done = part()
-        took_s = clock() - begun_at
-        yield done
-
-
-class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
-    """A part of the servicer, which has these."""
-
-    _catalog: Catalog
-    _clock: Callable[[], float]
-    _watch_places: Places
+    @property
+    def num_watches(self) -> int:
+        return self._watch_places.num_taken
 
     # -- pools ----------------------------------------------------------------------------------------------------
 
@@ -66,7 +52,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetPool(  # noqa: N802
         self, request: cache_service_pb2.GetPoolRequest, context: Context
     ) -> cache_service_pb2.GetPoolResponse:
-        pool = messages.encode_pool(self._pool(request.pool))
+        pool = messages.encode_pool(self._pools.pool(request.pool))
         return cache_service_pb2.GetPoolResponse(pool=pool)
 
     @refusing
@@ -75,7 +61,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListPoolsResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.POOL_NAME)
-        pools = [pool for pool in self._pools("") if pool.ledger.pool > request.page_token]
+        pools = [pool for pool in self._pools.pools("") if pool.ledger.pool > request.page_token]
         response = cache_service_pb2.ListPoolsResponse(pools=[messages.encode_pool(pool) for pool in pools[:limit]])
         if len(pools) > limit:
             response.next_page_token = pools[limit - 1].ledger.pool
@@ -86,14 +72,14 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache_service_pb2.GetStatisticsRequest, context: Context
     ) -> cache_service_pb2.GetStatisticsResponse:
         return cache_service_pb2.GetStatisticsResponse(
-            pools=[messages.encode_statistics(pool, pool.ledger.statistics()) for pool in self._pools(request.pool)]
+            pools=[messages.statistics_of(pool.ledger) for pool in self._pools.pools(request.pool)]
         )
 
     @refusing
     async def AuditPool(  # noqa: N802
         self, request: cache_service_pb2.AuditPoolRequest, context: Context
     ) -> cache_service_pb2.AuditPoolResponse:
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         firsts = range(0, ledger.geometry.num_blocks, AUDIT_SLICE)
         parts: list[Callable[[], list[str]]] = [ledger.audit_counts, ledger.audit_promises]
         parts += [partial(ledger.audit, first, first + AUDIT_SLICE) for first in firsts]
@@ -101,7 +87,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         return cache_service_pb2.AuditPoolResponse(
             violations=violations,
             block_count=ledger.geometry.num_blocks - 1,
-            sequence_count=ledger.statistics().num_sequences,
+            sequence_count=messages.statistics_of(ledger).sequence_count,
         )
 
     # -- leases and sequences -------------------------------------------------------------------------------------
@@ -112,19 +98,18 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListLeasesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, PAGE_KEY)
-        state = messages.decode_lease_state("state", request.state)
+        is_ending = messages.decode_lease_state("state", request.state)
         tenant = request.tenant if request.HasField("tenant") else None
-        ledgers = {pool.ledger.pool: pool.ledger for pool in self._pools(request.pool)}
+        ledgers = [pool.ledger for pool in self._pools.pools(request.pool)]
         response = cache_service_pb2.ListLeasesResponse()
-        offset_s, last_key = self._wall_clock_offset_s(), ""
-        for key, lease in self._catalog.leases_after(request.page_token, list(ledgers.values())):
-            if not is_visible(lease) or state not in (None, lease.state) or tenant not in (None, lease.tenant):
+        offset_s, last_key = self._pools.wall_clock_offset_s(), ""
+        for key, lease in self._catalog.leases_after(request.page_token, ledgers):
+            if not is_visible(lease) or is_ending not in (None, lease.is_ending) or tenant not in (None, lease.tenant):
                 continue
             if len(response.leases) == limit:
                 response.next_page_token = last_key
                 break
-            holdings = ledgers[lease.pool].holdings(lease.lease_id)
-            response.leases.append(messages.encode_lease(lease, holdings, wall_clock_offset_s=offset_s))
+            response.leases.append(messages.encode_lease(lease, wall_clock_offset_s=offset_s))
             last_key = key
         return response
 
@@ -132,8 +117,8 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def GetSequence(  # noqa: N802
         self, request: cache_service_pb2.GetSequenceRequest, context: Context
     ) -> cache_service_pb2.GetSequenceResponse:
-        lease_id = self._lease_id_of(request.lease_id)
-        sequence = self._visible_pool(lease_id).ledger.sequence(lease_id, request.sequence_id)
+        lease_id = self._pools.lease_id_of(request.lease_id)
+        sequence = self._pools.visible_pool(lease_id).ledger.sequence(lease_id, request.sequence_id)
         if sequence is None:
             raise CallRefused(sequence_not_found(request.sequence_id))
         encoded = messages.encode_sequence(sequence, lease_id, with_blocks=True)
@@ -145,11 +130,11 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.ListSequencesResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, PAGE_KEY + r"\.[0-9]{10}")
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         tenant = request.tenant if request.HasField("tenant") else None
         last_lease, _, last_id = request.page_token.partition(".")
         response, last_token = cache_service_pb2.ListSequencesResponse(), ""
-        for key, lease in ledger.leases_from(last_lease, only=request.lease_id):
+        for key, lease in leases_from(ledger, last_lease, only=request.lease_id):
             if not is_visible(lease) or tenant not in (None, lease.tenant):
                 continue
             first = int(last_id) + 1 if key == last_lease else 0
@@ -170,9 +155,9 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
         limit = messages.page_limit(request.page_size, default=DEFAULT_BLOCK_PAGE, most=MAX_BLOCK_PAGE)
         messages.check_page_token(request.page_token, "[0-9]{1,10}")
         state = messages.decode_block_state("state", request.state)
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         if request.lease_id:
-            self._visible_pool(request.lease_id)
+            self._pools.visible_pool(request.lease_id)
             ledger.lease(request.lease_id)
         tenant = request.tenant if request.HasField("tenant") else None
         response = cache_service_pb2.ListBlocksResponse()
@@ -181,7 +166,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
                 return response
             tenant = caller().name
         blocks, following = ledger.list_blocks(
-            int(request.page_token or 0) + 1, limit, state=state, tenant=tenant, lease_id=request.lease_id
+            int(request.page_token or 0) + 1, limit, state=state, tenant=tenant, lease_id=request.lease_id or None
         )
         response.MergeFromString(blocks)
         if following is not None:
@@ -207,7 +192,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def ResetPrefixCache(  # noqa: N802
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         firsts = range(0, ledger.geometry.num_blocks, RESET_SLICE)
         reset = partial(ledger.reset_prefix_cache, now=self._clock())
         slices = (partial(reset, first, first + RESET_SLICE) for first in firsts)
@@ -220,7 +205,7 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def LookupPrefix(  # noqa: N802
         self, request: cache_service_pb2.LookupPrefixRequest, context: Context
     ) -> cache_service_pb2.LookupPrefixResponse:
-        pools = self._pools(request.pool)
+        pools = self._pools.pools(request.pool)
         tokens, tenant = prefix_asked_for("LookupPrefix", request, pools)
         parts = [partial(match_of, pool, tokens, salt=request.salt, tenant=tenant) for pool in pools]
         matches = [match async for match in in_turns(parts)]
@@ -231,12 +216,12 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
     async def ExplainPrefix(  # noqa: N802
         self, request: cache_service_pb2.ExplainPrefixRequest, context: Context
     ) -> cache_service_pb2.ExplainPrefixResponse:
-        pool = self._pool(request.pool)
+        pool = self._pools.pool(request.pool)
         tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
         ledger = pool.ledger
         explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
         response = messages.encode_explanation(
-            explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._wall_clock_offset_s()
+            explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._pools.wall_clock_offset_s()
         )
         response.pool = ledger.pool
         if explanation.evicted_by is not None:
@@ -245,73 +230,6 @@ class Inspection(cache_service_pb2_grpc.CacheServiceServicer):
                 response.evicted_by_tenant = evicting_tenant
                 response.evicted_by_lease_id_prefix = lease_id_prefix
         return response
-
-    # -- who may see what -----------------------------------------------------------------------------------------
-
-    def _pool(self, name: str) -> AttachedPool:
-        """The pool of this name, without one the only pool. Raises CallRefused (POOL_NOT_FOUND)."""
-        return self._as_it_is_now(self._catalog.pool(name))
-
-    def _pools(self, name: str) -> list[AttachedPool]:
-        """The pool of this name, all pools without one. Raises CallRefused (POOL_NOT_FOUND)."""
-        return [self._pool(name)] if name else [self._as_it_is_now(pool) for pool in self._catalog.pools()]
-
-    def _as_it_is_now(self, pool: AttachedPool) -> AttachedPool:
-        """The pool without the pins and the advice whose time is over.
-
-        Calls that read them reach a pool through here, but for WatchBlocks, which waits for their ends.
-        """
-        pool.ledger.advance(self._clock())
-        return pool
-
-    def _is_own(self, lease_id: str) -> bool:
-        """True if it is a lease of the caller's tenant."""
-        return self._catalog.tenant_of(lease_id) == caller().name
-
-    def _own_pool(self, lease_id: str) -> AttachedPool:
-        """The pool that a lease of the caller's tenant is for. Raises CallRefused (LEASE_NOT_FOUND)."""
-        if not self._is_own(lease_id):
-            raise lease_not_found(lease_id)
-        return self._pool_of(lease_id)
-
-    def _visible_pool(self, lease_id: str) -> AttachedPool:
-        """The pool that a lease is for: any lease if the caller sees all. Raises CallRefused (LEASE_NOT_FOUND)."""
-        return self._pool_of(lease_id) if sees_all() else self._own_pool(lease_id)
-
-    def _pool_of(self, lease_id: str) -> AttachedPool:
-        return self._as_it_is_now(self._catalog.pool_of(lease_id))
-
-    def _lease_id_of(self, given: str) -> str:
-        """The id of the only lease that lists show the caller by this beginning; else what was given.
-
-        For looking only: who knows the beginning need not hold the lease. Cost: O(leases).
-        """
-        if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
-            return given
-        leases = (lease for pool in self._catalog.pools() for _, lease in pool.ledger.leases_from(""))
-        found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and is_visible(lease)]
-        return found[0] if len(found) == 1 else given
-
-    def _wall_clock_offset_s(self) -> float:
-        """What the wall clock is ahead of the clock."""
-        return time.time() - self._clock()
-
-
-def sees_all() -> bool:
-    """True if the caller may look at what belongs to others."""
-    return Role.OPERATOR in caller().roles
-
-
-def is_visible(lease: Lease) -> bool:
-    """True if the caller may know of this lease."""
-    return sees_all() or lease.tenant == caller().name
-
-
-def require_role(method: str, role: Role) -> None:
-    """For what a method does for some of its callers only. Raises CallRefused (ROLE_MISSING)."""
-    if role not in caller().roles:
-        status = access.role_missing(f"{SERVICE}{method}", frozenset({role}), caller().name, DOMAIN)
-        raise CallRefused(Refusal(Reason(status.reason), status.message, dict(status.metadata)))
 
 
 def prefix_asked_for(
@@ -332,6 +250,6 @@ def match_of(pool: AttachedPool, tokens: bytes, *, salt: bytes, tenant: str) -> 
     return cache_service_pb2.PrefixMatch(
         pool=pool.ledger.pool,
         cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=salt, tenant=tenant),
-        block_counts=messages.encode_counts(pool.ledger.counts()),
+        block_counts=messages.counts_of(pool.ledger),
         worker_address=pool.worker_address,
     )

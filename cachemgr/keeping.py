@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,10 @@ from quire.cachemgr._core import Admission
 from quire.cachemgr.attachments import pool_detached
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, invalid
-from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE, Inspection, in_turns, refusing, sees_all
+from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE
+from quire.cachemgr.pools import VisiblePools, sees_all
+from quire.cachemgr.statuses import refusing
+from quire.cachemgr.turns import in_turns
 from quire.serving.access import caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -22,8 +26,12 @@ DEFAULT_PIN_TTL_S = 3600.0
 MIN_PIN_TTL_S, MAX_PIN_TTL_S = 1.0, 86_400.0
 
 
-class Keeping(Inspection):
-    """A part of the servicer, beside the one that looks."""
+class Keeping:
+    """Pins and tenants."""
+
+    def __init__(self, pools: VisiblePools, clock: Callable[[], float]) -> None:
+        self._pools = pools
+        self._clock = clock
 
     @refusing
     async def CheckAdmission(  # noqa: N802
@@ -31,7 +39,7 @@ class Keeping(Inspection):
     ) -> cache_service_pb2.CheckAdmissionResponse:
         reserve = request.admission_reserve_block_count
         messages.require_not_negative("admission_reserve_block_count", reserve)
-        pools = self._pools(request.pool)
+        pools = self._pools.pools(request.pool)
         most_tokens = max((pool.ledger.geometry.max_tokens for pool in pools), default=0)
         admission = Admission(messages.known_bytes(request.admission), most_tokens)
         parts = [partial(check_admission, pool, admission, reserve) for pool in pools]
@@ -44,7 +52,7 @@ class Keeping(Inspection):
         self, request: cache_service_pb2.ListTenantsRequest, context: Context
     ) -> cache_service_pb2.ListTenantsResponse:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         behind = messages.decode_name_token(request.page_token)
         is_shown = (lambda name: True) if sees_all() else (lambda name: name == caller().name)
         uses = [use for use in ledger.tenants() if is_shown(use.name) and (behind is None or use.name > behind)]
@@ -60,20 +68,21 @@ class Keeping(Inspection):
     async def PinPrefix(  # noqa: N802
         self, request: cache_service_pb2.PinPrefixRequest, context: Context
     ) -> cache_service_pb2.PinPrefixResponse:
-        ledger, tenant = self._pool(request.pool).ledger, caller().name
+        ledger, tenant = self._pools.pool(request.pool).ledger, caller().name
         tokens = messages.decode_prefix(request.token_ids, request.salt, [ledger.geometry])
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
         pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
         use = ledger.tenant_use(tenant)
+        assert use is not None, "a tenant with a pin is known"
         response = cache_service_pb2.PinPrefixResponse(
             pin_id=pin.pin_id.hex(),
             pinned_token_count=pin.num_tokens,
             pinned_block_count=use.num_pinned,
-            pin_budget_block_count=use.share.pin_budget,
+            pin_budget_block_count=use.pin_budget,
         )
-        response.expire_time.FromNanoseconds(int((pin.until + self._wall_clock_offset_s()) * 1e9))
+        response.expire_time.FromNanoseconds(int((pin.until + self._pools.wall_clock_offset_s()) * 1e9))
         return response
 
     @refusing
@@ -81,7 +90,7 @@ class Keeping(Inspection):
         self, request: cache_service_pb2.UnpinPrefixRequest, context: Context
     ) -> cache_service_pb2.UnpinPrefixResponse:
         pin_id = messages.decode_pin_id("pin_id", request.pin_id)
-        ledger = self._pool(request.pool).ledger
+        ledger = self._pools.pool(request.pool).ledger
         ledger.unpin_prefix(pin_id, tenant=None if sees_all() else caller().name)
         return cache_service_pb2.UnpinPrefixResponse()
 
@@ -92,9 +101,9 @@ class Keeping(Inspection):
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.PIN_ID)
         behind = bytes.fromhex(request.page_token) or None
-        ledger, tenant = self._pool(request.pool).ledger, None if sees_all() else caller().name
+        ledger, tenant = self._pools.pool(request.pool).ledger, None if sees_all() else caller().name
         pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1)
-        offset_s = self._wall_clock_offset_s()
+        offset_s = self._pools.wall_clock_offset_s()
         response = cache_service_pb2.ListPinsResponse(
             pins=[messages.encode_pin(pin, wall_clock_offset_s=offset_s) for pin in pins[:limit]]
         )
@@ -113,7 +122,7 @@ def check_admission(pool: AttachedPool, admission: Admission, reserve: int) -> c
         cached_token_count=check.num_cached_tokens,
         needed_block_count=check.num_needed,
         available_block_count=check.num_available,
-        block_counts=messages.encode_counts(pool.ledger.counts()),
+        block_counts=messages.counts_of(pool.ledger),
         worker_address=pool.worker_address,
     )
     if refusal is not None:

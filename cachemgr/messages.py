@@ -1,6 +1,6 @@
 """Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning.
 
-The core decodes and checks plans itself (core/src/wire).
+The core decodes and checks plans and reports itself (core/src/wire).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from quire.cachemgr._core import (
     MAX_REQUEST_ID_BYTES,
     MAX_SALT_BYTES,
     Explanation,
+    Lease,
+    Ledger,
     PinView,
     SequenceView,
     StepPlan,
+    TenantUse,
 )
-from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
+from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import Lease, LeaseState
-from quire.cachemgr.ledger import Holdings, LedgerStatistics, StepOutcome, TenantUse
 from quire.serving.errors import to_message
 
 MAX_BLOCKS = 2**24
@@ -49,9 +50,10 @@ BLOCK_STATES = {
     BlockState.RETIRED: cache_service_pb2.BLOCK_STATE_RETIRED,
 }
 LEASE_STATES = {
-    LeaseState.OPEN: cache_service_pb2.LEASE_STATE_OPEN,
-    LeaseState.FENCING: cache_service_pb2.LEASE_STATE_FENCING,
+    False: cache_service_pb2.LEASE_STATE_OPEN,
+    True: cache_service_pb2.LEASE_STATE_FENCING,
 }
+"""By whether the lease has ended."""
 MISS_REASONS = {
     "none": cache_service_pb2.MISS_REASON_NONE,
     "never_computed": cache_service_pb2.MISS_REASON_NEVER_COMPUTED,
@@ -60,11 +62,6 @@ MISS_REASONS = {
     "being_computed": cache_service_pb2.MISS_REASON_BEING_COMPUTED,
     "other_salt": cache_service_pb2.MISS_REASON_OTHER_SALT,
     "other_tenant": cache_service_pb2.MISS_REASON_OTHER_TENANT,
-}
-OUTCOMES: dict[int, StepOutcome] = {
-    attach_pb2.STEP_OUTCOME_COMPUTED: StepOutcome.COMPUTED,
-    attach_pb2.STEP_OUTCOME_FAILED: StepOutcome.FAILED,
-    attach_pb2.STEP_OUTCOME_SKIPPED: StepOutcome.SKIPPED,
 }
 
 
@@ -173,24 +170,6 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
     )
 
 
-def decode_outcome(report: attach_pb2.StepReport, geometry: Geometry) -> StepOutcome:
-    """Raises CallRefused (INVALID_ARGUMENT)."""
-    most = 2 * geometry.max_sequences  # extends; restores and admissions
-    check_count("step_report.sequence_ids", len(report.sequence_ids), most)
-    check_count("step_report.sampled_sequence_ids", len(report.sampled_sequence_ids), most)
-    require_not_negative("step_report.step_number", report.step_number)
-    outcome = OUTCOMES.get(report.outcome)
-    if outcome is None:
-        raise CallRefused(invalid("step_report.outcome", report.outcome, "COMPUTED, FAILED or SKIPPED"))
-    require_parallel(
-        "step_report.computed_token_counts", report.computed_token_counts, "sequence_ids", report.sequence_ids
-    )
-    require_parallel(
-        "step_report.sampled_token_ids", report.sampled_token_ids, "sampled_sequence_ids", report.sampled_sequence_ids
-    )
-    return outcome
-
-
 def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
     return attach_pb2.PoolGeometry(
         block_size_tokens=geometry.block_size,
@@ -209,51 +188,42 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
 # -- inspection ---------------------------------------------------------------------------------------------------
 
 
-def encode_counts(
-    counts: BlockCounts, message: cache_service_pb2.BlockCounts | None = None
-) -> cache_service_pb2.BlockCounts:
-    """Fills `message`, a new one if None."""
-    message = cache_service_pb2.BlockCounts() if message is None else message
-    message.free_count, message.cached_count = counts.free, counts.cached
-    message.active_count, message.retired_count = counts.active, counts.retired
-    return message
+def counts_of(ledger: Ledger) -> cache_service_pb2.BlockCounts:
+    return cache_service_pb2.BlockCounts.FromString(ledger.counts())
 
 
-def encode_host_counts(counts: HostBlockCounts | None) -> cache_service_pb2.HostBlockCounts | None:
-    """None if there is no host tier."""
-    if counts is None:
-        return None
-    return cache_service_pb2.HostBlockCounts(
-        free_count=counts.free, held_count=counts.held, retired_count=counts.retired
-    )
+def statistics_of(ledger: Ledger) -> cache_service_pb2.PoolStatistics:
+    """The present state of a pool, and what happened in its epoch. Cost: O(leases + sequences)."""
+    return cache_service_pb2.PoolStatistics.FromString(ledger.statistics())
 
 
 def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
-    ledger = pool.ledger
-    holdings = [ledger.holdings(lease.lease_id) for lease in ledger.leases()]
-    return cache_service_pb2.Pool(
+    statistics = statistics_of(pool.ledger)
+    message = cache_service_pb2.Pool(
         name=pool.ledger.pool,
         epoch=pool.ledger.epoch,
         term=pool.term,
         attached=pool.is_attached,
         geometry=encode_geometry(pool.ledger.geometry),
         worker_address=pool.worker_address,
-        block_counts=encode_counts(pool.ledger.counts()),
-        lease_count=len(holdings),
-        sequence_count=sum(held.num_sequences for held in holdings),
-        host_block_counts=encode_host_counts(pool.ledger.host_counts()),
+        block_counts=statistics.block_counts,
+        lease_count=statistics.lease_count,
+        sequence_count=statistics.sequence_count,
     )
+    if statistics.HasField("host_block_counts"):
+        message.host_block_counts.CopyFrom(statistics.host_block_counts)
+    return message
 
 
-def encode_lease(lease: Lease, holdings: Holdings, *, wall_clock_offset_s: float) -> cache_service_pb2.Lease:
+def encode_lease(lease: Lease, *, wall_clock_offset_s: float) -> cache_service_pb2.Lease:
     message = cache_service_pb2.Lease(
         lease_id_prefix=lease.lease_id[:SHOWN_LEASE_ID_LENGTH],
         pool=lease.pool,
         tenant=lease.tenant,
-        state=LEASE_STATES[lease.state],
-        last_step_number=holdings.next_step - 1,
-        step_in_flight_count=holdings.num_in_flight,
-        sequence_count=holdings.num_sequences,
+        state=LEASE_STATES[lease.is_ending],
+        last_step_number=lease.next_step - 1,
+        step_in_flight_count=lease.num_in_flight,
+        sequence_count=lease.num_sequences,
     )
     message.ttl.FromNanoseconds(int(lease.ttl_s * 1e9))
     message.expire_time.FromNanoseconds(int((lease.expires_at + wall_clock_offset_s) * 1e9))
@@ -284,10 +254,10 @@ def encode_tenant(use: TenantUse, num_leases: int) -> cache_service_pb2.Tenant:
         cached_block_count=use.num_cached,
         reserved_block_count=use.num_reserved,
         pinned_block_count=use.num_pinned,
-        floor_block_count=use.share.floor,
-        quota_block_count=use.share.quota,
-        limit_block_count=use.share.limit,
-        pin_budget_block_count=use.share.pin_budget,
+        floor_block_count=use.floor,
+        quota_block_count=use.quota,
+        limit_block_count=use.limit,
+        pin_budget_block_count=use.pin_budget,
         lease_count=num_leases,
     )
 
@@ -317,49 +287,6 @@ def encode_explanation(
     return response
 
 
-def encode_statistics(pool: AttachedPool, statistics: LedgerStatistics) -> cache_service_pb2.PoolStatistics:
-    return cache_service_pb2.PoolStatistics(
-        pool=pool.ledger.pool,
-        epoch=pool.ledger.epoch,
-        block_counts=encode_counts(statistics.counts),
-        lease_count=statistics.num_leases,
-        sequence_count=statistics.num_sequences,
-        held_token_count=statistics.num_held_tokens,
-        table_entry_count=statistics.num_table_entries,
-        shared_block_count=statistics.num_shared_blocks,
-        planned_step_count=statistics.planned_steps,
-        computed_step_count=statistics.computed_steps,
-        failed_step_count=statistics.failed_steps,
-        skipped_step_count=statistics.skipped_steps,
-        admission_count=statistics.admissions,
-        admitted_token_count=statistics.admitted_tokens,
-        cached_token_count=statistics.cached_tokens,
-        fork_count=statistics.forks,
-        copied_block_count=statistics.copied_blocks,
-        resumed_admission_count=statistics.resumed_admissions,
-        resumed_token_count=statistics.resumed_tokens,
-        resumed_cached_token_count=statistics.resumed_cached_tokens,
-        reserved_block_count=statistics.num_reserved_blocks,
-        pinned_block_count=statistics.num_pinned_blocks,
-        allocated_block_count=statistics.num_allocated,
-        evicted_block_count=statistics.num_evicted,
-        published_block_count=statistics.num_published,
-        refusal_counts={reason.value: count for reason, count in statistics.refusals.items()},
-        expired_lease_count=statistics.expired_leases,
-        recomputed_token_count=statistics.recomputed_tokens,
-        host_block_counts=encode_host_counts(statistics.host_counts),
-        offloaded_sequence_count=statistics.num_offloaded,
-        offload_count=statistics.offloads,
-        restore_count=statistics.restores,
-        offloaded_block_count=statistics.offloaded_blocks,
-        restored_block_count=statistics.restored_blocks,
-        computed_token_count=statistics.computed_tokens,
-        generated_token_count=statistics.generated_tokens,
-        step_in_flight_count=statistics.num_steps_in_flight,
-        fencing_lease_count=statistics.num_fencing_leases,
-    )
-
-
 # -- form ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,13 +300,13 @@ def decode_block_state(name: str, value: int) -> BlockState | None:
     raise CallRefused(invalid(name, value, "a BlockState"))
 
 
-def decode_lease_state(name: str, value: int) -> LeaseState | None:
-    """A filter; None lets everything through. Raises CallRefused (INVALID_ARGUMENT)."""
+def decode_lease_state(name: str, value: int) -> bool | None:
+    """A filter by whether leases have ended; None lets all through. Raises CallRefused (INVALID_ARGUMENT)."""
     if value == cache_service_pb2.LEASE_STATE_UNSPECIFIED:
         return None
-    for state, number in LEASE_STATES.items():
+    for is_ending, number in LEASE_STATES.items():
         if number == value:
-            return state
+            return is_ending
     raise CallRefused(invalid(name, value, "a LeaseState"))
 
 
@@ -408,11 +335,6 @@ def check_salt(name: str, salt: bytes) -> None:
 def require_not_negative(name: str, value: int) -> None:
     if value < 0:
         raise CallRefused(invalid(name, value, "at least 0"))
-
-
-def require_parallel(name: str, values: Sequence[int], other_name: str, others: Sequence[int]) -> None:
-    if len(values) != len(others):
-        raise CallRefused(invalid(name, f"{len(values)} entries", f"{len(others)} entries, as {other_name}"))
 
 
 def check_page_token(token: str, form: str) -> None:

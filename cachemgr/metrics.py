@@ -8,74 +8,77 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from quire.cachemgr.blocks import HostBlockCounts
+from quire.cache.v1.cache_service_pb2 import PoolStatistics
+from quire.cachemgr import messages
+from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Catalog
-from quire.cachemgr.leases import LeaseState
-from quire.cachemgr.ledger import LedgerStatistics
 from quire.cachemgr.servicer import ServicerStatistics
 from quire.serving.interceptor import CallStatistics
 
-Statistics = dict[str, LedgerStatistics]
+Statistics = dict[str, PoolStatistics]
 """By pool."""
 
-NO_HOST_TIER = HostBlockCounts(0, 0, 0)
-COUNTERS: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
-    "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_steps),
-    "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admissions),
+HOST_STATES = ("free", "held", "retired")
+COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
+    "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_step_count),
+    "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admission_count),
     "quire_cache_prompt_tokens": (
         "Tokens of admitted prompts, which were looked up in the prefix cache.",
-        lambda pool: pool.admitted_tokens,
+        lambda pool: pool.admitted_token_count,
     ),
     "quire_cache_prefix_hit_tokens": (
         "Tokens of admitted prompts that were found in the prefix cache.",
-        lambda pool: pool.cached_tokens,
+        lambda pool: pool.cached_token_count,
     ),
     "quire_cache_resumed_admissions": (
         "Sequences admitted again after they were released to make room.",
-        lambda pool: pool.resumed_admissions,
+        lambda pool: pool.resumed_admission_count,
     ),
     "quire_cache_resumed_tokens": (
         "Tokens of sequences admitted again, which were looked up in the prefix cache.",
-        lambda pool: pool.resumed_tokens,
+        lambda pool: pool.resumed_token_count,
     ),
     "quire_cache_resumed_hit_tokens": (
         "Tokens of sequences admitted again that were found in the prefix cache.",
-        lambda pool: pool.resumed_cached_tokens,
+        lambda pool: pool.resumed_cached_token_count,
     ),
     "quire_cache_recomputed_tokens": (
         "Tokens of admissions of both kinds that had been computed before: their blocks were evicted.",
-        lambda pool: pool.recomputed_tokens,
+        lambda pool: pool.recomputed_token_count,
     ),
-    "quire_cache_forks": ("Sequences made by forks.", lambda pool: pool.forks),
+    "quire_cache_forks": ("Sequences made by forks.", lambda pool: pool.fork_count),
     "quire_cache_blocks_copied": (
         "Blocks copied because a shared or published one was to be written.",
-        lambda pool: pool.copied_blocks,
+        lambda pool: pool.copied_block_count,
     ),
-    "quire_cache_offloads": ("Sequences moved to the host tier.", lambda pool: pool.offloads),
-    "quire_cache_restores": ("Sequences brought back from the host tier.", lambda pool: pool.restores),
-    "quire_cache_blocks_offloaded": ("Blocks copied to the host tier.", lambda pool: pool.offloaded_blocks),
-    "quire_cache_blocks_restored": ("Blocks copied back from the host tier.", lambda pool: pool.restored_blocks),
-    "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.num_allocated),
-    "quire_cache_blocks_evicted": ("Blocks that lost their content to make room.", lambda pool: pool.num_evicted),
+    "quire_cache_offloads": ("Sequences moved to the host tier.", lambda pool: pool.offload_count),
+    "quire_cache_restores": ("Sequences brought back from the host tier.", lambda pool: pool.restore_count),
+    "quire_cache_blocks_offloaded": ("Blocks copied to the host tier.", lambda pool: pool.offloaded_block_count),
+    "quire_cache_blocks_restored": ("Blocks copied back from the host tier.", lambda pool: pool.restored_block_count),
+    "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.allocated_block_count),
+    "quire_cache_blocks_evicted": (
+        "Blocks that lost their content to make room.",
+        lambda pool: pool.evicted_block_count,
+    ),
     "quire_cache_blocks_published": (
         "Blocks that could be found by content for the first time.",
-        lambda pool: pool.num_published,
+        lambda pool: pool.published_block_count,
     ),
-    "quire_cache_leases_expired": ("Leases that ended by expiry.", lambda pool: pool.expired_leases),
+    "quire_cache_leases_expired": ("Leases that ended by expiry.", lambda pool: pool.expired_lease_count),
 }
-GAUGES: dict[str, tuple[str, Callable[[LedgerStatistics], int]]] = {
+GAUGES: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     "quire_sequences": (
         "Sequences that hold blocks, of the pool or of the host tier.",
-        lambda pool: pool.num_sequences,
+        lambda pool: pool.sequence_count,
     ),
-    "quire_sequences_offloaded": ("Sequences in the host tier.", lambda pool: pool.num_offloaded),
-    "quire_kv_held_tokens": ("Tokens in blocks that are held.", lambda pool: pool.num_held_tokens),
-    "quire_kv_shared_blocks": ("Blocks that two or more sequences hold.", lambda pool: pool.num_shared_blocks),
+    "quire_sequences_offloaded": ("Sequences in the host tier.", lambda pool: pool.offloaded_sequence_count),
+    "quire_kv_held_tokens": ("Tokens in blocks that are held.", lambda pool: pool.held_token_count),
+    "quire_kv_shared_blocks": ("Blocks that two or more sequences hold.", lambda pool: pool.shared_block_count),
     "quire_kv_reserved_blocks": (
         "Blocks guaranteed to sequences with a reservation, and not held yet.",
-        lambda pool: pool.num_reserved_blocks,
+        lambda pool: pool.reserved_block_count,
     ),
-    "quire_kv_pinned_blocks": ("Cached blocks that are pinned.", lambda pool: pool.num_pinned_blocks),
+    "quire_kv_pinned_blocks": ("Cached blocks that are pinned.", lambda pool: pool.pinned_block_count),
 }
 
 
@@ -84,8 +87,8 @@ def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallS
 
     Cost: O(pools + leases + sequences).
     """
-    statistics = {pool.ledger.pool: pool.ledger.statistics() for pool in catalog.pools()}
-    yield from pool_families(catalog.pools())
+    statistics = {pool.ledger.pool: messages.statistics_of(pool.ledger) for pool in catalog.pools()}
+    yield from pool_families(catalog.pools(), statistics)
     yield from block_families(statistics)
     for name, (text, value_of) in GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=["pool"])
@@ -101,7 +104,7 @@ def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallS
     yield from process_families(catalog.term, servicer, calls)
 
 
-def pool_families(pools: list[AttachedPool]) -> Iterator[Metric]:
+def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator[Metric]:
     """What each pool is made of, its leases and their steps."""
     info = InfoMetricFamily("quire_pool", "What the pool is made of.", labels=["pool"])
     attached = GaugeMetricFamily("quire_pool_attached", "Whether the pool's worker is attached.", labels=["pool"])
@@ -112,12 +115,10 @@ def pool_families(pools: list[AttachedPool]) -> Iterator[Metric]:
         sizes = {"block_size_tokens": str(geometry.block_size), "block_bytes": str(geometry.block_bytes)}
         info.add_metric([ledger.pool], {"model": geometry.model, **sizes})
         attached.add_metric([ledger.pool], int(pool.is_attached))
-        present = ledger.leases()
-        states = Counter(lease.state for lease in present)
-        for state in LeaseState:
-            leases.add_metric([ledger.pool, state.value], states[state])
-        num_in_flight = sum(ledger.holdings(lease.lease_id).num_in_flight for lease in present)
-        in_flight.add_metric([ledger.pool], num_in_flight)
+        values = statistics[ledger.pool]
+        leases.add_metric([ledger.pool, "open"], values.lease_count - values.fencing_lease_count)
+        leases.add_metric([ledger.pool, "fencing"], values.fencing_lease_count)
+        in_flight.add_metric([ledger.pool], values.step_in_flight_count)
     yield from (info, attached, leases, in_flight)
 
 
@@ -126,10 +127,10 @@ def block_families(statistics: Statistics) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("quire_kv_blocks", "Blocks by state.", labels=["pool", "state"])
     host = GaugeMetricFamily("quire_kv_host_blocks", "Blocks of the host tier by state.", labels=["pool", "state"])
     for pool, values in statistics.items():
-        for state, count in values.counts._asdict().items():
-            blocks.add_metric([pool, state], count)
-        for state, count in (values.host_counts or NO_HOST_TIER)._asdict().items():
-            host.add_metric([pool, state], count)
+        for state in BlockState:
+            blocks.add_metric([pool, state], getattr(values.block_counts, f"{state}_count"))
+        for place in HOST_STATES:
+            host.add_metric([pool, place], getattr(values.host_block_counts, f"{place}_count"))
     yield from (blocks, host)
 
 
@@ -138,11 +139,11 @@ def outcome_families(statistics: Statistics) -> Iterator[Metric]:
     ended = CounterMetricFamily("quire_cache_steps_ended", "Steps reported.", labels=["pool", "outcome"])
     refused = CounterMetricFamily("quire_cache_refusals", "Items of plans refused.", labels=["pool", "reason"])
     for pool, values in statistics.items():
-        ended.add_metric([pool, "computed"], values.computed_steps)
-        ended.add_metric([pool, "failed"], values.failed_steps)
-        ended.add_metric([pool, "skipped"], values.skipped_steps)
-        for reason, count in values.refusals.items():
-            refused.add_metric([pool, reason.value], count)
+        ended.add_metric([pool, "computed"], values.computed_step_count)
+        ended.add_metric([pool, "failed"], values.failed_step_count)
+        ended.add_metric([pool, "skipped"], values.skipped_step_count)
+        for reason, count in values.refusal_counts.items():
+            refused.add_metric([pool, reason], count)
     yield from (ended, refused)
 
 

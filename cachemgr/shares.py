@@ -23,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from quire.cachemgr.ledger import BlockShare
+from quire.cachemgr.blocks import BlockShare
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _PERCENTAGE = re.compile(r"(?P<number>\d{1,3}(\.\d+)?) ?%")

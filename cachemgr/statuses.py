@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from quire.cachemgr.errors import Reason, Refusal
-from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus
+from quire.cachemgr.errors import CallRefused, Reason, Refusal
+from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, ErrorStatus, answering
 
 DOMAIN = "cache.quire.dev"
 
@@ -72,3 +72,7 @@ def to_error_status(refusal: Refusal) -> ErrorStatus:
     code = STATUS_CODES[refusal.reason]
     delay_s = RETRY_DELAYS_S.get(refusal.reason)
     return ErrorStatus(code, refusal.reason.value, refusal.message, DOMAIN, refusal.metadata, delay_s)
+
+
+refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
+"""For a handler: what it refuses becomes the status of its call."""

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
-from quire.cachemgr.ledger import Ledger
 
 MAX_EVENTS = 4_096
 """Of one answer: a few milliseconds without other calls, and half a megabyte."""

@@ -5,19 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cache.v1 import grant_pb2
-from quire.cachemgr import _core
-from quire.cachemgr.blocks import BlockCounts, HostBlockCounts
-from quire.cachemgr.errors import Refusal
+from quire.cachemgr import _core, messages
+from quire.cachemgr._core import Ledger
+from quire.cachemgr.errors import CallRefused, Reason, Refusal
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger
 
 TOKEN_BYTES = 4
+
+
+class BlockCounts(NamedTuple):
+    """Blocks by state; they add up to the pool's blocks without the null block."""
+
+    free: int
+    cached: int
+    active: int
+    retired: int
+
+
+class HostBlockCounts(NamedTuple):
+    """Blocks of the host tier by state; they add up to all of them."""
+
+    free: int
+    held: int
+    retired: int
+
+
+class StepOutcome(Enum):
+    COMPUTED = attach_pb2.STEP_OUTCOME_COMPUTED
+    FAILED = attach_pb2.STEP_OUTCOME_FAILED
+    SKIPPED = attach_pb2.STEP_OUTCOME_SKIPPED
 
 
 class PlanItem(Enum):
@@ -125,10 +147,13 @@ class RefusedItem:
 # -- requests -------------------------------------------------------------------------------------------------------
 
 
-def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> _core.StepRequest:
-    """Return the answer of cachemgr to a request. Raises CallRefused."""
-    body = message.SerializeToString()
-    return _core.StepRequest(body, max_sequences=geometry.max_sequences, max_tokens=geometry.max_tokens)
+def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> None:
+    """Checks the form of a plan, as books do that have no such lease. Raises CallRefused."""
+    try:
+        Ledger("p", 1, geometry).plan(message.SerializeToString(), now=0.0)
+    except CallRefused as refused:
+        if refused.refusal.reason is not Reason.LEASE_NOT_FOUND:
+            raise
 
 
 def body_of(request: StepRequest, lease_id: str, epoch: int = 1, *, request_id: str = "") -> bytes:
@@ -249,16 +274,53 @@ class Planned:
     @property
     def counts(self) -> BlockCounts:
         """Blocks by state after the step was planned."""
-        counts = self.answer.block_counts
-        return BlockCounts(counts.free_count, counts.cached_count, counts.active_count, counts.retired_count)
+        return block_counts(self.answer.block_counts)
 
     @property
     def host_counts(self) -> HostBlockCounts | None:
         """The same of the host tier; None if there is none."""
-        counts = self.answer.host_block_counts
-        if not self.answer.HasField("host_block_counts"):
-            return None
-        return HostBlockCounts(counts.free_count, counts.held_count, counts.retired_count)
+        return host_block_counts(self.answer)
+
+
+def block_counts(counts: pb.BlockCounts) -> BlockCounts:
+    return BlockCounts(counts.free_count, counts.cached_count, counts.active_count, counts.retired_count)
+
+
+def host_block_counts(message: pb.PlanStepResponse | pb.PoolStatistics) -> HostBlockCounts | None:
+    """None if there is no host tier."""
+    counts = message.host_block_counts
+    if not message.HasField("host_block_counts"):
+        return None
+    return HostBlockCounts(counts.free_count, counts.held_count, counts.retired_count)
+
+
+def counts_of(ledger: Ledger) -> BlockCounts:
+    """Blocks by state."""
+    return block_counts(messages.counts_of(ledger))
+
+
+def host_counts_of(ledger: Ledger) -> HostBlockCounts | None:
+    """The same of the host tier; None if there is none."""
+    return host_block_counts(messages.statistics_of(ledger))
+
+
+def sequences_of(ledger: Ledger, lease_id: str) -> list[_core.SequenceView]:
+    """All sequences of a lease, one that has ended included, by id."""
+    return ledger.sequences_from(lease_id, 0, 2**31)
+
+
+def sequence_of(ledger: Ledger, lease_id: str, seq_id: int) -> _core.SequenceView:
+    """One of them."""
+    (sequence,) = ledger.sequences_from(lease_id, seq_id, 1)
+    assert sequence.seq_id == seq_id
+    return sequence
+
+
+def holdings_of(ledger: Ledger, lease_id: str) -> tuple[int, int, int, int]:
+    """The next step and the last that was reported, and how many steps in flight and sequences there are."""
+    lease = ledger.find_lease(lease_id)
+    assert lease is not None
+    return lease.next_step, lease.settled_step, lease.num_in_flight, lease.num_sequences
 
 
 def plan_step(
@@ -267,3 +329,28 @@ def plan_step(
     """Plans a step of a lease, of the present epoch if no other is given. Raises CallRefused."""
     body = body_of(request, lease_id, ledger.epoch if epoch is None else epoch, request_id=request_id)
     return Planned(ledger.plan(body, now=now))
+
+
+def report_of(
+    lease_id: str,
+    step_number: int,
+    outcome: StepOutcome = StepOutcome.COMPUTED,
+    *,
+    seq_ids: Sequence[int] = (),
+    token_counts: Sequence[int] = (),
+    sampled_ids: Sequence[int] = (),
+    sampled_tokens: Sequence[int] = (),
+    report_number: int = 0,
+) -> bytes:
+    """A serialised StepReport."""
+    report = attach_pb2.StepReport(
+        report_number=report_number,
+        lease_id=lease_id,
+        step_number=step_number,
+        outcome=outcome.value,
+        sequence_ids=seq_ids,
+        computed_token_counts=token_counts,
+        sampled_sequence_ids=sampled_ids,
+        sampled_token_ids=sampled_tokens,
+    )
+    return report.SerializeToString()

@@ -409,29 +409,32 @@ BUGS = [
         "books that are behind the worker's steps are taken",
         (
             "lacks",
-            "if self.ledger.tenant_of(lease_id) is None or self.ledger.holdings(lease_id).next_step < next_step:\n"
-            "    return True",
-            "del lease_id, next_step",
+            "if lease is None or lease.next_step < next_step:\n    return True",
+            "del lease, next_step",
         ),
     ),
     # -- leases, their time and their fences
-    manager(
+    rust(
         "leases",
         "a lease's blocks come back before the worker has fenced it",
-        ("_end", "self._books.end_lease(lease.lease_id)", "self.lease_fenced(lease.lease_id)"),
+        (
+            "end_lease",
+            "self.make(&Change::EndLease { lease_id: lease_id.into() })?;",
+            "self.make(&Change::CloseLease { lease_id: lease_id.into() })?;",
+        ),
     ),
-    manager(
+    rust(
         "leases",
         "a lease that has ended goes on planning",
-        ("lease", "if lease is None or lease.state is not LeaseState.OPEN:", "if lease is None:"),
+        ("open_lease_mut", ".filter(|lease| lease.is_open())", ""),
     ),
-    manager(
+    rust(
         "leases",
         "a lease ends at its first time, whoever renewed it",
         (
-            "pop_expired",
-            "if lease.expires_at > now:\n    self.add(lease)\nelse:\n    expired.append(lease)",
-            "expired.append(lease)",
+            "next_expired",
+            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.leases),",
+            "",
         ),
     ),
     manager(
@@ -439,13 +442,13 @@ BUGS = [
         "the time in which no renewal was read counts",
         ("look", "return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0", "return 0.0 * passed_s"),
     ),
-    manager(
+    rust(
         "leases",
         "entries of leases that have ended pile up",
         (
             "add",
-            "self._entries = [entry for entry in self._entries if entry[2].state is LeaseState.OPEN]",
-            "pass",
+            "self.entries.retain(|entry| leases.get(&entry.lease_id).is_some_and(Lease::is_open));",
+            "",
         ),
     ),
     manager(
@@ -458,10 +461,10 @@ BUGS = [
         ),
     ),
     # -- grants and epochs
-    manager(
+    rust(
         "grants",
         "a plan for another epoch is taken",
-        ("_require_epoch", "if epoch == self.epoch:\n    return", "return"),
+        ("plan", "if epoch != self.epoch {", "if epoch < 0 && epoch != self.epoch {"),
     ),
     manager(
         "watches",

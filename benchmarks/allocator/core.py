@@ -13,9 +13,9 @@ from typing import Any
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import StepPlan
+from quire.cachemgr import messages
+from quire.cachemgr._core import Ledger, StepPlan
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
 
 EPOCH = 1
 TTL_S = 1e9
@@ -26,6 +26,7 @@ CHAIN_BLOCKS = 8
 CROWD_IDS = 1 << 30
 
 clock = time.perf_counter_ns
+Outcome = attach_pb2.StepOutcome.ValueType
 
 
 def make_geometry(num_blocks: int, *, max_sequences: int = 1 << 20) -> Geometry:
@@ -136,6 +137,7 @@ class Report:
         self.step_number = grant.step_number
         self.num_copies = len(grant.copy_target_block_ids)
         self._message = attach_pb2.StepReport(
+            step_number=grant.step_number,
             sequence_ids=grant.run_sequence_ids,
             computed_token_counts=[int(start) + int(count) for start, count in starts_and_counts],
             sampled_sequence_ids=sampled_ids,
@@ -150,19 +152,11 @@ class Report:
         """True if a step before it computed nothing, so that the worker refuses it."""
         return ledger.steps_in_flight(lease_id)[0].is_doomed
 
-    def settle(self, ledger: Ledger, lease_id: str, outcome: StepOutcome = StepOutcome.COMPUTED) -> int:
-        """Enters the report as it is decoded; returns nanoseconds."""
-        message = self._message
+    def settle(self, ledger: Ledger, lease_id: str, outcome: Outcome = attach_pb2.STEP_OUTCOME_COMPUTED) -> int:
+        """Enters the report as the servicer does; returns nanoseconds."""
+        self._message.lease_id, self._message.outcome = lease_id, outcome
         start = clock()
-        ledger.settle(
-            lease_id,
-            self.step_number,
-            outcome,
-            seq_ids=message.sequence_ids,
-            token_counts=message.computed_token_counts,
-            sampled_ids=message.sampled_sequence_ids,
-            sampled_tokens=message.sampled_token_ids,
-        )
+        ledger.settle(messages.known_bytes(self._message))
         return clock() - start
 
 
@@ -211,7 +205,8 @@ def expire_leases(ledger: Ledger, *, now: float) -> tuple[dict[str, int], int]:
     start = clock()
     expired = ledger.expire_leases(now)
     taken = clock() - start
-    return {lease.lease_id: ledger.holdings(lease.lease_id).num_sequences for lease in expired}, taken
+    sizes = {lease.lease_id: lease.num_sequences for lease in ledger.leases()}
+    return {lease_id: sizes[lease_id] for lease_id in expired}, taken
 
 
 def fence_lease(ledger: Ledger, lease_id: str) -> int:
@@ -329,7 +324,7 @@ class Core:
         return taken
 
     def num_free(self) -> int:
-        return self.ledger.counts().free
+        return messages.counts_of(self.ledger).free_count
 
     def clear(self) -> None:
         """A new ledger, as for a new epoch."""

@@ -33,7 +33,8 @@ from core import (
 )
 from workload import BLOCK_SIZE, Prompts, fill
 
-from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cache.v1 import attach_pb2
+from quire.cachemgr._core import Ledger
 
 NUM_CLIENTS = 48
 MAX_RUNNING = 64
@@ -260,13 +261,13 @@ class MixedLoad:
 
     def _settle(self, client: Client) -> None:
         report = client.in_flight.popleft()
-        outcome = StepOutcome.COMPUTED
+        outcome = attach_pb2.STEP_OUTCOME_COMPUTED
         if report.is_doomed(self.ledger, client.lease_id) or self.random.random() < FAILING:
-            outcome = self.random.choice((StepOutcome.FAILED, StepOutcome.SKIPPED))
+            outcome = self.random.choice((attach_pb2.STEP_OUTCOME_FAILED, attach_pb2.STEP_OUTCOME_SKIPPED))
         self.timings.measure(
             "settle",
             lambda: (None, report.settle(self.ledger, client.lease_id, outcome)),
-            lambda _: f"{outcome.value}, {report.num_runs} runs",
+            lambda _: f"{attach_pb2.StepOutcome.Name(outcome)}, {report.num_runs} runs",
         )
 
     def _expire(self) -> None:

@@ -130,7 +130,7 @@ def resident_growth(num_blocks: int) -> int:
     core = Core(num_blocks)
     fill(core, Prompts(), num_blocks)
     gc.collect()
-    assert core.ledger.counts().cached >= num_blocks - PROMPT_TOKENS // BLOCK_SIZE
+    assert messages.counts_of(core.ledger).cached_count >= num_blocks - PROMPT_TOKENS // BLOCK_SIZE
     return psutil.Process().memory_info().rss - before
 
 

@@ -41,7 +41,7 @@ ALWAYS_INSTALLED = ("quire", "click", "google", "grpc", "prometheus_client", *sy
 # Modules that decide and touch nothing: no gRPC, tensors, clock, randomness, logging or metrics, and of quire only
 # each other.
 PURE = {
-    "cachemgr": ("blocks", "catalog", "errors", "geometry", "leases", "ledger"),
+    "cachemgr": ("blocks", "catalog", "errors", "geometry"),
     "client": (
         "errors",
         *(f"engine.{name}" for name in ("drafting", "fairness", "flight", "plans", "policy", "queues", "room")),

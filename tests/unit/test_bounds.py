@@ -14,12 +14,15 @@ from planning import Planned, decode_plan
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cachemgr import _core, messages
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.bounds import MAX_WAITING_ADMISSIONS, RECOUNT_INTERVAL_S, LeaseCounts, Places
 from quire.cachemgr.catalog import Catalog, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger
-from quire.cachemgr.servicer import REMEMBER_LEASES_S, CacheServicer, LeaseAnswers, Turns
+from quire.cachemgr.leasing import REMEMBER_LEASES_S, LeaseAnswers
+from quire.cachemgr.messages import statistics_of
+from quire.cachemgr.servicer import CacheServicer
+from quire.cachemgr.turns import Turns
 
 NUM_SEQUENCES = 2_000
 GEOMETRY = Geometry(
@@ -240,7 +243,7 @@ def test_more_admissions_than_may_wait_are_refused_and_none_of_the_others_is_los
             ("OVERLOADED", str(MAX_WAITING_ADMISSIONS), 100_000_000)
         }
         assert sum(len(plan.admitted_sequence_ids) for plan in planned) == MAX_WAITING_ADMISSIONS
-        assert pool.ledger.statistics().num_sequences == MAX_WAITING_ADMISSIONS
+        assert statistics_of(pool.ledger).sequence_count == MAX_WAITING_ADMISSIONS
         assert servicer.statistics().refused_plans == {Reason.OVERLOADED: too_many}
         assert servicer.statistics().num_waiting_admissions == 0
 
@@ -317,7 +320,7 @@ def test_the_children_of_a_plans_forks_begin_with_so_many_tokens_together() -> N
         refused = refuse_plan(plan, SMALL)
         value, limit = f"{most + 1} tokens", f"at most {most} of all children"
         assert refused == {"field": "forks.token_count", "value": value, "limit": limit}
-    longest = replace(SMALL, num_blocks=2**23, max_sequence_tokens=most + 1)
+    longest = replace(SMALL, block_size=2**12, num_blocks=2**13, max_sequence_tokens=most + 1)
     decode_plan(forks((1, most + 1)), longest)
 
 
@@ -337,7 +340,7 @@ TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("longest", [24, 300_000])
 def test_a_plan_brings_tokens_up_to_a_number_or_one_prompt_of_the_greatest_length(name: str, longest: int) -> None:
-    geometry = replace(SMALL, num_blocks=2**20, max_sequence_tokens=longest)
+    geometry = replace(SMALL, block_size=2**12, num_blocks=2**8, max_sequence_tokens=longest)
     most = max(longest, _core.MAX_PLAN_TOKENS)
     decode_plan(pb.PlanStepRequest(**TOKENS[name](most)), geometry)
     refused = refuse_plan(pb.PlanStepRequest(**TOKENS[name](most + 1)), geometry)
@@ -354,8 +357,9 @@ def test_a_plan_brings_tokens_up_to_a_number_or_one_prompt_of_the_greatest_lengt
 )
 def test_fields_that_are_not_known_or_of_another_type_do_not_count(body: bytes) -> None:
     request = pb.PlanStepRequest.FromString(body)
-    decoded = _core.StepRequest(messages.known_bytes(request), max_sequences=1, max_tokens=1)
-    assert (decoded.lease_id, decoded.epoch) == (request.lease_id, 0)
+    ledger = Ledger("p", 0, SMALL)
+    ledger.open_lease(request.lease_id, ttl_s=30.0, now=0.0)
+    assert Planned(ledger.plan(messages.known_bytes(request), now=0.0)).step_number == 1
 
 
 @pytest.mark.parametrize("reserved", [0, 30, 60])

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning import Admission, StepRequest, plan_step
+from planning import Admission, StepOutcome, StepRequest, holdings_of, plan_step, report_of
 
 from quire.cachemgr.catalog import MAX_TERM, AttachedPool, Catalog, NewEpoch, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import LeaseState
-from quire.cachemgr.ledger import StepOutcome
 
 GEOMETRY = Geometry(
     block_size=2,
@@ -215,13 +213,13 @@ def test_open_leases_go_on_in_a_new_epoch_without_their_sequences(catalog: Catal
     assert catalog.pool_of("open") is fresh
     assert refusal_of(lambda: catalog.pool_of("ended")) is Reason.LEASE_NOT_FOUND
     lease = fresh.ledger.lease("open")
-    assert (lease.tenant, lease.state, lease.expires_at) == ("acme", LeaseState.OPEN, 11.0)
+    assert (lease.tenant, lease.is_ending, lease.expires_at) == ("acme", False, 11.0)
     assert fresh.ledger.sequence_ids("open") == []
     old = lambda: plan_step(fresh.ledger, "open", StepRequest(), epoch=1, now=2.0, request_id="r")  # noqa: E731
     assert refusal_of(old) is Reason.EPOCH_CHANGED
     again = plan_step(fresh.ledger, "open", StepRequest(admissions=[admission]), epoch=2, now=2.0, request_id="r")
     assert (again.step_number, again.admitted_cached_counts) == (1, [0])
-    assert fresh.ledger.expire_leases(12.0) == [lease]
+    assert fresh.ledger.expire_leases(12.0) == ["open"]
 
 
 def test_a_fenced_lease_is_gone(catalog: Catalog) -> None:
@@ -249,12 +247,14 @@ def saved(tmp_path: Path) -> SavedPool:
         pool.ledger, "lease", StepRequest(admissions=[Admission(1, bytes(12))]), epoch=1, now=1.0, request_id="r"
     )
     pool.ledger.settle(
-        *("lease", 1, StepOutcome.COMPUTED),
-        seq_ids=plan.run_seq_ids,
-        token_counts=[3],
-        sampled_ids=[1],
-        sampled_tokens=[5],
-        report_number=1,
+        report_of(
+            *("lease", 1, StepOutcome.COMPUTED),
+            seq_ids=plan.run_seq_ids,
+            token_counts=[3],
+            sampled_ids=[1],
+            sampled_tokens=[5],
+            report_number=1,
+        )
     )
     plan_step(pool.ledger, "lease", StepRequest(extend_ids=[1], extend_token_counts=[1]), epoch=1, now=2.0)
     return SavedPool("a", 1, GEOMETRY, "unix:/a", b"kept", (TERM, TERM + 1))
@@ -271,18 +271,18 @@ def test_what_was_kept_goes_on(recovered: Catalog) -> None:
     pool = recovered.pool("a")
     assert (pool.is_attached, pool.acknowledged_report, pool.signing_key) == (False, 1, b"kept")
     assert recovered.pool_of("other") is pool
-    leases = {lease.lease_id: (lease.state, lease.tenant, lease.expires_at) for lease in pool.ledger.leases()}
+    leases = {lease.lease_id: (lease.is_ending, lease.tenant, lease.expires_at) for lease in pool.ledger.leases()}
     assert leases == {
-        "ended": (LeaseState.FENCING, "t", 110.0),
-        "lease": (LeaseState.OPEN, "t", 110.0),
-        "other": (LeaseState.OPEN, "t", 110.0),
+        "ended": (True, "t", 110.0),
+        "lease": (False, "t", 110.0),
+        "other": (False, "t", 110.0),
     }
-    assert pool.ledger.holdings("lease")[:3] == (3, 1, 1)
+    assert holdings_of(pool.ledger, "lease")[:3] == (3, 1, 1)
     again = plan_step(
         pool.ledger, "lease", StepRequest(admissions=[Admission(1, bytes(12))]), epoch=1, now=101.0, request_id="r"
     )
     assert again.step_number == 1
-    assert [lease.lease_id for lease in pool.ledger.expire_leases(110.5)] == ["other"], "the plan has renewed its lease"
+    assert pool.ledger.expire_leases(110.5) == ["other"], "the plan has renewed its lease"
 
 
 @pytest.mark.parametrize("attached_term", [0, TERM, TERM + 1])

@@ -7,14 +7,12 @@ from hashlib import sha256
 from random import Random
 
 import pytest
-from planning import Admission, Fork, Planned, Restore, StepRequest, Trim, body_of, plan_step
+from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr import _core
-from quire.cachemgr._core import POLICIES, Books, root_hash
+from quire.cachemgr._core import POLICIES, Ledger, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
 
 SIZES = {
     "num_blocks": 400,
@@ -26,12 +24,13 @@ SIZES = {
 }
 
 
-def make_books(**changes: object) -> Books:
-    return Books(**(SIZES | {"model_fingerprint": "m", "policy": "lru"} | changes))  # type: ignore[arg-type]
+GEOMETRY = Geometry(**SIZES, block_bytes=1, model="m", model_fingerprint="m")
 
 
-def decoded(request: StepRequest, lease_id: str = "lease") -> _core.StepRequest:
-    return _core.StepRequest(body_of(request, lease_id), max_sequences=100, max_tokens=100)
+def make_ledger(policy: str = "lru") -> Ledger:
+    ledger = Ledger("pool", 1, GEOMETRY, policy=policy)
+    ledger.open_lease("lease", ttl_s=30.0, now=0.0)
+    return ledger
 
 
 def tokens(rng: Random, count: int) -> bytes:
@@ -40,8 +39,7 @@ def tokens(rng: Random, count: int) -> bytes:
 
 def plans() -> Iterator[Planned]:
     """Plans with something in every list, refusals too."""
-    geometry = Geometry(**SIZES, block_bytes=1, model="m", model_fingerprint="m")  # type: ignore[arg-type]
-    ledger, rng = Ledger("pool", 7, geometry), Random(0)
+    ledger, rng = Ledger("pool", 7, GEOMETRY), Random(0)
     ledger.open_lease("lease", ttl_s=1.0, now=0.0)
     prompts = [tokens(rng, 1 + rng.randrange(40)) for _ in range(8)]
     last = 2**31 - 1
@@ -63,11 +61,13 @@ def plans() -> Iterator[Planned]:
         ends = [start + count for start, count in zip(plan.run_starts, plan.run_token_counts, strict=True)]
         sampled = [seq_id for seq_id, samples in zip(plan.run_seq_ids, plan.run_samples, strict=True) if samples]
         ledger.settle(
-            *("lease", step, StepOutcome.COMPUTED),
-            seq_ids=plan.run_seq_ids,
-            token_counts=ends,
-            sampled_ids=sampled,
-            sampled_tokens=[2**31 - 2] * len(sampled),
+            report_of(
+                *("lease", step, StepOutcome.COMPUTED),
+                seq_ids=plan.run_seq_ids,
+                token_counts=ends,
+                sampled_ids=sampled,
+                sampled_tokens=[2**31 - 2] * len(sampled),
+            )
         )
 
 
@@ -103,43 +103,54 @@ def test_the_root_of_a_chain_is_what_the_protocol_says() -> None:
 
 
 def test_a_call_that_would_leave_the_books_wrong_says_so() -> None:
-    books = make_books()
-    books.open_lease("lease", "", 30.0)
     with pytest.raises(BrokenInvariant, match="lease is opened twice"):
-        books.open_lease("lease", "", 30.0)
+        make_ledger().open_lease("lease", ttl_s=30.0, now=0.0)
 
 
 def test_what_is_not_there_is_told() -> None:
-    books = make_books()
-    for call in (books.steps_of, books.in_flight, lambda lease_id: books.plan(decoded(StepRequest(), lease_id), 0.0)):
-        with pytest.raises(KeyError):
-            call("lease")
-    assert (books.sequence("lease", 1), books.tokens("lease", 1), books.sequence_ids("lease")) == (None, None, [])
+    ledger = make_ledger()
+    with pytest.raises(KeyError):
+        ledger.steps_in_flight("other")
+    for call in (lambda: ledger.plan(body_of(StepRequest(), "other"), now=0.0), lambda: ledger.sequence("other", 1)):
+        with pytest.raises(CallRefused, match="no lease other…"):
+            call()
+    assert (ledger.find_lease("other"), ledger.tenant_of("other"), ledger.tenant_use("other")) == (None, None, None)
+    assert (ledger.sequence("lease", 1), ledger.tokens("other", 1), ledger.sequence_ids("other")) == (None, None, [])
     with pytest.raises(KeyError, match="mru"):
-        make_books(policy="mru")
+        make_ledger(policy="mru")
     assert POLICIES == ["lineage", "lru"]
 
 
 def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
-    books = make_books()
-    books.open_lease("lease", "", 30.0)
-    request = StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))])
-    books.plan(decoded(request), 0.0)
-    before = books.state()
-    ids, ones = b"\1\0\0\0\2\0\0\0", b"\1\0\0\0" * 2
+    ledger = make_ledger()
+    plan_step(ledger, "lease", StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))]), now=0.0)
+    before = ledger.state()
+    report = report_of("lease", 1, seq_ids=[1, 2], token_counts=[1, 1], sampled_ids=[1, 2], sampled_tokens=[0])
     with pytest.raises(CallRefused, match="sampled_token_ids is 1 entries; must be 2 entries"):
-        books.settle(
-            *("lease", 1, "computed"), seq_ids=ids, token_counts=ones, sampled_ids=ids, sampled_tokens=bytes(4)
-        )
-    assert books.state() == before
+        ledger.settle(report)
+    assert ledger.state() == before
 
 
-def test_ids_come_in_fours() -> None:
-    books = make_books()
-    books.open_lease("lease", "", 30.0)
+def test_bytes_that_are_no_list_and_no_message_are_told() -> None:
+    ledger = make_ledger()
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
-        books.num_cached_tokens(b"12345", b"", "")
+        ledger.num_cached_tokens(b"12345", salt=b"", tenant="")
     with pytest.raises(ValueError, match="buffer underflow"):
-        _core.StepRequest(b"\x0a\x05abc", max_sequences=1, max_tokens=1)
-    with pytest.raises(ValueError, match="is no outcome"):
-        books.settle(*("lease", 1, "perhaps"), seq_ids=b"", token_counts=b"", sampled_ids=b"", sampled_tokens=b"")
+        ledger.plan(b"\x0a\x05abc", now=0.0)
+    with pytest.raises(ValueError, match="buffer underflow"):
+        ledger.settle(b"\x12\x05abc")
+
+
+def test_those_who_wait_for_a_change_are_told_of_each() -> None:
+    told: list[None] = []
+    ledger = Ledger("pool", 1, GEOMETRY, listeners={lambda: told.append(None)})
+    ledger.open_lease("lease", ttl_s=30.0, now=0.0)
+    assert not told
+    plan_step(ledger, "lease", StepRequest(), now=0.0)
+    ledger.settle(report_of("lease", 1))
+    ledger.end_lease("lease")
+    ledger.advance(9.0)
+    assert len(told) == 2
+    ledger.lease_fenced("lease")
+    ledger.lease_fenced("lease")
+    assert len(told) == 3

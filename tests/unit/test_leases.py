@@ -5,64 +5,56 @@ from __future__ import annotations
 import pytest
 from planning import Planned, StepRequest, plan_step
 
-from quire.cachemgr._core import REMEMBERED_PLANS
+from quire.cachemgr._core import LET_IN_S, REMEMBERED_PLANS, Ledger
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.expiry import TICK_S, UNNOTICED_S, HeldTime
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import (
-    LET_IN_S,
-    SPARE_ENTRIES,
-    TICK_S,
-    UNNOTICED_S,
-    ExpiryQueue,
-    HeldTime,
-    Lease,
-    LeaseState,
+from quire.cachemgr.messages import statistics_of
+
+SIZES = Geometry(
+    block_size=2,
+    num_blocks=4,
+    block_bytes=1,
+    max_sequences=1,
+    max_sequence_tokens=4,
+    vocab_size=4,
+    model="m",
+    model_fingerprint="f",
 )
-from quire.cachemgr.ledger import Ledger
 
 
-def lease_of(lease_id: str = "a", *, expires_at: float = 10.0) -> Lease:
-    return Lease(lease_id, "pool", 10.0, expires_at)
+def ledger_with(**expiries: float) -> Ledger:
+    """Leases of 10 s that end at these times."""
+    ledger = Ledger("pool", 1, SIZES)
+    for lease_id, expires_at in expiries.items():
+        ledger.open_lease(lease_id, ttl_s=10.0, now=expires_at - 10.0)
+    return ledger
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
 
 
 def test_leases_expire_in_order_unless_they_were_renewed_ended_or_gone() -> None:
-    queue = ExpiryQueue()
-    assert queue.next_expiry() is None
-    leases = {name: lease_of(name, expires_at=at) for name, at in [("c", 3.0), ("a", 1.0), ("b", 2.0), ("d", 4.0)]}
-    for lease in leases.values():
-        queue.add(lease)
-    assert queue.next_expiry() == 1.0
-    leases["b"].state = LeaseState.FENCING
-    leases["a"].expires_at = 5.0
-    del leases["c"]
-    assert queue.pop_expired(leases, 0.9) == []
-    assert queue.pop_expired(leases, 4.0) == [leases["d"]]
-    assert queue.next_expiry() == 5.0
-    assert queue.pop_expired(leases, 5.0) == [leases["a"]]
-    assert queue.next_expiry() is None
+    ledger = ledger_with(c=3.0, a=1.0, b=2.0, d=4.0, e=3.5)
+    assert (ledger_with().next_expiry(), ledger.next_expiry()) == (None, 1.0)
+    assert ledger.end_lease("b")
+    assert ledger.renew_lease("a", now=-5.0).expires_at == 5.0
+    ledger.lease_fenced("c")
+    assert ledger.expire_leases(0.9) == []
+    assert ledger.expire_leases(4.0) == ["e", "d"]
+    assert ledger.next_expiry() == 5.0
+    assert ledger.expire_leases(5.0) == ["a"]
+    assert ledger.next_expiry() is None
+    assert [(lease.lease_id, lease.is_ending) for lease in ledger.leases()] == [(name, True) for name in "abde"]
 
 
-def test_leases_that_ended_do_not_pile_up() -> None:
-    queue = ExpiryQueue()
-    leases = {f"kept {number}": lease_of(f"kept {number}", expires_at=1e6 + number) for number in range(300)}
-    for lease in leases.values():
-        queue.add(lease)
-    for number in range(20_000):
-        lease = lease_of(f"brief {number}", expires_at=1e5 + number)
-        queue.add(lease)
-        lease.state = LeaseState.FENCING
-        assert len(queue) <= 2 * (len(leases) + 1) + SPARE_ENTRIES
-    assert queue.pop_expired(leases, 2e5) == []
-    assert queue.pop_expired(leases, 2e6) == list(leases.values())
-
-
-def test_a_renewed_lease_has_its_whole_time_again() -> None:
-    lease = lease_of(expires_at=3.0)
-    lease.renew(2.5)
-    assert lease.expires_at == 12.5
+def test_a_lease_that_has_ended_is_not_renewed() -> None:
+    ledger = ledger_with(a=1.0)
+    ledger.end_lease("a")
+    for lease_id in ("a", "nobody"):
+        with pytest.raises(CallRefused) as refused:
+            ledger.renew_lease(lease_id, now=0.0)
+        assert refused.value.refusal.reason is Reason.LEASE_NOT_FOUND
 
 
 def test_time_in_which_the_loop_was_held_is_found() -> None:
@@ -85,31 +77,41 @@ def test_a_held_loop_takes_no_time_of_a_lease_and_leaves_some_to_read_renewals(
     expires_at: float, extended: float
 ) -> None:
     """Held from 100.0 to 108.0."""
-    lease = lease_of(expires_at=expires_at)
-    lease.extend(8.0, 108.0)
-    assert lease.expires_at == extended
+    ledger = ledger_with(a=expires_at)
+    ledger.extend_leases(8.0, 108.0)
+    assert ledger.lease("a").expires_at == extended
 
 
 @pytest.mark.parametrize("late_s", [0.06, 0.5, 5.0])
 def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late_s: float) -> None:
-    lease, now = lease_of(expires_at=10.0), 0.0
+    ledger, now = ledger_with(a=10.0), 0.0
     held_time = HeldTime(now)
-    while now < lease.expires_at:
+    while not ledger.expire_leases(now):
         now += TICK_S + late_s
         if held_s := held_time.look(now):
-            lease.extend(held_s, now)
+            ledger.extend_leases(held_s, now)
         assert now < 10.0 * (TICK_S + late_s) / TICK_S + 10.0
 
 
 def test_a_lease_is_let_in_once_for_each_renewal() -> None:
-    lease = lease_of(expires_at=1.0)
-    lease.extend(0.0, 2.0)
-    assert lease.expires_at == 2.0 + LET_IN_S
-    lease.extend(0.5, 3.0)
-    assert lease.expires_at == 2.5 + LET_IN_S
-    lease.renew(3.0)
-    lease.extend(0.0, 14.0)
-    assert lease.expires_at == 14.0 + LET_IN_S
+    ledger = ledger_with(a=1.0)
+    extended = lambda: ledger.lease("a").expires_at  # noqa: E731
+    ledger.extend_leases(0.0, 2.0)
+    assert extended() == 2.0 + LET_IN_S
+    ledger.extend_leases(0.5, 3.0)
+    assert extended() == 2.5 + LET_IN_S
+    ledger.renew_lease("a", now=3.0)
+    ledger.extend_leases(0.0, 14.0)
+    assert extended() == 14.0 + LET_IN_S
+
+
+def test_a_lease_is_let_in_once_also_across_epochs() -> None:
+    before, after = ledger_with(a=1.0), ledger_with()
+    before.extend_leases(0.0, 2.0)
+    after.adopt_lease(before.lease("a"))
+    after.extend_leases(0.5, 3.0)
+    assert after.lease("a").expires_at == 2.5 + LET_IN_S
+    assert after.next_expiry() == 2.0 + LET_IN_S
 
 
 # -- what was answered ----------------------------------------------------------------------------------------------
@@ -117,17 +119,7 @@ def test_a_lease_is_let_in_once_for_each_renewal() -> None:
 
 def ledger_with_answers(request_ids: list[str]) -> tuple[Ledger, list[Planned]]:
     """A lease, and its empty plans under these request ids."""
-    sizes = Geometry(
-        block_size=2,
-        num_blocks=4,
-        block_bytes=1,
-        max_sequences=1,
-        max_sequence_tokens=4,
-        vocab_size=4,
-        model="m",
-        model_fingerprint="f",
-    )
-    ledger = Ledger("pool", 1, sizes)
+    ledger = Ledger("pool", 1, SIZES)
     ledger.open_lease("a", ttl_s=30.0, now=0.0)
     return ledger, [plan_again(ledger, each) for each in request_ids]
 
@@ -149,7 +141,7 @@ def test_refusals_are_counted_once_however_often_the_answer_is_given() -> None:
     ledger, _ = ledger_with_answers([])
     for _ in range(2):
         plan_step(ledger, "a", StepRequest(offloads=[1]), now=0.0, request_id="r")
-    assert ledger.statistics().refusals == {Reason.SEQUENCE_NOT_FOUND: 1}
+    assert statistics_of(ledger).refusal_counts == {Reason.SEQUENCE_NOT_FOUND: 1}
 
 
 def test_the_oldest_answers_are_forgotten_first_and_all_with_the_lease() -> None:

@@ -8,13 +8,31 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from planning import Admission, Fork, PlanItem, Planned, Restore, StepRequest, Trim, plan_step
+from planning import (
+    Admission,
+    BlockCounts,
+    Fork,
+    HostBlockCounts,
+    PlanItem,
+    Planned,
+    Restore,
+    StepOutcome,
+    StepRequest,
+    Trim,
+    counts_of,
+    holdings_of,
+    host_block_counts,
+    host_counts_of,
+    plan_step,
+    report_of,
+    sequence_of,
+)
 
-from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, REMEMBERED_PLANS, root_hash
-from quire.cachemgr.blocks import BlockCounts, BlockState, HostBlockCounts
+from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, REMEMBERED_PLANS, Ledger, root_hash
+from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import Ledger, StepOutcome
+from quire.cachemgr.messages import statistics_of
 
 EPOCH = 3
 VOCAB = 100
@@ -42,13 +60,15 @@ def geometry(
 def report_to(ledger: Ledger, lease_id: str, number: int, outcome: StepOutcome, *, computed, sampled) -> None:
     """Reports (sequence, tokens computed) and the token sampled by sequence."""
     ledger.settle(
-        lease_id,
-        number,
-        outcome,
-        seq_ids=[seq_id for seq_id, _ in computed],
-        token_counts=[count for _, count in computed],
-        sampled_ids=list(sampled),
-        sampled_tokens=list(sampled.values()),
+        report_of(
+            lease_id,
+            number,
+            outcome,
+            seq_ids=[seq_id for seq_id, _ in computed],
+            token_counts=[count for _, count in computed],
+            sampled_ids=list(sampled),
+            sampled_tokens=list(sampled.values()),
+        )
     )
 
 
@@ -76,7 +96,7 @@ class Bench:
 
     def settle(self, step_number: int | None = None, lease_id: str = "a", *, samples: dict[int, int] | None = None):
         """The next step was computed."""
-        number = step_number or self.ledger.holdings(lease_id).settled_step + 1
+        number = step_number or holdings_of(self.ledger, lease_id)[1] + 1
         plan = self.plans[lease_id, number]
         ends = [s + n for s, n in zip(plan.run_starts, plan.run_token_counts, strict=True)]
         sampled = {i: 9 for i, is_sampled in zip(plan.run_seq_ids, plan.run_samples, strict=True) if is_sampled}
@@ -98,10 +118,10 @@ class Bench:
         return list(np.frombuffer(self.ledger.tokens("a", seq_id), dtype="<i4"))
 
     def state(self, block: int) -> BlockState:
-        return self.ledger.block(block)[0]
+        return BlockState(self.ledger.block(block)[0])
 
     def counts(self) -> tuple[int, int, int, int]:
-        counts = self.ledger.counts()
+        counts = counts_of(self.ledger)
         return counts.free, counts.cached, counts.active, counts.retired
 
 
@@ -171,7 +191,7 @@ def test_equal_prompts_of_one_lease_share_what_is_being_computed(bench: Bench) -
     assert bench.sequence(2).num_computed == 0
     bench.settle()
     assert bench.sequence(2).num_computed == 3
-    assert bench.ledger.statistics().num_published == 1
+    assert statistics_of(bench.ledger).published_block_count == 1
 
 
 def test_what_follows_a_shared_block_is_found_behind_it(bench: Bench) -> None:
@@ -543,7 +563,7 @@ def test_released_blocks_are_cached_leaf_first_and_partial_ones_are_free(bench: 
 
 def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
     bench = Bench(Ledger("pool", EPOCH, geometry(), policy="lineage", verify=True))
-    bench.ledger._books.set_retention([(9, 9, 0.0)] * 4 + [(0, 0, 0.0)] * (NUM_CLASSES - 4), True)
+    bench.ledger.set_retention([(9, 9, 0.0)] * 4 + [(0, 0, 0.0)] * (NUM_CLASSES - 4), True)
     for last in (3, 5):
         bench.plan(admissions=[Admission(1, pack(1, 2, last, 4, 6))])
         bench.settle()
@@ -664,7 +684,7 @@ def test_many_forks_of_one_parent_share_its_blocks(bench: Bench) -> None:
     assert (plan.fork_parent_ids, plan.fork_child_ids) == ([1, 1, 1], [2, 3, 4])
     assert [bench.table(seq_id) for seq_id in (2, 3, 4)] == [bench.table(1)] * 3
     assert [bench.ledger.block(block)[1] for block in bench.table(1)] == [4, 4]
-    assert bench.ledger.statistics().forks == 3
+    assert statistics_of(bench.ledger).fork_count == 3
 
 
 def test_forks_get_the_token_that_their_own_parent_samples(bench: Bench) -> None:
@@ -960,7 +980,7 @@ def test_an_empty_step_behind_a_failed_one_can_be_reported_computed(bench: Bench
     bench.plan()
     bench.report(1, StepOutcome.FAILED)
     bench.settle()
-    assert bench.ledger.holdings("a").num_in_flight == 0
+    assert holdings_of(bench.ledger, "a")[2] == 0
 
 
 # -- reports --------------------------------------------------------------------------------------------------------
@@ -971,7 +991,7 @@ def test_a_report_counts_once(bench: Bench) -> None:
     bench.settle(1)
     bench.settle(1, samples={1: 50})
     assert bench.tokens(1) == [1, 2, 3, 9]
-    assert bench.ledger.statistics().computed_steps == 1
+    assert statistics_of(bench.ledger).computed_step_count == 1
 
 
 @pytest.mark.parametrize(
@@ -996,7 +1016,7 @@ def test_a_report_that_fits_no_plan_changes_nothing(bench: Bench, report) -> Non
     number = fields.pop("number")
     assert refusal_of(lambda: bench.report(number, StepOutcome.COMPUTED, **fields)) is Reason.INVALID_ARGUMENT
     assert bench.sequence(1).num_computed == 0
-    assert bench.ledger.holdings("a").num_in_flight == 2
+    assert holdings_of(bench.ledger, "a")[2] == 2
     bench.settle(1)
     assert bench.tokens(1) == [1, 2, 3, 9]
 
@@ -1004,7 +1024,10 @@ def test_a_report_that_fits_no_plan_changes_nothing(bench: Bench, report) -> Non
 def test_a_report_with_a_count_too_many_is_refused(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     report = {"seq_ids": [1], "token_counts": [3, 4], "sampled_ids": [1], "sampled_tokens": [9]}
-    assert refusal_of(lambda: bench.ledger.settle("a", 1, StepOutcome.COMPUTED, **report)) is Reason.INVALID_ARGUMENT
+    assert (
+        refusal_of(lambda: bench.ledger.settle(report_of("a", 1, StepOutcome.COMPUTED, **report)))
+        is Reason.INVALID_ARGUMENT
+    )
 
 
 def test_a_report_about_a_lease_that_is_gone_has_no_effect(bench: Bench) -> None:
@@ -1052,12 +1075,12 @@ def test_a_lease_expires_unless_it_is_renewed(bench: Bench) -> None:
     assert bench.ledger.next_expiry() == 10.0
     bench.plan("a", now=4.0)
     assert bench.ledger.expire_leases(9.9) == []
-    assert [lease.lease_id for lease in bench.ledger.expire_leases(10.0)] == ["b"]
-    assert not bench.ledger.is_open("b")
+    assert bench.ledger.expire_leases(10.0) == ["b"]
+    assert refusal_of(lambda: bench.ledger.lease("b")) is Reason.LEASE_NOT_FOUND
     assert bench.ledger.next_expiry() == 14.0
-    assert [lease.lease_id for lease in bench.ledger.expire_leases(14.0)] == ["a"]
+    assert bench.ledger.expire_leases(14.0) == ["a"]
     assert bench.ledger.expire_leases(99.0) == []
-    assert bench.ledger.statistics().expired_leases == 2
+    assert statistics_of(bench.ledger).expired_lease_count == 2
     assert bench.ledger.next_expiry() is None
 
 
@@ -1087,7 +1110,7 @@ def test_a_repeated_plan_gets_the_first_answer_and_is_applied_once(bench: Bench)
     first = bench.plan(request_id="r", **items)
     again = bench.plan(request_id="r", **items)
     assert (again.step_number, again.grant, again.answer) == (1, first.grant, first.answer)
-    assert bench.ledger.statistics().num_sequences == 1
+    assert statistics_of(bench.ledger).sequence_count == 1
     assert bench.plan().step_number == 2
 
 
@@ -1136,9 +1159,9 @@ def test_a_call_is_refused(bench: Bench, case: str, reason: Reason) -> None:
         "extended twice, not in succession": lambda: bench.plan(extend_ids=[1, 2, 1], extend_token_counts=[1, 1, 1]),
         "counts missing": lambda: bench.plan(releases=[1], extend_ids=[1], extend_token_counts=[]),
     }
-    before = ledger.holdings("a")
+    before = holdings_of(ledger, "a")
     assert refusal_of(calls[case]) is reason
-    assert (ledger.holdings("a"), ledger.sequence_ids("a")) == (before, [1])
+    assert (holdings_of(ledger, "a"), ledger.sequence_ids("a")) == (before, [1])
 
 
 def test_a_lease_may_have_as_many_steps_in_flight_as_allowed(bench: Bench) -> None:
@@ -1192,7 +1215,7 @@ def test_an_item_is_refused_and_changes_nothing(items, item: PlanItem, seq_id: i
     assert reasons(plan) == [(item, seq_id, reason)]
     assert (plan.write_seq_ids, plan.run_seq_ids, plan.fork_child_ids, plan.admitted_ids) == ([], [], [], [])
     assert before == (bench.counts(), bench.table(1), bench.table(2), bench.table(3), bench.sequence(1).num_tokens)
-    assert bench.ledger.statistics().refusals == {reason: 1}
+    assert statistics_of(bench.ledger).refusal_counts == {reason: 1}
 
 
 def test_too_long_for_the_pool_says_so() -> None:
@@ -1278,22 +1301,26 @@ def test_what_is_handed_out_and_evicted_is_counted(bench: Bench) -> None:
     bench.plan(releases=[1])
     bench.settle()
     bench.admit(2, *range(20, 34))
-    statistics = bench.ledger.statistics()
-    assert (statistics.num_allocated, statistics.num_evicted, statistics.num_published) == (10, 1, 2)
+    statistics = statistics_of(bench.ledger)
+    assert (statistics.allocated_block_count, statistics.evicted_block_count, statistics.published_block_count) == (
+        10,
+        1,
+        2,
+    )
 
 
 def test_tokens_are_held_as_far_as_the_fullest_holder_has_them_known_or_scheduled() -> None:
     bench = bench_of(block_size=4)
     bench.admit(1, 1, 2, 3)
-    assert bench.ledger.statistics().num_held_tokens == 3
+    assert statistics_of(bench.ledger).held_token_count == 3
     bench.extend(1)
-    assert bench.ledger.statistics().num_held_tokens == 4
+    assert statistics_of(bench.ledger).held_token_count == 4
     bench.settle()
     bench.settle()
     bench.plan(forks=[Fork(1, [2], 1), Fork(1, [3], 2)])
-    assert bench.ledger.statistics().num_held_tokens == 4
+    assert statistics_of(bench.ledger).held_token_count == 4
     bench.plan(releases=[1])
-    assert bench.ledger.statistics().num_held_tokens == 2
+    assert statistics_of(bench.ledger).held_token_count == 2
 
 
 def test_books_that_are_right_are_so_slice_by_slice(bench: Bench) -> None:
@@ -1308,30 +1335,30 @@ def test_books_that_are_right_are_so_slice_by_slice(bench: Bench) -> None:
 def test_statistics_count_what_happened(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.settle()
-    before = bench.ledger.statistics()
+    before = statistics_of(bench.ledger)
     bench.plan(forks=[Fork(1, [2], 4)], extend_ids=[1, 2, 7], extend_token_counts=[1, 1, 1])
     bench.settle()
     bench.admit(3, 1, 2, 4)
     bench.report(3, StepOutcome.FAILED)
     bench.plan()
     bench.report(4, StepOutcome.SKIPPED)
-    statistics = bench.ledger.statistics()
-    steps = (statistics.planned_steps, statistics.computed_steps, statistics.failed_steps, statistics.skipped_steps)
-    assert steps == (4, 2, 1, 1)
-    assert (statistics.admissions, statistics.admitted_tokens, statistics.cached_tokens) == (2, 6, 2)
-    assert (statistics.forks, statistics.copied_blocks) == (1, 1)
-    assert (statistics.computed_tokens, statistics.generated_tokens) == (5, 3)
-    assert (statistics.num_leases, statistics.num_sequences) == (2, 3)
-    assert (statistics.num_table_entries, statistics.num_shared_blocks) == (6, 2)
-    assert statistics.num_held_tokens == 5
-    assert statistics.refusals == {Reason.SEQUENCE_NOT_FOUND: 1}
-    assert before.planned_steps == 1, "statistics are of one moment"
+    statistics = statistics_of(bench.ledger)
+    outcomes = (statistics.computed_step_count, statistics.failed_step_count, statistics.skipped_step_count)
+    assert (statistics.planned_step_count, outcomes) == (4, (2, 1, 1))
+    assert (statistics.admission_count, statistics.admitted_token_count, statistics.cached_token_count) == (2, 6, 2)
+    assert (statistics.fork_count, statistics.copied_block_count) == (1, 1)
+    assert (statistics.computed_token_count, statistics.generated_token_count) == (5, 3)
+    assert (statistics.lease_count, statistics.sequence_count) == (2, 3)
+    assert (statistics.table_entry_count, statistics.shared_block_count) == (6, 2)
+    assert statistics.held_token_count == 5
+    assert statistics.refusal_counts == {Reason.SEQUENCE_NOT_FOUND: 1}
+    assert before.planned_step_count == 1, "statistics are of one moment"
 
 
 def test_tokens_are_counted_when_their_step_is_reported_computed(bench: Bench) -> None:
     def counted() -> tuple[int, int, int]:
-        statistics = bench.ledger.statistics()
-        return statistics.num_steps_in_flight, statistics.computed_tokens, statistics.generated_tokens
+        statistics = statistics_of(bench.ledger)
+        return statistics.step_in_flight_count, statistics.computed_token_count, statistics.generated_token_count
 
     bench.admit(1, 1, 2, 3)
     bench.admit(2, 4, 5)
@@ -1347,15 +1374,15 @@ def test_a_found_prefix_is_not_computed(bench: Bench) -> None:
     bench.settle()
     bench.admit(2, 1, 2, 3)
     bench.settle()
-    assert bench.ledger.statistics().cached_tokens == 2
-    assert bench.ledger.statistics().computed_tokens == 3 + 1
+    assert statistics_of(bench.ledger).cached_token_count == 2
+    assert statistics_of(bench.ledger).computed_token_count == 3 + 1
 
 
 def test_fenced_leases_and_their_steps_are_counted_until_they_are_gone(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.ledger.end_lease("a")
-    statistics = bench.ledger.statistics()
-    assert (statistics.num_leases, statistics.num_fencing_leases, statistics.num_steps_in_flight) == (2, 1, 1)
+    statistics = statistics_of(bench.ledger)
+    assert (statistics.lease_count, statistics.fencing_lease_count, statistics.step_in_flight_count) == (2, 1, 1)
 
 
 # -- the host tier --------------------------------------------------------------------------------------------------
@@ -1372,37 +1399,37 @@ def tiered(num_host_blocks: int) -> Bench:
 
 def test_both_tiers_are_counted() -> None:
     bench = tiered(5)
-    assert bench.ledger.host_counts() == HostBlockCounts(5, 0, 0)
+    assert host_counts_of(bench.ledger) == HostBlockCounts(5, 0, 0)
     bench.plan(offloads=[1])
     bench.settle()
-    statistics = bench.ledger.statistics()
-    assert statistics.host_counts == HostBlockCounts(3, 2, 0)
-    assert (statistics.num_offloaded, statistics.num_sequences, statistics.num_held_tokens) == (1, 1, 0)
-    assert (statistics.offloads, statistics.offloaded_blocks, statistics.restores) == (1, 2, 0)
-    view = bench.ledger.view("a", 1)
+    statistics = statistics_of(bench.ledger)
+    assert host_block_counts(statistics) == HostBlockCounts(3, 2, 0)
+    assert (statistics.offloaded_sequence_count, statistics.sequence_count, statistics.held_token_count) == (1, 1, 0)
+    assert (statistics.offload_count, statistics.offloaded_block_count, statistics.restore_count) == (1, 2, 0)
+    view = sequence_of(bench.ledger, "a", 1)
     assert (view.is_offloaded, view.host_blocks, view.block_table, view.num_computed) == (True, [0, 1], [], 4)
     plan = bench.plan(restores=[Restore(1)])
     assert (plan.restored_ids, plan.restored_counts, plan.host_counts) == ([1], [4], HostBlockCounts(3, 0, 2))
     bench.settle()
-    statistics = bench.ledger.statistics()
-    assert (statistics.restores, statistics.restored_blocks, statistics.num_offloaded) == (1, 2, 0)
-    assert statistics.host_counts == HostBlockCounts(5, 0, 0)
+    statistics = statistics_of(bench.ledger)
+    assert (statistics.restore_count, statistics.restored_block_count, statistics.offloaded_sequence_count) == (1, 2, 0)
+    assert host_block_counts(statistics) == HostBlockCounts(5, 0, 0)
 
 
 def test_a_pool_without_a_host_tier_says_so() -> None:
     bench = tiered(0)
-    assert bench.ledger.host_counts() is None
+    assert host_counts_of(bench.ledger) is None
     plan = bench.plan(offloads=[1])
     (refused,) = plan.refusals
     assert (refused.item, refused.refusal.reason) == (PlanItem.OFFLOAD, Reason.OUT_OF_HOST_BLOCKS)
     assert refused.refusal.metadata == {"sequence_id": "1", "needed": "2", "free": "0", "retired": "0", "limit": "0"}
-    assert (plan.host_counts, bench.ledger.statistics().refusals) == (None, {Reason.OUT_OF_HOST_BLOCKS: 1})
+    assert (plan.host_counts, statistics_of(bench.ledger).refusal_counts) == (None, {Reason.OUT_OF_HOST_BLOCKS: 1})
 
 
 def test_what_is_in_the_host_tier_comes_back_with_its_lease() -> None:
     bench = tiered(5)
     bench.plan(offloads=[1])
     bench.ledger.end_lease("a")
-    assert bench.ledger.host_counts() == HostBlockCounts(3, 2, 0)
+    assert host_counts_of(bench.ledger) == HostBlockCounts(3, 2, 0)
     bench.ledger.lease_fenced("a")
-    assert (bench.ledger.host_counts(), bench.ledger.counts().free) == (HostBlockCounts(5, 0, 0), 8)
+    assert (host_counts_of(bench.ledger), counts_of(bench.ledger).free) == (HostBlockCounts(5, 0, 0), 8)

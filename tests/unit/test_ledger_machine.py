@@ -25,13 +25,28 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from planning import Admission, Fork, PlanItem, Planned, Restore, StepRequest, Trim, plan_step
+from planning import (
+    Admission,
+    Fork,
+    PlanItem,
+    Planned,
+    Restore,
+    StepOutcome,
+    StepRequest,
+    Trim,
+    counts_of,
+    host_counts_of,
+    plan_step,
+    report_of,
+    sequence_of,
+    sequences_of,
+)
 
-from quire.cachemgr._core import NUM_CLASSES, NUM_TIMES
+from quire.cachemgr._core import DEFAULT_POLICY, NUM_CLASSES, NUM_TIMES, Ledger
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.ledger import DEFAULT_POLICY, Ledger, StepOutcome
+from quire.cachemgr.messages import statistics_of
 
 VOCAB = 2
 TTL_S = 10.0
@@ -906,7 +921,7 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
         last = ledger.steps_in_flight(lease_id)[-1]
         assert not last.run_seq_ids
         assert not any((last.num_pinned, last.num_fills, last.num_released))
-    return ledger._books.state(lease_id), [(lease.lease_id, lease.state) for lease in ledger.leases()]
+    return ledger.state(lease_id), [(lease.lease_id, lease.is_ending) for lease in ledger.leases()]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------
@@ -1211,13 +1226,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def settle(self, client, report):
         self.ledger.settle(
-            client.lease_id,
-            report.step_number,
-            report.outcome,
-            seq_ids=[seq_id for seq_id, _ in report.computed],
-            token_counts=[count for _, count in report.computed],
-            sampled_ids=list(report.sampled),
-            sampled_tokens=list(report.sampled.values()),
+            report_of(
+                client.lease_id,
+                report.step_number,
+                report.outcome,
+                seq_ids=[seq_id for seq_id, _ in report.computed],
+                token_counts=[count for _, count in report.computed],
+                sampled_ids=list(report.sampled),
+                sampled_tokens=list(report.sampled.values()),
+            )
         )
 
     def report_wrongly(self, rng):
@@ -1257,7 +1274,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def expire(self, rng):
         self.now += rng.choice([1.0, 3.0, 6.0, 11.0])
-        expired = {lease.lease_id for lease in self.ledger.expire_leases(self.now)}
+        expired = set(self.ledger.expire_leases(self.now))
         for client in self.clients.values():
             if client.lease_id in expired:
                 assert client.is_open
@@ -1313,7 +1330,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self):
         if hasattr(self, "ledger"):
-            self.ledger.check_invariants()
+            assert self.ledger.violations() == []
             self.findable_blocks_hold_what_their_hash_says()
             self.computed_tokens_are_there()
             self.books_agree()
@@ -1324,17 +1341,17 @@ class LedgerMachine(RuleBasedStateMachine):
         hash_by_block = {block: hash_of(key, self.geometry.block_size) for key, block in books.index.items()}
         for block in range(1, self.geometry.num_blocks):
             state, references, _, prefix_hash = ledger.block(block)
-            assert state is states[block], f"block {block} is {state}, should be {states[block]}"
+            assert state == states[block], f"block {block} is {state}, should be {states[block]}"
             assert references == holders[block]
             assert prefix_hash == hash_by_block.get(block)
-        counts = ledger.counts()
+        counts = counts_of(ledger)
         assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
             sum(state is s for s in states.values()) for state in BlockState
         )
         host_states = Counter(books.host_states().values())
-        host_counts = ledger.host_counts() or (0, 0, 0)
+        host_counts = host_counts_of(ledger) or (0, 0, 0)
         assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
-        assert ledger.statistics().num_reserved_blocks == books.num_promised()
+        assert statistics_of(ledger).reserved_block_count == books.num_promised()
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)
@@ -1346,7 +1363,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def sequences_agree(self, lease_id, book_sequences):
         assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
         for seq_id, book in book_sequences.items():
-            sequence = self.ledger.view(lease_id, seq_id)
+            sequence = sequence_of(self.ledger, lease_id, seq_id)
             assert (sequence.block_table, sequence.host_blocks) == (book.table, book.host or [])
             assert sequence.is_offloaded == (book.host is not None)
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
@@ -1373,7 +1390,7 @@ class LedgerMachine(RuleBasedStateMachine):
             plans = [step.plan for step in client.to_run]
             targets = {block for plan in plans for block in (*plan.copy_targets, *plan.restore_targets)}
             host_targets = {block for plan in plans for block in plan.offload_targets}
-            for sequence in self.ledger.sequences(client.lease_id):
+            for sequence in sequences_of(self.ledger, client.lease_id):
                 book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
                 is_away = sequence.is_offloaded
                 blocks, slots, unknown = (
@@ -1394,12 +1411,15 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.do_run(client)
             self.ledger.end_lease(client.lease_id)
             self.do_fence(client)
-        counts = self.ledger.counts()
+        counts = counts_of(self.ledger)
         assert counts.free + counts.cached == self.geometry.num_blocks - 1
-        assert self.ledger._books.num_rows() == 0
-        assert (self.ledger.host_counts() or (0, 0, 0))[0] == self.geometry.num_host_blocks
-        statistics = self.ledger.statistics()
-        assert (statistics.num_evicted, statistics.num_allocated) == (self.books.evicted, self.books.allocated)
+        assert self.ledger.num_rows() == 0
+        assert (host_counts_of(self.ledger) or (0, 0, 0))[0] == self.geometry.num_host_blocks
+        statistics = statistics_of(self.ledger)
+        assert (statistics.evicted_block_count, statistics.allocated_block_count) == (
+            self.books.evicted,
+            self.books.allocated,
+        )
 
 
 class DefaultPolicyMachine(LedgerMachine):
@@ -1412,7 +1432,7 @@ class DefaultPolicyMachine(LedgerMachine):
         if rng.random() < 0.2:
             places = range(NUM_TIMES)
             plan = [(rng.choice(places), rng.choice(places), rng.random()) for _ in range(NUM_CLASSES)]
-            self.ledger._books.set_retention(plan, rng.random() < 0.8)
+            self.ledger.set_retention(plan, rng.random() < 0.8)
 
 
 def configured(num_examples: int) -> settings:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable
+from hashlib import sha256
 from typing import Any
 
 import grpc
 import pytest
-from planning import Admission, StepRequest, plan_step
+from planning import Admission, StepOutcome, StepRequest, plan_step, report_of, sequence_of
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.blocks import BlockState
-from quire.cachemgr.catalog import AttachedPool, Catalog, Registration
+from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, leases_from
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.leases import Lease, LeaseOrder, LeaseState, page_key
-from quire.cachemgr.ledger import Ledger, StepOutcome
-from quire.cachemgr.messages import int32_bytes
+from quire.cachemgr.messages import int32_bytes, statistics_of
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.errors import CallEnded
@@ -55,15 +55,17 @@ def settle(ledger: Ledger, lease_id: str) -> None:
     """The lease's first step in flight is skipped if it runs nothing, else computed."""
     (step, *_) = ledger.steps_in_flight(lease_id)
     if not step.run_seq_ids:
-        ledger.settle(lease_id, step.step_number, StepOutcome.SKIPPED)
+        ledger.settle(report_of(lease_id, step.step_number, StepOutcome.SKIPPED))
         return
-    sequences = [ledger.view(lease_id, seq_id) for seq_id in step.run_seq_ids]
+    sequences = [sequence_of(ledger, lease_id, seq_id) for seq_id in step.run_seq_ids]
     ledger.settle(
-        *(lease_id, step.step_number, StepOutcome.COMPUTED),
-        seq_ids=step.run_seq_ids,
-        token_counts=[sequence.num_scheduled for sequence in sequences],
-        sampled_ids=step.run_seq_ids,
-        sampled_tokens=[9] * len(sequences),
+        report_of(
+            *(lease_id, step.step_number, StepOutcome.COMPUTED),
+            seq_ids=step.run_seq_ids,
+            token_counts=[sequence.num_scheduled for sequence in sequences],
+            sampled_ids=step.run_seq_ids,
+            sampled_tokens=[9] * len(sequences),
+        )
     )
 
 
@@ -82,37 +84,42 @@ def in_order(lease_ids: Iterable[str]) -> list[str]:
     return sorted(lease_ids, key=page_key)
 
 
+def page_key(lease_id: str) -> str:
+    return sha256(lease_id.encode()).hexdigest()[:24]
+
+
 def test_leases_are_in_the_order_of_their_keys_whatever_comes_and_goes() -> None:
-    order, present, rng = LeaseOrder(), set(), random.Random(1)
+    ledger, present, rng = make_ledger(), set(), random.Random(1)
     for number in range(300):
         if present and rng.random() < 0.4:
             gone = rng.choice(sorted(present))
             present.remove(gone)
-            order.remove(gone)
+            ledger.lease_fenced(gone)
         else:
             present.add(str(number))
-            order.add(Lease(str(number), "pool", 1.0, 1.0))
+            ledger.open_lease(str(number), ttl_s=1.0, now=1.0)
         key = page_key(str(rng.randrange(400)))
         expected = [lease_id for lease_id in in_order(present) if page_key(lease_id) >= key]
-        assert [lease.lease_id for _, lease in order.starting(key)] == expected
-    assert [key for key, _ in order.starting("")] == [page_key(lease_id) for lease_id in in_order(present)]
+        assert [lease.lease_id for _, lease in leases_from(ledger, key)] == expected
+        assert [lease.lease_id for _, lease in ledger.leases_from(key, 3)] == expected[:3]
+    assert [key for key, _ in leases_from(ledger, "")] == [page_key(lease_id) for lease_id in in_order(present)]
 
 
 def test_a_ledger_lists_its_leases_from_a_key_on_and_forgets_those_that_are_fenced() -> None:
     ledger = make_ledger(a="", b="", c="", d="")
     ordered = in_order("abcd")
     ledger.end_lease(ordered[1])
-    listed = [lease.lease_id for _, lease in ledger.leases_from(page_key(ordered[1]))]
+    listed = [lease.lease_id for _, lease in leases_from(ledger, page_key(ordered[1]))]
     assert listed == ordered[1:]
     ledger.lease_fenced(ordered[1])
     ledger.lease_fenced(ordered[1])
-    assert [lease.lease_id for _, lease in ledger.leases_from("")] == [ordered[0], *ordered[2:]]
+    assert [lease.lease_id for _, lease in leases_from(ledger, "")] == [ordered[0], *ordered[2:]]
 
 
 def test_of_one_lease_a_ledger_lists_that_one() -> None:
     ledger = make_ledger(a="", b="", c="")
     first, second, _ = in_order("abc")
-    listed = [[lease.lease_id for _, lease in ledger.leases_from(page_key(second), only=only)] for only in "abcd"]
+    listed = [[lease.lease_id for _, lease in leases_from(ledger, page_key(second), only=only)] for only in "abcd"]
     assert [only for only, found in zip("abcd", listed, strict=True) if found] == sorted({*"abc"} - {first})
     assert all(found in ([], [only]) for only, found in zip("abcd", listed, strict=True))
 
@@ -185,7 +192,7 @@ def test_sequences_are_listed_by_id_with_their_size() -> None:
 
 
 def listed(ledger: Ledger, first: int = 0, most: int = 99, **filters: object) -> tuple[list[int], int | None]:
-    filters = {"state": None, "tenant": None, "lease_id": ""} | filters
+    filters = {"state": None, "tenant": None, "lease_id": None} | filters
     blocks, following = ledger.list_blocks(first, most, **filters)  # type: ignore[arg-type]
     page = cache_service_pb2.ListBlocksResponse.FromString(blocks)
     return [block.block_id for block in page.blocks], following
@@ -196,7 +203,7 @@ def test_blocks_are_listed_as_the_message_that_the_proto_says() -> None:
     cache(ledger, "a", 1, 2, 3)
     admit(ledger, "b", 1, 4)
     response = cache_service_pb2.ListBlocksResponse()
-    response.MergeFromString(ledger.list_blocks(1, 3, state=None, tenant=None, lease_id="")[0])
+    response.MergeFromString(ledger.list_blocks(1, 3, state=None, tenant=None, lease_id=None)[0])
     first, second, third = response.blocks
     cached, free = cache_service_pb2.BLOCK_STATE_CACHED, cache_service_pb2.BLOCK_STATE_FREE
     assert (first.block_id, first.state, first.tenant, first.priority) == (1, cached, "älice", 5)
@@ -222,7 +229,7 @@ def test_a_state_of_a_filter_has_to_be_one() -> None:
     assert messages.decode_block_state("state", 0) is None
     assert messages.decode_block_state("state", cache_service_pb2.BLOCK_STATE_RETIRED) is BlockState.RETIRED
     assert messages.decode_lease_state("state", 0) is None
-    assert messages.decode_lease_state("state", cache_service_pb2.LEASE_STATE_FENCING) is LeaseState.FENCING
+    assert messages.decode_lease_state("state", cache_service_pb2.LEASE_STATE_FENCING) is True
     for decode in (messages.decode_block_state, messages.decode_lease_state):
         with pytest.raises(CallRefused) as refused:
             decode("state", 77)
@@ -305,5 +312,5 @@ def test_tokens_that_were_evicted_and_come_again_are_counted() -> None:
     cache(ledger, "a", 1, 2, 3)
     cache(ledger, "b", *range(40, 56))
     cache(ledger, "a", 1, 2, 3)
-    statistics = ledger.statistics()
-    assert (statistics.recomputed_tokens, statistics.admitted_tokens) == (2, 22)
+    statistics = statistics_of(ledger)
+    assert (statistics.recomputed_token_count, statistics.admitted_token_count) == (2, 22)

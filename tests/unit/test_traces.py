@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from replay import Outcome, Replay, Request, expectations, load
 
-from quire.cachemgr.ledger import DEFAULT_POLICY
+from quire.cachemgr._core import DEFAULT_POLICY
 
 FILES = expectations()
 CASES = [(name, int(capacity)) for name, file in FILES.items() for capacity in file["capacity"]]

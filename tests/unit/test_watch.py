@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
-from planning import StepRequest, plan_step
+from planning import StepOutcome, StepRequest, plan_step, report_of
 from unit.test_looking import admit, attach, cache
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr._core import Ledger
+from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.ledger import BlockShare, Ledger, StepOutcome
 from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.watch import INTERVAL_S, Changes, Place, View, watch_blocks
 
@@ -50,7 +51,7 @@ def churn(ledger: Ledger) -> None:
     admit(ledger, "a", 1, *range(16))
     plan_step(ledger, "a", StepRequest(releases=[1]), now=0.0)
     for step in ledger.steps_in_flight("a"):
-        ledger.settle("a", step.step_number, StepOutcome.SKIPPED)
+        ledger.settle(report_of("a", step.step_number, StepOutcome.SKIPPED))
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ pub enum Reason {
     QuotaExceeded,
     PinBudgetSpent,
     RequestIdReused,
+    EpochChanged,
 }
 
 impl Reason {
@@ -51,6 +52,7 @@ impl Reason {
             Reason::QuotaExceeded => "QUOTA_EXCEEDED",
             Reason::PinBudgetSpent => "PIN_BUDGET_SPENT",
             Reason::RequestIdReused => "REQUEST_ID_REUSED",
+            Reason::EpochChanged => "EPOCH_CHANGED",
         }
     }
 }

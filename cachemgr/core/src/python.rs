@@ -12,18 +12,18 @@ use std::sync::Arc;
 use prost::Message;
 use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
+use crate::books::expiry::{LET_IN_S, page_key};
 use crate::books::explain::{Explanation, Miss};
 use crate::books::geometry::Geometry;
 use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
 use crate::books::looking::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
-use crate::books::plans::{Admission, RefusedItem, StepPlan, StepRequest};
+use crate::books::plans::{Admission, RefusedItem, StepPlan};
 use crate::books::sequences::Row;
-use crate::books::settle::{StepOutcome, StepReport};
 use crate::cache::accounts::Share;
-use crate::cache::host::{HostBlockCounts, HostBlockId};
+use crate::cache::host::HostBlockId;
 use crate::cache::losses::Cause;
 use crate::cache::policies::POLICIES;
 use crate::cache::pool::BlockState;
@@ -34,7 +34,9 @@ use crate::errors::{Failure, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
-use crate::wire::answers::{Grantor, encode_answer, encode_blocks, encode_events, encode_grant, item_number};
+use crate::wire::answers::{
+    Grantor, encode_answer, encode_blocks, encode_counts, encode_events, encode_grant, encode_statistics, item_number,
+};
 use crate::wire::{bounds, messages, requests};
 
 /// A refusal or a broken book as the exception that Python knows.
@@ -57,6 +59,26 @@ fn refusal_of<'py>(py: Python<'py>, refusal: &Refusal) -> PyResult<Bound<'py, Py
         metadata.set_item(name.as_ref(), value)?;
     }
     errors.getattr("Refusal")?.call1((reason, &refusal.message, metadata))
+}
+
+fn lease_not_found(py: Python<'_>, lease_id: &str) -> PyErr {
+    let raised = || py.import("quire.cachemgr.errors")?.getattr("lease_not_found")?.call1((lease_id,));
+    raised().map_or_else(|error| error, PyErr::from_value)
+}
+
+/// The sizes in a Python Geometry.
+fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
+    let size = |name: &str| geometry.getattr(name)?.extract();
+    Ok(Geometry {
+        block_size: size("block_size")?,
+        num_blocks: size("num_blocks")?,
+        num_host_blocks: size("num_host_blocks")?,
+        max_sequences: size("max_sequences")?,
+        max_sequence_tokens: size("max_sequence_tokens")?,
+        vocab_size: size("vocab_size")?,
+        model_fingerprint: geometry.getattr("model_fingerprint")?.extract::<String>()?.into_bytes(),
+        has_recurrent_state: geometry.getattr("has_recurrent_state")?.extract()?,
+    })
 }
 
 fn ids(bytes: &[u8]) -> PyResult<Vec<i32>> {
@@ -85,36 +107,6 @@ fn state_of(name: &str) -> PyResult<BlockState> {
 
 fn position(position: Option<usize>) -> i64 {
     position.map_or(-1, |position| position as i64)
-}
-
-/// A request for a step, decoded and checked.
-#[pyclass(name = "StepRequest", module = "quire.cachemgr._core", frozen)]
-struct PyStepRequest {
-    #[pyo3(get)]
-    lease_id: String,
-    #[pyo3(get)]
-    epoch: i64,
-    request_id: String,
-    digest: Vec<u8>,
-    items: StepRequest,
-}
-
-#[pymethods]
-impl PyStepRequest {
-    /// Of a serialised PlanStepRequest, for a pool with so many sequences, of so many tokens each. Raises CallRefused.
-    #[new]
-    #[pyo3(signature = (body, *, max_sequences, max_tokens))]
-    fn new(py: Python<'_>, body: &[u8], max_sequences: usize, max_tokens: usize) -> PyResult<PyStepRequest> {
-        let mut request = decoded::<messages::PlanStepRequest>(body)?;
-        let items = requests::step_request(&mut request, max_sequences, max_tokens);
-        Ok(PyStepRequest {
-            items: items.map_err(|refused| to_python(py, refused))?,
-            digest: requests::digest_of(&request, body),
-            lease_id: request.lease_id,
-            epoch: request.epoch,
-            request_id: request.request_id,
-        })
-    }
 }
 
 /// An admission that is asked about, decoded and checked.
@@ -194,6 +186,45 @@ struct SequenceView {
     host_blocks: Vec<HostBlockId>,
 }
 
+/// A lease as it was when it was asked for, one that has ended included.
+#[pyclass(name = "Lease", module = "quire.cachemgr._core", frozen, get_all)]
+struct LeaseView {
+    lease_id: String,
+    pool: String,
+    tenant: String,
+    ttl_s: f64,
+    expires_at: f64,
+    was_let_in: bool,
+    is_ending: bool,
+    next_step: u64,
+    settled_step: u64,
+    num_in_flight: usize,
+    num_sequences: usize,
+}
+
+/// A tenant's part of a pool, in blocks.
+#[pyclass(name = "TenantUse", module = "quire.cachemgr._core", frozen, get_all)]
+struct TenantUse {
+    name: String,
+    floor: usize,
+    quota: usize,
+    limit: usize,
+    pin_budget: usize,
+    num_held: usize,
+    num_cached: usize,
+    num_reserved: usize,
+    num_pinned: usize,
+}
+
+/// What would become of an admission.
+#[pyclass(name = "AdmissionCheck", module = "quire.cachemgr._core", frozen, get_all)]
+struct AdmissionCheckView {
+    num_cached_tokens: usize,
+    num_needed: usize,
+    num_available: usize,
+    refusal: Option<Py<PyAny>>,
+}
+
 /// A prefix that is kept.
 #[pyclass(name = "PinView", module = "quire.cachemgr._core", frozen, get_all)]
 struct PinView {
@@ -227,10 +258,18 @@ struct StepView {
     num_released: usize,
 }
 
-#[pyclass(name = "Books", module = "quire.cachemgr._core")]
-struct PyBooks(StoredBooks);
+#[pyclass(name = "Ledger", module = "quire.cachemgr._core")]
+struct PyLedger {
+    stored: StoredBooks,
+    #[pyo3(get)]
+    geometry: Py<PyAny>,
+    /// Whether the books are checked after every change.
+    verify: bool,
+    /// What is called after every change.
+    listeners: Py<PyAny>,
+}
 
-impl PyBooks {
+impl PyLedger {
     /// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
     fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
         let told = |panic: Box<dyn Any + Send>| {
@@ -238,21 +277,60 @@ impl PyBooks {
             text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
         };
         let changed =
-            catch_unwind(AssertUnwindSafe(|| change(&mut self.0))).unwrap_or_else(|panic| broken(told(panic)));
-        if let Some(loss) = self.0.take_loss() {
+            catch_unwind(AssertUnwindSafe(|| change(&mut self.stored))).unwrap_or_else(|panic| broken(told(panic)));
+        if let Some(loss) = self.stored.take_loss() {
             let log = py.import("logging")?.call_method1("getLogger", ("quire.cachemgr",))?;
             log.call_method1("error", ("state given up, a restart will begin new epochs: %s", loss))?;
         }
         changed.map_err(|failure| to_python(py, failure))
     }
 
+    /// The same, and tells those who wait for a change.
+    fn telling<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
+        let changed = self.changing(py, change)?;
+        self.tell_of_change(py)?;
+        Ok(changed)
+    }
+
+    /// Raises BrokenInvariant if the books are checked and wrong.
+    fn tell_of_change(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(violation) = self.verify.then(|| self.violations().into_iter().next()).flatten() {
+            return Err(to_python(py, Failure::Broken(violation)));
+        }
+        for tell in self.listeners.bind(py).try_iter()? {
+            tell?.call0()?;
+        }
+        Ok(())
+    }
+
+    /// A lease, one that has ended included. Raises KeyError if there is none of this id.
+    fn known(&self, lease_id: &str) -> PyResult<&Lease> {
+        self.stored.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
+    }
+
+    fn lease_view(&self, lease_id: &str, lease: &Lease) -> LeaseView {
+        LeaseView {
+            lease_id: lease_id.to_string(),
+            pool: self.stored.pool().to_string(),
+            tenant: String::from_utf8_lossy(&lease.tenant_name).into_owned(),
+            ttl_s: lease.ttl,
+            expires_at: lease.expires_at,
+            was_let_in: lease.was_let_in,
+            is_ending: lease.is_ending,
+            next_step: lease.next_step,
+            settled_step: lease.settled_step,
+            num_in_flight: lease.in_flight.len(),
+            num_sequences: lease.sequences.len(),
+        }
+    }
+
     fn row(&self, lease_id: &str, seq_id: i64) -> Option<Row> {
         let seq_id = i32::try_from(seq_id).ok()?;
-        self.0.books().lease(lease_id)?.sequences.get(&seq_id).copied()
+        self.stored.books().lease(lease_id)?.sequences.get(&seq_id).copied()
     }
 
     fn tenant(&self, tenant: TenantId) -> String {
-        String::from_utf8_lossy(self.0.books().tenant_name(tenant)).into_owned()
+        String::from_utf8_lossy(self.stored.books().tenant_name(tenant)).into_owned()
     }
 
     fn tell(&self, explanation: Explanation) -> PyExplanation {
@@ -282,7 +360,7 @@ impl PyBooks {
     }
 
     fn view(&self, row: Row) -> SequenceView {
-        let sequence = self.0.books().sequence(row);
+        let sequence = self.stored.books().sequence(row);
         SequenceView {
             seq_id: sequence.seq_id,
             num_known: sequence.num_known(),
@@ -304,153 +382,237 @@ impl PyBooks {
 
 /// Blocks: floor, quota, limit and pin budget.
 type PyShare = (usize, usize, usize, usize);
-/// Blocks: held, cached, reserved and pinned.
-type PyUse = (usize, usize, usize, usize);
-
 fn share_of((floor, quota, limit, pin_budget): PyShare) -> Share {
     Share { floor, quota, limit, pin_budget }
 }
 
-impl PyBooks {
+impl PyLedger {
     fn pin_view(&self, pin: &Pin) -> PinView {
         PinView {
             pin_id: pin.id,
-            tenant: self.tenant_name(pin.tenant),
-            num_tokens: pin.blocks.len() * self.0.books().geometry().block_size,
+            tenant: self.tenant(pin.tenant),
+            num_tokens: pin.blocks.len() * self.stored.books().geometry().block_size,
             until: pin.until,
         }
     }
 
-    fn tenant_name(&self, tenant: TenantId) -> String {
-        String::from_utf8_lossy(self.0.books().tenants().name(tenant)).into_owned()
+    fn use_of(&self, tenant: TenantId) -> TenantUse {
+        let account = self.stored.books().pool().accounts().get(tenant);
+        let Share { floor, quota, limit, pin_budget } = account.share;
+        TenantUse {
+            name: self.tenant(tenant),
+            floor,
+            quota,
+            limit,
+            pin_budget,
+            num_held: account.num_held,
+            num_cached: account.num_cached,
+            num_reserved: account.num_reserved,
+            num_pinned: account.num_pinned,
+        }
     }
 }
 
 #[pymethods]
-impl PyBooks {
+impl PyLedger {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist.
     #[new]
-    #[pyo3(signature = (*, num_blocks, num_host_blocks, block_size, max_sequences, max_sequence_tokens, vocab_size, model_fingerprint, policy, has_recurrent_state = false, directory = None))]
+    #[pyo3(signature = (pool, epoch, geometry, *, policy = POLICIES[0], verify = false, listeners = None, directory = None))]
     fn new(
         py: Python<'_>,
-        num_blocks: usize,
-        num_host_blocks: usize,
-        block_size: usize,
-        max_sequences: usize,
-        max_sequence_tokens: usize,
-        vocab_size: usize,
-        model_fingerprint: &str,
+        pool: &str,
+        epoch: i64,
+        geometry: Bound<'_, PyAny>,
         policy: &str,
-        has_recurrent_state: bool,
+        verify: bool,
+        listeners: Option<Py<PyAny>>,
         directory: Option<PathBuf>,
-    ) -> PyResult<PyBooks> {
-        let model_fingerprint = model_fingerprint.as_bytes().to_vec();
-        let geometry = Geometry {
-            block_size,
-            num_blocks,
-            num_host_blocks,
-            max_sequences,
-            max_sequence_tokens,
-            vocab_size,
-            model_fingerprint,
-            has_recurrent_state,
-        };
-        let begin = Change::Begin { geometry: Cow::Owned(geometry), policy: policy.into() };
+    ) -> PyResult<PyLedger> {
+        let begin = Change::Begin { geometry: Cow::Owned(geometry_of(&geometry)?), policy: policy.into() };
         let books = begin.begin().ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
-        let mut books = PyBooks(StoredBooks::new(books, None));
+        let mut ledger = PyLedger {
+            stored: StoredBooks::new(pool, epoch, books, None),
+            geometry: geometry.unbind(),
+            verify,
+            listeners: listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind()),
+        };
         if let Some(directory) = directory {
-            books.changing(py, |books| books.begin_store(&directory, &begin))?;
+            ledger.changing(py, |books| books.begin_store(&directory, &begin))?;
         }
-        Ok(books)
+        Ok(ledger)
     }
 
-    /// The books that a store has, to go on with. Raises OSError if it can't be read, or is not whole.
+    /// The books that a store has, to go on with; leases are renewed. Raises OSError if it can't be read, or is not
+    /// whole.
     #[staticmethod]
-    fn recover(py: Python<'_>, directory: PathBuf) -> PyResult<PyBooks> {
+    #[pyo3(signature = (pool, epoch, geometry, *, directory, now, verify = false, listeners = None))]
+    fn recover(
+        py: Python<'_>,
+        pool: &str,
+        epoch: i64,
+        geometry: Py<PyAny>,
+        directory: PathBuf,
+        now: f64,
+        verify: bool,
+        listeners: Option<Py<PyAny>>,
+    ) -> PyResult<PyLedger> {
         let recovered = py.detach(|| Store::recover(&directory, LogLimits::default()));
-        let (books, store) = recovered.map_err(PyOSError::new_err)?;
-        Ok(PyBooks(StoredBooks::new(books, Some(store))))
+        let (mut books, store) = recovered.map_err(PyOSError::new_err)?;
+        books.resume(now);
+        let listeners = listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind());
+        Ok(PyLedger { stored: StoredBooks::new(pool, epoch, books, Some(store)), geometry, verify, listeners })
     }
 
-    /// True if changes are written down.
-    fn is_stored(&self) -> bool {
-        self.0.is_stored()
+    #[getter]
+    fn pool(&self) -> &str {
+        self.stored.pool()
+    }
+
+    #[getter]
+    fn epoch(&self) -> i64 {
+        self.stored.epoch()
     }
 
     /// The number of the last report that was entered.
+    #[getter]
     fn last_report(&self) -> u64 {
-        self.0.books().last_report()
+        self.stored.books().last_report()
     }
 
-    fn open_lease(&mut self, py: Python<'_>, lease_id: &str, tenant: &str, ttl: f64) -> PyResult<()> {
-        let record = Change::OpenLease { lease_id: lease_id.into(), tenant: tenant.as_bytes().into(), ttl };
-        self.changing(py, |books| books.make(&record))
-    }
+    // -- leases -------------------------------------------------------------------------------------------------------
 
-    fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
-        self.changing(py, |books| books.make(&Change::EndLease { lease_id: lease_id.into() }))
-    }
-
-    fn close_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
-        self.changing(py, |books| books.make(&Change::CloseLease { lease_id: lease_id.into() }))
-    }
-
-    /// Every lease: its id, its tenant, its time to live in seconds, whether it has ended.
-    fn leases(&self) -> Vec<(String, String, f64, bool)> {
-        let view = |(lease_id, holdings): (&String, &Lease)| {
-            (lease_id.clone(), self.tenant(holdings.tenant), holdings.ttl, holdings.is_ending)
-        };
-        self.0.books().leases.iter().map(view).collect()
-    }
-
-    /// Plans the lease's next step; a request id that was answered gets the same answer.
-    fn plan(&mut self, py: Python<'_>, request: &PyStepRequest, now: f64) -> PyResult<PyStepPlan> {
-        let PyStepRequest { lease_id, request_id, digest, items, .. } = request;
-        let plan = self.changing(py, |books| books.plan(lease_id, items, now, &RequestKey { request_id, digest }))?;
-        plan.map(PyStepPlan).ok_or_else(|| PyKeyError::new_err(lease_id.clone()))
-    }
-
-    #[pyo3(signature = (lease_id, step_number, outcome, *, seq_ids, token_counts, sampled_ids, sampled_tokens, report_number = 0))]
-    fn settle(
+    /// A new lease without sequences.
+    #[pyo3(signature = (lease_id, *, ttl_s, now, tenant = ""))]
+    fn open_lease(
         &mut self,
         py: Python<'_>,
         lease_id: &str,
-        step_number: u64,
-        outcome: &str,
-        seq_ids: &[u8],
-        token_counts: &[u8],
-        sampled_ids: &[u8],
-        sampled_tokens: &[u8],
-        report_number: u64,
-    ) -> PyResult<()> {
-        let outcome = match outcome {
-            "computed" => StepOutcome::Computed,
-            "failed" => StepOutcome::Failed,
-            "skipped" => StepOutcome::Skipped,
-            _ => return Err(PyValueError::new_err(format!("{outcome:?} is no outcome of a step"))),
-        };
-        let report = StepReport {
-            step_number,
-            outcome,
-            seq_ids: ids(seq_ids)?,
-            token_counts: ids(token_counts)?,
-            sampled_ids: ids(sampled_ids)?,
-            sampled_tokens: ids(sampled_tokens)?,
-            report_number,
-        };
-        self.changing(py, |books| books.settle(lease_id, &report))
+        ttl_s: f64,
+        now: f64,
+        tenant: &str,
+    ) -> PyResult<LeaseView> {
+        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), ttl_s, now + ttl_s, false))?;
+        self.lease(py, lease_id)
+    }
+
+    /// Takes over an open lease of an earlier epoch; its sequences are gone.
+    fn adopt_lease(&mut self, py: Python<'_>, lease: &LeaseView) -> PyResult<()> {
+        let LeaseView { lease_id, tenant, ttl_s, expires_at, was_let_in, .. } = lease;
+        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), *ttl_s, *expires_at, *was_let_in))
+    }
+
+    /// The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND).
+    fn lease(&self, py: Python<'_>, lease_id: &str) -> PyResult<LeaseView> {
+        self.find_lease(lease_id).filter(|lease| !lease.is_ending).ok_or_else(|| lease_not_found(py, lease_id))
+    }
+
+    /// The lease of this id, one that has ended included.
+    fn find_lease(&self, lease_id: &str) -> Option<LeaseView> {
+        self.stored.books().lease(lease_id).map(|lease| self.lease_view(lease_id, lease))
+    }
+
+    /// Whose lease it is, one that has ended included.
+    fn tenant_of(&self, lease_id: &str) -> Option<Cow<'_, str>> {
+        self.stored.books().lease(lease_id).map(|lease| String::from_utf8_lossy(&lease.tenant_name))
+    }
+
+    /// All leases, those that have ended included, by id.
+    fn leases(&self) -> Vec<LeaseView> {
+        let leases = &self.stored.books().leases;
+        let mut ids: Vec<_> = leases.keys().collect();
+        ids.sort_unstable();
+        ids.into_iter().map(|lease_id| self.lease_view(lease_id, &leases[lease_id])).collect()
+    }
+
+    /// At most `most` leases from a page key on, by these, with their keys; of `only` that id.
+    #[pyo3(signature = (key, most, *, only = ""))]
+    fn leases_from(&self, key: &str, most: usize, only: &str) -> Vec<(String, LeaseView)> {
+        let books = self.stored.books();
+        let view = |(key, id): (&String, &String)| (key.clone(), self.lease_view(id, &books.leases[id]));
+        if only.is_empty() {
+            return books.leases_from(key, most).map(view).collect();
+        }
+        let found = self.find_lease(only).map(|lease| (page_key(only), lease));
+        found.into_iter().filter(|(its_key, _)| its_key.as_str() >= key).collect()
+    }
+
+    /// How many leases each tenant has, those that have ended included.
+    fn num_leases_by_tenant(&self) -> HashMap<String, usize> {
+        let mut counts = HashMap::new();
+        for lease in self.stored.books().leases.values() {
+            *counts.entry(String::from_utf8_lossy(&lease.tenant_name).into_owned()).or_default() += 1;
+        }
+        counts
+    }
+
+    /// Gives an open lease its whole time again. Raises CallRefused (LEASE_NOT_FOUND).
+    #[pyo3(signature = (lease_id, *, now))]
+    fn renew_lease(&mut self, py: Python<'_>, lease_id: &str, now: f64) -> PyResult<LeaseView> {
+        let lease = self.stored.books_mut().open_lease_mut(lease_id);
+        lease.ok_or_else(|| lease_not_found(py, lease_id))?.renew(now);
+        self.lease(py, lease_id)
+    }
+
+    /// Stops a lease; its blocks come back with `lease_fenced`. False if it is not open.
+    fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<bool> {
+        self.changing(py, |books| books.end_lease(lease_id))
+    }
+
+    /// Stops the leases whose time is over and returns their ids.
+    fn expire_leases(&mut self, py: Python<'_>, now: f64) -> PyResult<Vec<String>> {
+        self.changing(py, |books| books.expire_leases(now))
+    }
+
+    /// Adds the time in which no renewal could be read to the time of every lease.
+    fn extend_leases(&mut self, held_s: f64, now: f64) {
+        self.stored.books_mut().extend_leases(held_s, now);
+    }
+
+    /// No lease runs out before this.
+    fn next_expiry(&self) -> Option<f64> {
+        self.stored.books().next_expiry()
+    }
+
+    /// Nothing touches the lease's blocks any more: all of them come back. No effect if it is gone.
+    fn lease_fenced(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
+        if self.stored.books().lease(lease_id).is_some() {
+            self.telling(py, |books| books.close_lease(lease_id))?;
+        }
+        Ok(())
+    }
+
+    // -- steps --------------------------------------------------------------------------------------------------------
+
+    /// Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
+    #[pyo3(signature = (body, *, now))]
+    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64) -> PyResult<PyStepPlan> {
+        let mut request = decoded::<messages::PlanStepRequest>(body)?;
+        let geometry = self.stored.books().geometry();
+        let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens());
+        let items = items.map_err(|refused| to_python(py, refused))?;
+        let digest = requests::digest_of(&request, body);
+        let key = RequestKey { request_id: &request.request_id, digest: &digest };
+        let lease_id = &request.lease_id;
+        let plan = self.changing(py, |books| books.plan(lease_id, request.epoch, &items, now, &key))?;
+        let plan = plan.ok_or_else(|| lease_not_found(py, lease_id))?;
+        self.tell_of_change(py)?;
+        Ok(PyStepPlan(plan))
+    }
+
+    /// Enters the worker's report of a step, a serialised StepReport.
+    fn settle(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
+        let mut report = decoded::<messages::StepReport>(body)?;
+        let lease_id = std::mem::take(&mut report.lease_id);
+        let report = requests::step_report(report, self.stored.books().geometry().max_sequences);
+        let report = report.map_err(|refused| to_python(py, refused))?;
+        self.telling(py, |books| books.settle(&lease_id, &report))
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
 
-    /// The next step's number, the last settled one, and how many are in flight.
-    fn steps_of(&self, lease_id: &str) -> PyResult<(u64, u64, usize)> {
-        let holdings = self.0.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
-        Ok((holdings.next_step, holdings.settled_step, holdings.in_flight.len()))
-    }
-
-    fn in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
-        let holdings = self.0.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))?;
+    /// The steps of a lease that were planned and not reported. Raises KeyError if there is none of this id.
+    fn steps_in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
+        let holdings = self.known(lease_id)?;
         let view = |step: &crate::books::steps::StepInFlight| StepView {
             step_number: step.step_number,
             is_doomed: step.is_doomed,
@@ -462,15 +624,15 @@ impl PyBooks {
         Ok(holdings.in_flight.iter().map(view).collect())
     }
 
-    fn num_sequences(&self, lease_id: &str) -> usize {
-        self.0.books().lease(lease_id).map_or(0, |holdings| holdings.sequences.len())
-    }
-
     /// Ids of a lease's sequences, as they were admitted.
     fn sequence_ids(&self, lease_id: &str) -> Vec<i32> {
-        let rows =
-            self.0.books().lease(lease_id).map(|holdings| self.0.books().rows_in_order(holdings)).unwrap_or_default();
-        rows.into_iter().map(|row| self.0.books().sequence(row).seq_id).collect()
+        let rows = self
+            .stored
+            .books()
+            .lease(lease_id)
+            .map(|holdings| self.stored.books().rows_in_order(holdings))
+            .unwrap_or_default();
+        rows.into_iter().map(|row| self.stored.books().sequence(row).seq_id).collect()
     }
 
     /// The first `most` of a lease's sequences with ids from `first` on, by id.
@@ -478,38 +640,35 @@ impl PyBooks {
         let Ok(first) = i32::try_from(first) else {
             return Vec::new();
         };
-        self.0.books().sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
+        self.stored.books().sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
     }
 
-    fn sequence(&self, lease_id: &str, seq_id: i64) -> Option<SequenceView> {
-        self.row(lease_id, seq_id).map(|row| self.view(row))
+    /// A sequence of an open lease. Raises CallRefused (LEASE_NOT_FOUND).
+    fn sequence(&self, py: Python<'_>, lease_id: &str, seq_id: i64) -> PyResult<Option<SequenceView>> {
+        self.lease(py, lease_id)?;
+        Ok(self.row(lease_id, seq_id).map(|row| self.view(row)))
     }
 
     /// All known tokens of a sequence.
     fn tokens<'py>(&self, py: Python<'py>, lease_id: &str, seq_id: i64) -> Option<Bound<'py, PyBytes>> {
         let row = self.row(lease_id, seq_id)?;
-        Some(PyBytes::new(py, &bytes_of(&self.0.books().sequence(row).tokens)))
+        Some(PyBytes::new(py, &bytes_of(&self.stored.books().sequence(row).tokens)))
     }
 
+    /// Tokens that an admission would find in the cache; takes nothing.
+    #[pyo3(signature = (tokens, *, salt, tenant = ""))]
     fn num_cached_tokens(&self, tokens: &[u8], salt: &[u8], tenant: &str) -> PyResult<usize> {
-        Ok(self.0.books().num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
+        Ok(self.stored.books().num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
     }
 
-    /// Free, cached, active and retired blocks.
-    fn block_counts(&self) -> (usize, usize, usize, usize) {
-        let counts = self.0.books().pool().counts();
-        (counts.free, counts.cached, counts.active, counts.retired)
-    }
-
-    /// Free, held and retired blocks of the host tier.
-    fn host_block_counts(&self) -> (usize, usize, usize) {
-        let HostBlockCounts { free, held, retired } = self.0.books().host().counts();
-        (free, held, retired)
+    /// A serialised BlockCounts.
+    fn counts<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &encode_counts(self.stored.books().pool().counts()))
     }
 
     /// State, references, pins and prefix hash of a block.
     fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
-        let pool = self.0.books().pool();
+        let pool = self.stored.books().pool();
         (
             pool.state(block_id).name(),
             pool.ref_count(block_id),
@@ -525,71 +684,83 @@ impl PyBooks {
         let by_name: BTreeMap<_, _> =
             by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
         let record = Change::SetShares { default: share_of(default), by_name: Cow::Owned(by_name) };
-        self.changing(py, |books| books.make(&record))
+        self.telling(py, |books| books.make(&record))
     }
 
-    /// Name, share and use of each tenant.
-    fn tenants(&self) -> Vec<(String, PyShare, PyUse)> {
-        let accounts = self.0.books().pool().accounts();
-        let view = |tenant: TenantId| {
-            let account = accounts.get(tenant);
-            let Share { floor, quota, limit, pin_budget } = account.share;
-            let counts = (account.num_held, account.num_cached, account.num_reserved, account.num_pinned);
-            (self.tenant_name(tenant), (floor, quota, limit, pin_budget), counts)
-        };
-        (0..accounts.len() as TenantId).map(view).collect()
+    /// The tenants that were seen or have a share of their own, by name.
+    fn tenants(&self) -> Vec<TenantUse> {
+        let mut uses: Vec<_> =
+            (0..self.stored.books().tenants().len() as TenantId).map(|tenant| self.use_of(tenant)).collect();
+        uses.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+        uses
     }
 
-    /// True if an admission would be accepted, and what it would take: tokens found, blocks needed and available, and
-    /// why not.
-    fn check_admission<'py>(
+    /// The same of one of them.
+    fn tenant_use(&self, name: &str) -> Option<TenantUse> {
+        self.stored.books().tenants().find(name.as_bytes()).map(|tenant| self.use_of(tenant))
+    }
+
+    /// What would become of an admission of the tenant now; takes nothing.
+    #[pyo3(signature = (tenant, admission, *, reserve = 0))]
+    fn check_admission(
         &mut self,
-        py: Python<'py>,
+        py: Python<'_>,
         tenant: &str,
         admission: &PyAdmission,
         reserve: usize,
-    ) -> PyResult<(usize, usize, usize, Option<Bound<'py, PyAny>>)> {
+    ) -> PyResult<AdmissionCheckView> {
         let check = self.changing(py, |books| books.check_admission(tenant.as_bytes(), &admission.0, reserve))?;
-        let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?;
-        Ok((check.num_cached_tokens, check.needed, check.available, refusal))
+        let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?.map(Bound::unbind);
+        let (num_needed, num_available) = (check.needed, check.available);
+        Ok(AdmissionCheckView { num_cached_tokens: check.num_cached_tokens, num_needed, num_available, refusal })
     }
 
-    /// Ends pins and advice whose time is over. False if there are none.
-    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<bool> {
-        self.changing(py, |books| books.advance(now))
+    /// Ends the pins and the advice whose time is over. Cost: O(1) if none has ended.
+    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
+        if self.stored.has_ended(now) {
+            self.telling(py, |books| books.advance(now))?;
+        }
+        Ok(())
     }
 
     /// No pin and no advice ends before this; None if there is none that ends.
     fn next_end(&self) -> Option<f64> {
-        self.0.books().next_end().map(|end| end as f64 / 1e3)
+        self.stored.books().next_end().map(|end| end as f64 / 1e3)
     }
 
+    /// Keeps what is cached of a prefix from being evicted.
+    #[pyo3(signature = (tokens, *, salt, tenant, ttl_s, now))]
     fn pin_prefix(
         &mut self,
         py: Python<'_>,
-        tenant: &str,
         tokens: &[u8],
         salt: &[u8],
-        until: f64,
+        tenant: &str,
+        ttl_s: f64,
+        now: f64,
     ) -> PyResult<PinView> {
         let tokens = ids(tokens)?;
-        let pin = self.changing(py, |books| books.pin_prefix(tenant.as_bytes(), &tokens, salt, until))?;
-        let pin = pin.map_err(|refusal| to_python(py, Failure::Refused(refusal)))?;
+        self.advance(py, now)?;
+        let pin = self.telling(py, |books| {
+            books.pin_prefix(tenant.as_bytes(), &tokens, salt, now + ttl_s)?.map_err(Failure::Refused)
+        })?;
         Ok(self.pin_view(&pin))
     }
 
-    /// Takes back a pin of the tenant, or of anybody.
-    fn unpin_prefix(&mut self, py: Python<'_>, tenant: Option<&str>, pin_id: PinId) -> PyResult<bool> {
-        self.changing(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+    /// Takes back a pin of the tenant, or of anybody. False if there is none.
+    #[pyo3(signature = (pin_id, *, tenant = None))]
+    fn unpin_prefix(&mut self, py: Python<'_>, pin_id: PinId, tenant: Option<&str>) -> PyResult<bool> {
+        self.telling(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
     }
 
     /// At most `most` pins behind one, of one tenant or of all, by id.
+    #[pyo3(signature = (*, tenant = None, behind = None, most = 1_000))]
     fn pins(&self, tenant: Option<&str>, behind: Option<PinId>, most: usize) -> Vec<PinView> {
-        let id = tenant.map(|name| self.0.books().tenants().find(name.as_bytes()));
+        let id = tenant.map(|name| self.stored.books().tenants().find(name.as_bytes()));
         let is_theirs = |pin: &&Pin| id.is_none_or(|id| id == Some(pin.tenant));
         let pins: Box<dyn Iterator<Item = &Pin>> = match behind {
-            Some(behind) => Box::new(self.0.books().pins().behind(behind)),
-            None => Box::new(self.0.books().pins().all()),
+            Some(behind) => Box::new(self.stored.books().pins().behind(behind)),
+            None => Box::new(self.stored.books().pins().all()),
         };
         pins.filter(is_theirs).take(most).map(|pin| self.pin_view(pin)).collect()
     }
@@ -602,16 +773,17 @@ impl PyBooks {
     fn list_blocks<'py>(
         &self,
         py: Python<'py>,
-        first: BlockId,
+        first: u64,
         most: usize,
         state: Option<&str>,
         tenant: Option<&str>,
         lease_id: Option<&str>,
     ) -> PyResult<(Bound<'py, PyBytes>, Option<BlockId>)> {
+        let first = first.min(self.stored.books().geometry().num_blocks as u64) as BlockId;
         let states = state.map(state_of).transpose()?.map_or(States::Any, States::Only);
         let filter = BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id };
-        let (blocks, next) = self.0.books().list_blocks(first, most, &filter);
-        let blocks = blocks.into_iter().map(|block| self.0.books().describe(block)).collect();
+        let (blocks, next) = self.stored.books().list_blocks(first, most, &filter);
+        let blocks = blocks.into_iter().map(|block| self.stored.books().describe(block)).collect();
         Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
     }
 
@@ -625,7 +797,7 @@ impl PyBooks {
         tenant: Option<&str>,
         with_content: bool,
     ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
-        let (events, next) = self.0.books().snapshot(first, most, tenant.map(str::as_bytes), with_content);
+        let (events, next) = self.stored.books().snapshot(first, most, tenant.map(str::as_bytes), with_content);
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
@@ -640,30 +812,31 @@ impl PyBooks {
         tenant: Option<&str>,
         with_content: bool,
     ) -> Option<(Bound<'py, PyBytes>, u64)> {
-        let (events, next) = self.0.books().changes(first, most, tenant.map(str::as_bytes), with_content)?;
+        let (events, next) = self.stored.books().changes(first, most, tenant.map(str::as_bytes), with_content)?;
         Some((PyBytes::new(py, &encode_events(events)), next))
     }
 
     /// Changes of blocks so far.
     fn num_changes(&self) -> u64 {
-        self.0.books().pool().journal().num_changes()
+        self.stored.books().pool().journal().num_changes()
     }
 
     /// How many of them are known.
     fn num_changes_kept(&self) -> usize {
-        self.0.books().pool().journal().num_kept()
+        self.stored.books().pool().journal().num_kept()
     }
 
     /// Keeps what is in blocks that become findable, until as many `end_reading`.
     fn begin_reading(&mut self) {
-        self.0.books_mut().pool_mut().contents_mut().begin_reading();
+        self.stored.books_mut().pool_mut().contents_mut().begin_reading();
     }
 
     fn end_reading(&mut self) {
-        self.0.books_mut().pool_mut().contents_mut().end_reading();
+        self.stored.books_mut().pool_mut().contents_mut().end_reading();
     }
 
-    #[pyo3(signature = (tokens, salt, tenant, *, with_other_tenants))]
+    /// Why an admission would not find more in the cache; takes nothing.
+    #[pyo3(signature = (tokens, *, salt, tenant, with_other_tenants))]
     fn explain(
         &mut self,
         py: Python<'_>,
@@ -680,91 +853,61 @@ impl PyBooks {
         Ok(self.tell(explanation))
     }
 
-    fn reset_prefix_cache(&mut self, py: Python<'_>, first: BlockId, end: BlockId, now: f64) -> PyResult<usize> {
-        self.changing(py, |books| books.reset_prefix_cache(first, end, now))
+    /// Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were.
+    #[pyo3(signature = (first = 0, end = None, *, now = 0.0))]
+    fn reset_prefix_cache(
+        &mut self,
+        py: Python<'_>,
+        first: BlockId,
+        end: Option<BlockId>,
+        now: f64,
+    ) -> PyResult<usize> {
+        let end = end.unwrap_or(self.stored.books().geometry().num_blocks as BlockId);
+        self.telling(py, |books| books.reset_prefix_cache(first, end, now))
     }
 
-    /// How many items of plans were refused, by the name of the reason.
-    fn refusals(&self) -> BTreeMap<&'static str, u64> {
-        self.0.refusals().clone()
+    /// A serialised PoolStatistics.
+    fn statistics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &encode_statistics(&self.stored))
     }
 
     /// Rows taken in the worker.
     fn num_rows(&self) -> usize {
-        self.0.books().num_rows()
-    }
-
-    fn num_held_tokens(&self) -> usize {
-        self.0.books().num_held_tokens()
-    }
-
-    /// Every counter by its name.
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        let (counters, pool) = (self.0.books().counters(), self.0.books().pool().counters());
-        vec![
-            ("planned_steps", counters.planned_steps),
-            ("computed_steps", counters.computed_steps),
-            ("failed_steps", counters.failed_steps),
-            ("skipped_steps", counters.skipped_steps),
-            ("admissions", counters.admissions),
-            ("admitted_tokens", counters.admitted_tokens),
-            ("cached_tokens", counters.cached_tokens),
-            ("recomputed_tokens", counters.recomputed_tokens),
-            ("forks", counters.forks),
-            ("copied_blocks", counters.copied_blocks),
-            ("resumed_admissions", counters.resumed_admissions),
-            ("resumed_tokens", counters.resumed_tokens),
-            ("resumed_cached_tokens", counters.resumed_cached_tokens),
-            ("offloads", counters.offloads),
-            ("restores", counters.restores),
-            ("offloaded_blocks", counters.offloaded_blocks),
-            ("restored_blocks", counters.restored_blocks),
-            ("computed_tokens", counters.computed_tokens),
-            ("generated_tokens", counters.generated_tokens),
-            ("num_steps_in_flight", self.0.books().num_steps_in_flight() as u64),
-            ("num_offloaded", self.0.books().num_offloaded() as u64),
-            ("num_reserved_blocks", self.0.books().pool().accounts().num_reserved() as u64),
-            ("num_pinned_blocks", self.0.books().pool().num_kept() as u64),
-            ("num_table_entries", pool.num_references as u64),
-            ("num_shared_blocks", pool.num_shared as u64),
-            ("num_allocated", pool.num_allocated),
-            ("num_evicted", pool.num_evicted),
-            ("num_published", self.0.books().pool().index().num_published()),
-        ]
+        self.stored.books().num_rows()
     }
 
     // -- checking -----------------------------------------------------------------------------------------------------
 
     fn violations(&self) -> Vec<String> {
-        self.0.books().violations()
+        self.stored.books().violations()
     }
 
     /// What is wrong with the blocks from `first` to before `end`.
     fn audit(&self, first: BlockId, end: BlockId) -> Vec<String> {
-        self.0.books().audit(&(first..end.min(self.0.books().geometry().num_blocks as BlockId)))
+        self.stored.books().audit(&(first..end.min(self.stored.books().geometry().num_blocks as BlockId)))
     }
 
     fn audit_counts(&self) -> Vec<String> {
-        self.0.books().audit_counts()
+        self.stored.books().audit_counts()
     }
 
     fn audit_promises(&self) -> Vec<String> {
-        self.0.books().audit_promises()
+        self.stored.books().audit_promises()
     }
 
     #[pyo3(signature = (but_last_step_of = None))]
     fn state(&self, but_last_step_of: Option<&str>) -> String {
-        self.0.books().state(but_last_step_of)
+        self.stored.books().state(but_last_step_of)
     }
 
     /// The parked blocks in the policy's order.
     fn parked_blocks(&self) -> Vec<BlockId> {
-        self.0.books().pool().parked_blocks()
+        self.stored.books().pool().parked_blocks()
     }
 
     /// Sets what the default policy plans: low and high place and share by class. For tests.
     fn set_retention(&mut self, plan: Vec<(usize, usize, f64)>, is_trusted: bool) -> PyResult<()> {
-        let Some(lineage) = self.0.books_mut().pool_mut().policy().lineage() else {
+        let Some(lineage) = self.stored.books_mut().pool_mut().policy().lineage() else {
             return Err(PyValueError::new_err("the policy does not plan"));
         };
         lineage.planner.plan = Some(plan.into_iter().map(|(low, high, share)| Choice { low, high, share }).collect());
@@ -776,7 +919,10 @@ impl PyBooks {
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{PinView, PyAdmission, PyBooks, PyExplanation, PyStepPlan, PyStepRequest, SequenceView, StepView};
+    use super::{
+        AdmissionCheckView, LeaseView, PinView, PyAdmission, PyExplanation, PyLedger, PyStepPlan, SequenceView,
+        StepView, TenantUse,
+    };
 
     use super::*;
 
@@ -788,6 +934,8 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("POLICIES", POLICIES.to_vec())?;
+        module.add("DEFAULT_POLICY", POLICIES[0])?;
+        module.add("LET_IN_S", LET_IN_S)?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
         module.add("REMEMBERED_PLANS", REMEMBERED_PLANS)?;
         module.add("MAX_PLAN_ITEMS", bounds::MAX_PLAN_ITEMS)?;

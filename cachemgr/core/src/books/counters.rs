@@ -28,6 +28,9 @@ pub struct Counters {
     /// Tokens whose keys and values reported steps computed, and tokens that these steps added to sequences.
     pub computed_tokens: u64,
     pub generated_tokens: u64,
+    /// Since the books are here: they are not stored.
+    #[serde(skip)]
+    pub expired_leases: u64,
 }
 
 impl Counters {

@@ -42,6 +42,12 @@ pub struct Lease {
     pub ttl: f64,
     /// It has ended, and waits for the worker's fence.
     pub is_ending: bool,
+    /// In seconds of the caller's clock.
+    #[serde(skip)]
+    pub expires_at: f64,
+    /// It got LET_IN_S since its last renewal. A loop that is slow for long must not keep a dead client's lease.
+    #[serde(skip)]
+    pub was_let_in: bool,
     /// The last plans that had a request id, for a repetition.
     answers: VecDeque<Answer>,
 }

@@ -4,9 +4,11 @@
 
 pub mod audit;
 pub mod counters;
+pub mod expiry;
 pub mod explain;
 pub mod geometry;
 pub mod leases;
+pub mod leasing;
 pub mod looking;
 pub mod pinning;
 pub mod pins;
@@ -23,6 +25,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::books::counters::Counters;
+use crate::books::expiry::{ExpiryQueue, LeaseOrder, page_key};
 use crate::books::geometry::Geometry;
 use crate::books::leases::{Lease, RequestKey};
 use crate::books::pins::Pins;
@@ -60,6 +63,10 @@ pub struct Books {
     pub(crate) host: HostPool,
     pub(crate) table: SequenceTable,
     pub(crate) leases: HashMap<String, Lease>,
+    #[serde(skip)]
+    pub(crate) expiry: ExpiryQueue,
+    #[serde(skip)]
+    pub(crate) order: LeaseOrder,
     pub(crate) tenants: Tenants,
     pub(crate) pins: Pins,
     shares: Shares,
@@ -79,6 +86,8 @@ impl Books {
             geometry,
             table: SequenceTable::default(),
             leases: HashMap::new(),
+            expiry: ExpiryQueue::default(),
+            order: LeaseOrder::new(),
             tenants: Tenants::default(),
             pins: Pins::default(),
             shares,
@@ -92,6 +101,7 @@ impl Books {
         let lease = Lease::new(self.enter_tenant(tenant), tenant, ttl);
         let before = self.leases.insert(lease_id.to_string(), lease);
         assert!(before.is_none(), "lease {lease_id:.8} is opened twice");
+        self.order.insert(page_key(lease_id), lease_id.to_string());
     }
 
     /// What tenants may take from now on, by name; all others get the default.
@@ -129,6 +139,7 @@ impl Books {
         let Some(holdings) = self.leases.remove(lease_id) else {
             return Ok(());
         };
+        self.order.remove(&page_key(lease_id));
         for step in &holdings.in_flight {
             self.finish(step)?;
         }
@@ -257,6 +268,11 @@ impl Books {
     /// Sequences that leases hold in the host tier.
     pub fn num_offloaded(&self) -> usize {
         self.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
+    }
+
+    /// Sequences of all leases. O(leases).
+    pub fn num_sequences(&self) -> usize {
+        self.leases.values().map(|lease| lease.sequences.len()).sum()
     }
 
     /// Steps planned and not reported, of all leases. O(leases).

@@ -411,12 +411,12 @@ mod tests {
     fn create(folder: &Folder, policy: &str, limits: LogLimits) -> StoredBooks {
         let first = begin(policy);
         let store = Store::create(&folder.0, &first, limits).unwrap();
-        StoredBooks::new(first.begin().unwrap(), Some(store))
+        StoredBooks::new("pool", 0, first.begin().unwrap(), Some(store))
     }
 
     fn recover(folder: &Folder, limits: LogLimits) -> StoredBooks {
         let (books, store) = Store::recover(&folder.0, limits).unwrap();
-        StoredBooks::new(books, Some(store))
+        StoredBooks::new("pool", 0, books, Some(store))
     }
 
     fn open_leases(stored: &mut StoredBooks) {
@@ -458,7 +458,7 @@ mod tests {
             }
             _ if num_in_flight < 3 && random.below(2) == 0 => {
                 let request_id = if random.below(2) == 0 { number.to_string() } else { String::new() };
-                format!("{:?}", stored.plan(lease_id, &some_request(random), now, &key(&request_id, b"digest")))
+                format!("{:?}", stored.plan(lease_id, 0, &some_request(random), now, &key(&request_id, b"digest")))
             }
             _ if num_in_flight > 0 => {
                 let mut report = report(stored.books(), lease_id);
@@ -485,7 +485,7 @@ mod tests {
         for (seed, policy) in (0..12).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
             let folder = Folder::new(&format!("alike-{seed}-{policy}"));
             let mut stored = create(&folder, policy, LIMITS);
-            let mut kept = StoredBooks::new(begin(policy).begin().unwrap(), None);
+            let mut kept = StoredBooks::new("pool", 0, begin(policy).begin().unwrap(), None);
             open_leases(&mut stored);
             open_leases(&mut kept);
             let (mut one, mut other, mut restarts) = (Random(seed), Random(seed), Random(seed + 100));
@@ -514,10 +514,10 @@ mod tests {
         open_leases(stored);
         let mut answers = Vec::new();
         for (number, request_id) in ["one", "two"].into_iter().enumerate() {
-            stored.plan("a", &StepRequest::default(), 1.0, &key("", b"d")).unwrap();
+            stored.plan("a", 0, &StepRequest::default(), 1.0, &key("", b"d")).unwrap();
             let admissions = vec![admission(number as i64, &[1, 2, 3, 4, number as i32])];
             let request = StepRequest { admissions, ..StepRequest::default() };
-            answers.push(format!("{:?}", stored.plan("a", &request, 1.0, &key(request_id, b"d")).unwrap().unwrap()));
+            answers.push(format!("{:?}", stored.plan("a", 0, &request, 1.0, &key(request_id, b"d")).unwrap().unwrap()));
         }
         stored.settle("a", &StepReport { report_number: 7, ..report(stored.books(), "a") }).unwrap();
         answers
@@ -530,12 +530,12 @@ mod tests {
         open_leases(&mut stored);
         let tokens = [1, 2, 3, 4, 0];
         let request = StepRequest { admissions: vec![admission(1, &tokens)], ..StepRequest::default() };
-        stored.plan("a", &request, 1.0, &key("", b"")).unwrap();
+        stored.plan("a", 0, &request, 1.0, &key("", b"")).unwrap();
         stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
         stored.pin_prefix(b"x", &tokens, b"", 5.0).unwrap().unwrap();
         let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
         let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
-        assert!(matches!(stored.plan("a", &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
+        assert!(matches!(stored.plan("a", 0, &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
         assert_eq!(stored.books().pins().all().count(), 0);
         drop(stored);
         assert_eq!(recover(&folder, LIMITS).books().pins().all().count(), 0);
@@ -698,7 +698,7 @@ mod tests {
         let first = begin("lru");
         let mut store = Store::create(&folder.0, &first, LIMITS).unwrap();
         store.log = OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let mut stored = StoredBooks::new(first.begin().unwrap(), Some(store));
+        let mut stored = StoredBooks::new("pool", 0, first.begin().unwrap(), Some(store));
         planned(&mut stored);
         assert!(!stored.is_stored() && !folder.0.exists());
         let loss = stored.take_loss().unwrap();
@@ -713,7 +713,7 @@ mod tests {
         let mut store = Store::create(&folder.0, &first, LIMITS).unwrap();
         store.log = OpenOptions::new().write(true).open("/dev/full").unwrap();
         fs::remove_dir_all(&folder.0).unwrap();
-        let mut stored = StoredBooks::new(first.begin().unwrap(), Some(store));
+        let mut stored = StoredBooks::new("pool", 0, first.begin().unwrap(), Some(store));
         let told = format!("{:?}", stored.make(&Change::Advance { now: 1.0 }));
         assert!(told.contains("can't be removed"), "{told}");
     }
@@ -724,14 +724,14 @@ mod tests {
         let folder = Folder::new("layout");
         let mut sums = Vec::new();
         for policy in POLICIES {
-            let mut stored = StoredBooks::new(begin(policy).begin().unwrap(), None);
+            let mut stored = StoredBooks::new("pool", 0, begin(policy).begin().unwrap(), None);
             let open = Change::OpenLease { lease_id: "a".into(), tenant: b"x".into(), ttl: 30.0 };
             stored.make(&open).unwrap();
             let request = StepRequest { admissions: vec![admission(1, &[1, 2, 3])], ..StepRequest::default() };
-            stored.plan("a", &request, 1.0, &key("one", b"d")).unwrap();
+            stored.plan("a", 0, &request, 1.0, &key("one", b"d")).unwrap();
             stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
             stored.pin_prefix(b"x", &[1, 2, 3], b"", 9.0).unwrap().unwrap();
-            stored.plan("a", &request, 1.0, &key("", b"")).unwrap();
+            stored.plan("a", 0, &request, 1.0, &key("", b"")).unwrap();
             let path = folder.0.join(policy);
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));

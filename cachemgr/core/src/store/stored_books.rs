@@ -12,7 +12,7 @@ use crate::books::settle::StepReport;
 use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
 use crate::cache::prefix::BlockId;
-use crate::errors::{Failure, Refusal, Result, broken};
+use crate::errors::{Failure, Reason, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 
@@ -21,6 +21,8 @@ use crate::store::files::{LogLimits, Store};
 /// A store that fails is given up, with all that is in it: books without one are as good until the process ends.
 #[derive(Debug)]
 pub struct StoredBooks {
+    pool: String,
+    epoch: i64,
     books: Books,
     store: Option<Store>,
     loss: Option<String>,
@@ -29,8 +31,17 @@ pub struct StoredBooks {
 }
 
 impl StoredBooks {
-    pub fn new(books: Books, store: Option<Store>) -> StoredBooks {
-        StoredBooks { books, store, loss: None, refusals: BTreeMap::new() }
+    /// Books of a pool in an epoch.
+    pub fn new(pool: &str, epoch: i64, books: Books, store: Option<Store>) -> StoredBooks {
+        StoredBooks { pool: pool.to_string(), epoch, books, store, loss: None, refusals: BTreeMap::new() }
+    }
+
+    pub fn pool(&self) -> &str {
+        &self.pool
+    }
+
+    pub fn epoch(&self) -> i64 {
+        self.epoch
     }
 
     pub fn books(&self) -> &Books {
@@ -94,25 +105,76 @@ impl StoredBooks {
         self.write(change)
     }
 
-    /// See Books::advance. Returns false, and writes nothing down, if there is nothing to end.
-    pub fn advance(&mut self, now: f64) -> Result<bool> {
-        if self.books().next_end().is_none_or(|end| end > millis(now)) {
-            return Ok(false);
-        }
-        self.make(&Change::Advance { now })?;
-        Ok(true)
+    /// True if the time of a pin or of advice is over.
+    pub fn has_ended(&self, now: f64) -> bool {
+        self.books().next_end().is_some_and(|end| end <= millis(now))
     }
 
-    /// See Books::plan. A request id that was answered gets the same answer. Refused (REQUEST_ID_REUSED) if that was
-    /// another request.
+    /// See Books::advance. Cost: a record of the store, so ask `has_ended` before.
+    pub fn advance(&mut self, now: f64) -> Result<()> {
+        self.make(&Change::Advance { now })
+    }
+
+    /// A new lease without sequences, to end at a time. `was_let_in` is what an earlier epoch says of it.
+    pub fn open_lease(
+        &mut self,
+        lease_id: &str,
+        tenant: &[u8],
+        ttl: f64,
+        expires_at: f64,
+        was_let_in: bool,
+    ) -> Result<()> {
+        self.make(&Change::OpenLease { lease_id: lease_id.into(), tenant: tenant.into(), ttl })?;
+        self.books.set_expiry(lease_id, expires_at, was_let_in);
+        Ok(())
+    }
+
+    /// Stops a lease; its blocks come back when it is closed. False if it is not open.
+    pub fn end_lease(&mut self, lease_id: &str) -> Result<bool> {
+        let is_open = self.books.open_lease_mut(lease_id).is_some();
+        if is_open {
+            self.make(&Change::EndLease { lease_id: lease_id.into() })?;
+        }
+        Ok(is_open)
+    }
+
+    /// Stops the leases whose time is over, and returns their ids.
+    pub fn expire_leases(&mut self, now: f64) -> Result<Vec<String>> {
+        let mut expired = Vec::new();
+        while let Some(lease_id) = self.books.next_expired(now) {
+            self.end_lease(&lease_id)?;
+            self.books.counters.expired_leases += 1;
+            expired.push(lease_id);
+        }
+        Ok(expired)
+    }
+
+    /// A lease is gone, and nothing touches its blocks any more. False if there is none.
+    pub fn close_lease(&mut self, lease_id: &str) -> Result<bool> {
+        let is_there = self.books.lease(lease_id).is_some();
+        if is_there {
+            self.make(&Change::CloseLease { lease_id: lease_id.into() })?;
+        }
+        Ok(is_there)
+    }
+
+    /// See Books::plan. Renews the lease; None if it is not open. A request id that was answered gets the same answer.
+    /// Refused (EPOCH_CHANGED) for another epoch than that of the books, (REQUEST_ID_REUSED) if a request id was another
+    /// request's.
     pub fn plan(
         &mut self,
         lease_id: &str,
+        epoch: i64,
         request: &StepRequest,
         now: f64,
         key: &RequestKey,
     ) -> Result<Option<Arc<StepPlan>>> {
-        if let Some(known) = self.books.lease(lease_id).map_or(Ok(None), |lease| lease.recall(key))? {
+        let Some(lease) = self.books.open_lease_mut(lease_id) else { return Ok(None) };
+        lease.renew(now);
+        if epoch != self.epoch {
+            return Err(Failure::Refused(epoch_changed(&self.pool, self.epoch, epoch)));
+        }
+        if let Some(known) = lease.recall(key)? {
             return Ok(Some(known));
         }
         let plan = match self.books.plan(lease_id, request, now, key) {
@@ -190,4 +252,9 @@ impl StoredBooks {
         }
         self.make(&Change::EnterTenant { name: name.into() })
     }
+}
+
+fn epoch_changed(pool: &str, epoch: i64, asked: i64) -> Refusal {
+    let message = format!("pool '{pool}' has epoch {epoch}, the call is for {asked}; its sequences are gone");
+    Refusal::new(Reason::EpochChanged, message).with("pool", pool).with("epoch", epoch).with("value", asked)
 }

@@ -3,9 +3,12 @@
 use prost::Message;
 
 use crate::books::plans::{PlanItem, StepPlan};
+use crate::cache::host::HostBlockCounts as HostCounts;
+use crate::cache::pool::BlockCounts as Counts;
+use crate::store::stored_books::StoredBooks;
 use crate::wire::messages::{
-    self, Block, BlockCounts, BlockEvent, HostBlockCounts, ListBlocksResponse, PlanStepResponse, StepGrant,
-    WatchBlocksResponse,
+    self, Block, BlockCounts, BlockEvent, HostBlockCounts, ListBlocksResponse, PlanStepResponse, PoolStatistics,
+    StepGrant, WatchBlocksResponse,
 };
 
 /// The blocks of a ListBlocksResponse.
@@ -61,7 +64,6 @@ pub fn encode_grant(plan: &StepPlan, grantor: &Grantor) -> Vec<u8> {
 
 /// A PlanStepResponse without its grant, which is signed elsewhere, and without its refusals.
 pub fn encode_answer(plan: &StepPlan) -> Vec<u8> {
-    let counts = plan.counts;
     let answer = PlanStepResponse {
         step_number: plan.step_number as i64,
         run_sequence_ids: plan.run_seq_ids.clone(),
@@ -72,20 +74,81 @@ pub fn encode_answer(plan: &StepPlan) -> Vec<u8> {
         admitted_cached_token_counts: signed(&plan.admitted_cached_counts),
         restored_sequence_ids: plan.restored_ids.clone(),
         restored_token_counts: signed(&plan.restored_counts),
-        block_counts: Some(BlockCounts {
-            free_count: counts.free as i32,
-            cached_count: counts.cached as i32,
-            active_count: counts.active as i32,
-            retired_count: counts.retired as i32,
-        }),
-        host_block_counts: plan.host_counts.map(|counts| HostBlockCounts {
-            free_count: counts.free as i32,
-            held_count: counts.held as i32,
-            retired_count: counts.retired as i32,
-        }),
+        block_counts: Some(block_counts(plan.counts)),
+        host_block_counts: plan.host_counts.map(host_block_counts),
         ..PlanStepResponse::default()
     };
     answer.encode_to_vec()
+}
+
+fn block_counts(counts: Counts) -> BlockCounts {
+    BlockCounts {
+        free_count: counts.free as i32,
+        cached_count: counts.cached as i32,
+        active_count: counts.active as i32,
+        retired_count: counts.retired as i32,
+    }
+}
+
+fn host_block_counts(counts: HostCounts) -> HostBlockCounts {
+    HostBlockCounts {
+        free_count: counts.free as i32,
+        held_count: counts.held as i32,
+        retired_count: counts.retired as i32,
+    }
+}
+
+/// A BlockCounts.
+pub fn encode_counts(counts: Counts) -> Vec<u8> {
+    block_counts(counts).encode_to_vec()
+}
+
+/// A PoolStatistics: the present state of a pool, and what happened in its epoch. Cost: O(leases + sequences).
+pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
+    let books = stored.books();
+    let (counters, blocks) = (books.counters(), books.pool().counters());
+    let has_host_tier = books.geometry().num_host_blocks > 0;
+    let statistics = PoolStatistics {
+        pool: stored.pool().to_string(),
+        epoch: stored.epoch(),
+        block_counts: Some(block_counts(books.pool().counts())),
+        host_block_counts: has_host_tier.then(|| host_block_counts(books.host().counts())),
+        lease_count: books.leases.len() as i32,
+        fencing_lease_count: books.leases.values().filter(|lease| lease.is_ending).count() as i32,
+        step_in_flight_count: books.num_steps_in_flight() as i32,
+        sequence_count: books.num_sequences() as i32,
+        offloaded_sequence_count: books.num_offloaded() as i32,
+        held_token_count: books.num_held_tokens() as i64,
+        table_entry_count: blocks.num_references as i64,
+        shared_block_count: blocks.num_shared as i32,
+        reserved_block_count: books.pool().accounts().num_reserved() as i32,
+        pinned_block_count: books.pool().num_kept() as i32,
+        planned_step_count: counters.planned_steps as i64,
+        computed_step_count: counters.computed_steps as i64,
+        failed_step_count: counters.failed_steps as i64,
+        skipped_step_count: counters.skipped_steps as i64,
+        admission_count: counters.admissions as i64,
+        admitted_token_count: counters.admitted_tokens as i64,
+        cached_token_count: counters.cached_tokens as i64,
+        recomputed_token_count: counters.recomputed_tokens as i64,
+        fork_count: counters.forks as i64,
+        copied_block_count: counters.copied_blocks as i64,
+        resumed_admission_count: counters.resumed_admissions as i64,
+        resumed_token_count: counters.resumed_tokens as i64,
+        resumed_cached_token_count: counters.resumed_cached_tokens as i64,
+        offload_count: counters.offloads as i64,
+        restore_count: counters.restores as i64,
+        offloaded_block_count: counters.offloaded_blocks as i64,
+        restored_block_count: counters.restored_blocks as i64,
+        computed_token_count: counters.computed_tokens as i64,
+        generated_token_count: counters.generated_tokens as i64,
+        allocated_block_count: blocks.num_allocated as i64,
+        evicted_block_count: blocks.num_evicted as i64,
+        published_block_count: books.pool().index().num_published() as i64,
+        expired_lease_count: counters.expired_leases as i64,
+        refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),
+    };
+    statistics.encode_to_vec()
 }
 
 /// The number of a kind of item.

@@ -1,9 +1,10 @@
-//! Requests as the books take them. Decoding checks form (lengths, ranges); the books check meaning.
+//! Requests and reports as the books take them. Decoding checks form (lengths, ranges); the books check meaning.
 
 use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::books::plans::{Admission, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim};
+use crate::books::settle::{StepOutcome, StepReport};
 use crate::errors::Result;
 use crate::wire::bounds::{
     MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES,
@@ -187,6 +188,39 @@ fn retained(range: &messages::Retention, field: &str, is_last: bool) -> Result<R
         return refused(&format!("{field}.ttl"), shown_seconds(seconds), limit);
     }
     Ok(Retention { num_tokens, level, ttl })
+}
+
+/// The report of a step of a pool with so many sequences. Refused (INVALID_ARGUMENT) for lists that do not fit together
+/// and values out of range.
+pub fn step_report(message: messages::StepReport, max_sequences: usize) -> Result<StepReport> {
+    let most = 2 * max_sequences; // extends; restores and admissions
+    let (runs, sampled) = (message.sequence_ids.len(), message.sampled_sequence_ids.len());
+    check_count("step_report.sequence_ids", runs, most)?;
+    check_count("step_report.sampled_sequence_ids", sampled, most)?;
+    let step_number = number("step_report.step_number", message.step_number)?;
+    let outcome = match messages::StepOutcome::try_from(message.outcome) {
+        Ok(messages::StepOutcome::Computed) => StepOutcome::Computed,
+        Ok(messages::StepOutcome::Failed) => StepOutcome::Failed,
+        Ok(messages::StepOutcome::Skipped) => StepOutcome::Skipped,
+        _ => return refused("step_report.outcome", message.outcome, "COMPUTED, FAILED or SKIPPED"),
+    };
+    let (num_counts, num_tokens) = (message.computed_token_counts.len(), message.sampled_token_ids.len());
+    check_parallel("step_report.computed_token_counts", num_counts, "sequence_ids", runs)?;
+    check_parallel("step_report.sampled_token_ids", num_tokens, "sampled_sequence_ids", sampled)?;
+    Ok(StepReport {
+        step_number,
+        outcome,
+        seq_ids: message.sequence_ids,
+        token_counts: message.computed_token_counts,
+        sampled_ids: message.sampled_sequence_ids,
+        sampled_tokens: message.sampled_token_ids,
+        report_number: number("step_report.report_number", message.report_number)?,
+    })
+}
+
+/// The number of a step or of a report, if it is not negative.
+fn number(field: &str, value: i64) -> Result<u64> {
+    u64::try_from(value).or_else(|_| refused(field, value, "at least 0"))
 }
 
 fn seconds_of(duration: &Duration) -> f64 {

@@ -1,0 +1,91 @@
+"""The pools as a caller may see them, as they are now.
+
+A caller that is no operator sees what belongs to its own tenant, and is told of nothing else that it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from quire.cachemgr import messages
+from quire.cachemgr._core import Lease
+from quire.cachemgr.catalog import AttachedPool, Catalog
+from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found
+from quire.cachemgr.roles import SERVICE
+from quire.cachemgr.statuses import DOMAIN
+from quire.serving import access
+from quire.serving.access import Role, caller
+
+
+class VisiblePools:
+    """What every part of the service reaches the pools through."""
+
+    def __init__(self, catalog: Catalog, clock: Callable[[], float]) -> None:
+        self._catalog = catalog
+        self._clock = clock
+
+    def pool(self, name: str) -> AttachedPool:
+        """The pool of this name, without one the only pool. Raises CallRefused (POOL_NOT_FOUND)."""
+        return self._as_it_is_now(self._catalog.pool(name))
+
+    def pools(self, name: str) -> list[AttachedPool]:
+        """The pool of this name, all pools without one. Raises CallRefused (POOL_NOT_FOUND)."""
+        return [self.pool(name)] if name else [self._as_it_is_now(pool) for pool in self._catalog.pools()]
+
+    def _as_it_is_now(self, pool: AttachedPool) -> AttachedPool:
+        """The pool without the pins and the advice whose time is over.
+
+        Calls that read them reach a pool through here, but for WatchBlocks, which waits for their ends.
+        """
+        pool.ledger.advance(self._clock())
+        return pool
+
+    def is_own(self, lease_id: str) -> bool:
+        """True if it is a lease of the caller's tenant."""
+        return self._catalog.tenant_of(lease_id) == caller().name
+
+    def own_pool(self, lease_id: str) -> AttachedPool:
+        """The pool that a lease of the caller's tenant is for. Raises CallRefused (LEASE_NOT_FOUND)."""
+        if not self.is_own(lease_id):
+            raise lease_not_found(lease_id)
+        return self.pool_of(lease_id)
+
+    def visible_pool(self, lease_id: str) -> AttachedPool:
+        """The pool that a lease is for: any lease if the caller sees all. Raises CallRefused (LEASE_NOT_FOUND)."""
+        return self.pool_of(lease_id) if sees_all() else self.own_pool(lease_id)
+
+    def pool_of(self, lease_id: str) -> AttachedPool:
+        return self._as_it_is_now(self._catalog.pool_of(lease_id))
+
+    def lease_id_of(self, given: str) -> str:
+        """The id of the only lease that lists show the caller by this beginning; else what was given.
+
+        For looking only: who knows the beginning need not hold the lease. Cost: O(leases).
+        """
+        if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
+            return given
+        leases = (lease for pool in self._catalog.pools() for lease in pool.ledger.leases())
+        found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and is_visible(lease)]
+        return found[0] if len(found) == 1 else given
+
+    def wall_clock_offset_s(self) -> float:
+        """What the wall clock is ahead of the clock."""
+        return time.time() - self._clock()
+
+
+def sees_all() -> bool:
+    """True if the caller may look at what belongs to others."""
+    return Role.OPERATOR in caller().roles
+
+
+def is_visible(lease: Lease) -> bool:
+    """True if the caller may know of this lease."""
+    return sees_all() or lease.tenant == caller().name
+
+
+def require_role(method: str, role: Role) -> None:
+    """For what a method does for some of its callers only. Raises CallRefused (ROLE_MISSING)."""
+    if role not in caller().roles:
+        status = access.role_missing(f"{SERVICE}{method}", frozenset({role}), caller().name, DOMAIN)
+        raise CallRefused(Refusal(Reason(status.reason), status.message, dict(status.metadata)))
