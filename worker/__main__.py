@@ -119,6 +119,14 @@ class WorkerCommand(ServerCommand):
     default=True,
     help="On a GPU, whether to replay steps of one token per sequence as CUDA graphs, if the model allows it.",
 )
+@option(
+    "--max-graph-tokens",
+    type=click.IntRange(min=0),
+    default=512,
+    metavar="TOKENS",
+    help="With --cuda-graphs, steps with prompts of up to so many tokens in all are replayed as CUDA graphs too, but "
+    "for their attention; 0: none are.",
+)
 @option("--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's.")
 @option(
     "--max-num-seqs",

@@ -194,6 +194,7 @@ class AttentionStep:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         new_kv: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend to what the layer's slots hold, the step's own keys and values included: they are written already.
 
@@ -201,12 +202,14 @@ class AttentionStep:
         sinks       [Hq]            one more score per head, or None
         new_kv      the step's own keys [T, H, Dk] and values [T, H, Dv], if the caller has them, which saves reading
                     them back
-        returns     [T, Hq, Dv]     dtype of q
+        out         [T, Hq, Dv]     dtype of q; made if None
+        returns     out
         """
         spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
         if k_pool.dtype != q.dtype:  # what a prompt computes must not depend on how much of it was cached
             new_kv = None
-        out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
+        if out is None:
+            out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
         score = _Score(scaling, softcap, sinks)
         plan = self.plan(spec.mask, q.dtype, reads_new=new_kv is None)
         for group in plan.decode_groups:

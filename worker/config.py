@@ -34,6 +34,7 @@ class WorkerConfig:
     device: str
     attention: str
     cuda_graphs: bool
+    max_graph_tokens: int
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None

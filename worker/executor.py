@@ -369,6 +369,9 @@ class Executor:
         """Computes what the grant says; logits [B, V] of each run's last token, valid until the next forward."""
         if self._decode is not None and self._decode.takes(batch):
             return self._decode.forward(batch)
+        pieces = None if self._decode is None else self._decode.pieces
+        if pieces is not None and pieces.takes(batch):
+            return pieces.forward(batch)
         return self._model.forward(batch, self._pool)
 
     def _replay_sampler(self, batch: StepBatch, draws: Draws) -> Sampled:

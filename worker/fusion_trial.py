@@ -180,6 +180,7 @@ class _TrialStep(AttentionStep):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         new_kv: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         k, v = self.pool.k(layer_idx)[1], self.pool.v(layer_idx)[1]
         self._trial.asked.append(Asked(q, k, v, scaling, softcap, sinks))

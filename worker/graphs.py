@@ -9,19 +9,27 @@ and its attention is zero.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import StrEnum
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.worker.capture import (
+    CannotCapture,
+    cannot_capture,
+    capture_stream,
+    first_cause,
+    on_capture_stream,
+    waits_refused,
+)
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
+from quire.worker.pieces import StaticPieces, capture_pieces, piece_buckets
 from quire.worker.sampler import DRAW_COLUMNS, Draws, Sampler, SamplingParams, TokenIds, Way
 from quire.worker.self_check import CHECKED_SEQS
 from quire.worker.sequence_table import SequenceTable
@@ -49,10 +57,6 @@ class Stage(StrEnum):
 
     PREPARE = "prepare"
     FORWARD = "forward"
-
-
-class CannotCapture(Exception):
-    """A model's decode step can't run as a CUDA graph; the message says why."""
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -112,8 +116,11 @@ class StaticDecode:
                 max_num_seqs=largest, vocab_size=model.vocab_size, device=device
             )
         self._prepared: StepBatch | None = None
+        self.pieces: StaticPieces | None = None
+        """What runs steps that it does not take, if graphs do."""
         self._graphs: dict[tuple[Stage | Way, int], torch.cuda.CUDAGraph] = {}
-        self._memory: Any = None
+        self.memory: Any = None
+        """The torch.cuda.graph_pool_handle() of the graphs, once there is one."""
 
     @property
     def logits(self) -> Tensor:
@@ -295,8 +302,8 @@ class StaticDecode:
 
     def _capture_stages(self, stages: Sequence[Stage | Way], sizes: Sequence[int]) -> None:
         """The largest bucket first, so that the others find its memory."""
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
+        if self.memory is None:
+            self.memory = torch.cuda.graph_pool_handle()
         try:
             self._refuse_waits(stages)
             for bucket in sorted(sizes, reverse=True):
@@ -306,76 +313,70 @@ class StaticDecode:
         except Exception as error:
             for key in [key for key in self._graphs if key[0] in stages]:
                 del self._graphs[key]
-            torch.cuda.set_stream(torch.cuda.default_stream())  # which a capture that failed may not have gone back to
-            torch.cuda.synchronize()
-            raise CannotCapture(_first_cause(error)) from error
+            raise cannot_capture(error) from error
 
     def _refuse_waits(self, stages: Sequence[Stage | Way]) -> None:
         """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
         bucket = self.buckets[-1]
         self._warm_up(bucket, stages)  # what is done once only may wait
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_refused():
             for stage in stages:
                 self._run(stage, bucket)
-        except RuntimeError as error:
-            raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
 
     def _warm_up(self, bucket: int, stages: Sequence[Stage | Way]) -> None:
         """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate what they keep."""
         send(torch.from_numpy(self._padding), self._inputs)
-        stream = capture_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with on_capture_stream():
             for stage in stages:
                 self._run(stage, bucket)
-        torch.cuda.current_stream().wait_stream(stream)
 
     def _capture(self, stage: Stage | Way, bucket: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=capture_stream()):
+        with torch.cuda.graph(graph, pool=self.memory, stream=capture_stream()):
             self._run(stage, bucket)
         return graph
 
 
-@lru_cache(maxsize=1)
-def capture_stream() -> torch.cuda.Stream:
-    """The stream of all captures of this process: libraries keep a workspace for each stream they see."""
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-
-def capture_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode | None:
+def capture_decode(
+    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int = 0
+) -> StaticDecode | None:
     """The model's decode steps as graphs on this pool, or None, with a line in the log, if they can't be or go wrong.
 
-    Whether replays say what the model says is asked first, of graphs on a small pool.
+    Of mixed steps of up to max_graph_tokens the pieces between attention become graphs too, unless it is 0. Whether
+    replays say what the model says is asked first, of graphs on a small pool.
     """
     try:
         _check_replays(model)
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
         decode.capture()
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
-        log.warning("decode steps run without CUDA graphs: %s", _first_cause(error))
+        log.warning("decode steps run without CUDA graphs: %s", first_cause(error))
         return None
     try:
         decode.capture_sampling()
         _check_sampling(decode)
     except (CannotCapture, torch.OutOfMemoryError) as error:
         decode.samples = False
-        log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", _first_cause(error))
+        log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", first_cause(error))
     log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
+    if max_graph_tokens:
+        decode.pieces = capture_pieces(model, pool, max_tokens=max_graph_tokens, memory=decode.memory)
     return decode
 
 
-def measure_graphs(model: PagedModel, *, max_num_seqs: int, block_size: int, kv_dtype: torch.dtype) -> int:
+def measure_graphs(
+    model: PagedModel, *, max_num_seqs: int, max_graph_tokens: int = 0, block_size: int, kv_dtype: torch.dtype
+) -> int:
     """Bytes of a GPU's memory that capture_decode() takes besides the pool; 0 if it can't capture.
 
-    The two largest buckets are captured on a pool without blocks, and given back. Each of the others is taken to need
-    as much as the second: it finds the memory of the largest, and adds its graphs.
+    The two largest buckets are captured on a pool without blocks, and given back; so are the two largest buckets of
+    pieces. Each of the others is taken to need as much as the second: it finds the memory of the largest, and adds its
+    graphs.
     """
     free = partial(_free_bytes, model.device)
+    pieces: StaticPieces | None = None
+    after_pieces: list[int] = []
+    sizes = piece_buckets(max_graph_tokens) if max_graph_tokens else ()
     try:
         pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=model.device)
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
@@ -387,9 +388,20 @@ def measure_graphs(model: PagedModel, *, max_num_seqs: int, block_size: int, kv_
         num_buckets = len(decode.buckets)
     except (CannotCapture, torch.OutOfMemoryError, MemoryError):
         return 0  # capture_decode() will say why
-    del decode
-    first = free() - after[0]
-    return first + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
+    with suppress(CannotCapture, torch.OutOfMemoryError, MemoryError):
+        for bucket in sizes[:-3:-1]:
+            pieces = pieces or StaticPieces(model, pool, buckets=sizes, memory=decode.memory)
+            pieces.capture([bucket])
+            after_pieces.append(free())
+    del decode, pieces
+    return _extrapolate(free(), after, num_buckets) + _extrapolate(after[-1], after_pieces, len(sizes))
+
+
+def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
+    """Bytes of all buckets, by what was free before the first one, after it, and after the second."""
+    if not after:
+        return 0
+    return before - after[0] + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -402,20 +414,6 @@ def _free_bytes(device: torch.device) -> int:
 def _static_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode:
     width = -(-model.max_model_len // pool.block_size)
     return StaticDecode(model, pool, max_num_seqs=max_num_seqs, max_blocks_per_seq=width)
-
-
-def _first_cause(error: BaseException) -> str:
-    """The first line of what went wrong first: a capture that breaks off raises again while it is closed."""
-    while not isinstance(error, CannotCapture) and isinstance(error.__context__, Exception):
-        error = error.__context__
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, CannotCapture) else f"{type(error).__name__}: {text}"
-
-
-def _line_of(error: BaseException) -> str:
-    """The innermost line of Python that raised it, "file.py:12 in forward"."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 def _check_replays(model: PagedModel) -> None:

@@ -12,21 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.worker.attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
 from quire.worker.cached_model import CacheLayout, keeps_states, probe_cache, run_cached
-from quire.worker.fused_modules import swap_back
+from quire.worker.fused_modules import has_own_forward, swap_back
 from quire.worker.fused_steps import FusedSteps
 from quire.worker.fusion import FusionReport, fuse_model, unfused
 from quire.worker.kv_pool import KeptPerToken, KVPool
@@ -88,6 +88,7 @@ class PagedModel:
         self.min_block_size = step_kind.min_block_size
         self.fusion: FusionReport | None = None
         self._model = model
+        self._base = _base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
         self._counts_on = _counts_on_from_cache(model.config.get_text_config(decoder=True))
         self._workspace = Workspace()
@@ -112,17 +113,41 @@ class PagedModel:
         Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over
         T packed tokens; the output layer runs on B of them. No sync, except in models that make one themselves.
         """
-        step = self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
-        with torch.inference_mode(), attention_step(step):
-            output = self._model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
-                past_key_values=PastPositions(batch.positions) if self._counts_on else None,
-                use_cache=False,
-                logits_to_keep=batch.last_indices,
-            )
+        with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
+            output = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices)
             logits: Tensor = output.logits[0].float()
         return logits
+
+    def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
+        """What runs the attention of one step."""
+        return self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
+
+    def forward_base(self, batch: StepBatch, step: AttentionStep) -> Any:
+        """Run what is below the output layer, with this attention; return its ModelOutput.
+
+        Its last_hidden_state is [1, T, hidden size]. Reads input_ids, positions and slot_mapping of the batch.
+        """
+        with torch.inference_mode(), attention_step(step):
+            return self._base(**self._arguments(batch))
+
+    def forward_head(self, batch: StepBatch, output: Any) -> Tensor:
+        """Return logits as forward(), of what forward_base() gave for the batch. Cost: the output layer on B tokens."""
+        with torch.inference_mode(), _answering(self._base, output):
+            logits: Tensor = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices).logits[0].float()
+        return logits
+
+    @property
+    def has_head(self) -> bool:
+        """True if forward_base() and forward_head() are there: the output layer is not a part of the base model."""
+        return self._base is not None and has_own_forward(self._base)
+
+    def _arguments(self, batch: StepBatch) -> dict[str, Any]:
+        return {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.positions[None],
+            "past_key_values": PastPositions(batch.positions) if self._counts_on else None,
+            "use_cache": False,
+        }
 
     def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
         """Hold forward(batch, pool) -> [B, vocab_size] against the model's own attention; see quire.worker.self_check.
@@ -171,6 +196,25 @@ class CachedModel(PagedModel):
             return run_cached(
                 self._model, batch, pool, layout=self._layout, states=self.states, workspace=self._workspace
             )
+
+
+def _base_of(model: Any) -> Any:
+    """The model without its output layer: the one part that is a model of transformers itself. None if there is none.
+
+    PreTrainedModel.base_model goes by names, and is the whole model for some.
+    """
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else None
+
+
+@contextmanager
+def _answering(module: Any, output: Any) -> Iterator[None]:
+    """Let the module return this output in place of computing one."""
+    module.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 def load_model(

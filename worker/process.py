@@ -217,7 +217,9 @@ def load(config: WorkerConfig) -> Loaded:
     pool = KVPool(model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype, device=device)
     decode = None
     if device.type == "cuda" and config.cuda_graphs:
-        decode = capture_decode(model, pool, max_num_seqs=config.max_num_seqs)
+        decode = capture_decode(
+            model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
+        )
     return Loaded(model, pool, allocate_host_pool(config, model, pool), decode)
 
 
@@ -345,7 +347,11 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) 
     graph_bytes = 0
     if config.cuda_graphs:
         graph_bytes = measure_graphs(
-            model, max_num_seqs=config.max_num_seqs, block_size=config.block_size, kv_dtype=kv_dtype
+            model,
+            max_num_seqs=config.max_num_seqs,
+            max_graph_tokens=most_graph_tokens(config),
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     budget = share_of_device(
@@ -356,6 +362,11 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) 
         graph_bytes=graph_bytes,
     )
     return budget, free_bytes - step_bytes - graph_bytes
+
+
+def most_graph_tokens(config: WorkerConfig) -> int:
+    """Tokens of the largest step whose pieces are graphs: no step has more than --max-step-tokens."""
+    return min(config.max_graph_tokens, config.max_step_tokens)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -114,15 +114,18 @@ class TritonAttentionStep(AttentionStep):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         new_kv: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See AttentionStep.attend. Rows of a sequence whose length on the device is 0 become 0. No sync."""
         spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
         if why_torch(spec) is not None:
-            return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv)
+            return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv, out=out)
         queries = _for_kernels(q, k_pool.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        out = queries.new_empty(*queries.shape[:2], v_pool.shape[3])
+        wanted = out
+        if out is None or out.dtype != queries.dtype:
+            out = queries.new_empty(*queries.shape[:2], v_pool.shape[3])
         if self._decodes is not None:
             part = self._decodes
             result = paged_decode(
@@ -141,6 +144,8 @@ class TritonAttentionStep(AttentionStep):
                 sinks=sinks, out=_view(out, part),
             )  # fmt: skip
             _put(result, out, part)
+        if wanted is not None:
+            return wanted if wanted is out else wanted.copy_(out)
         return out if out.dtype == q.dtype else out.to(q.dtype)
 
     def _decode_plan(self, spec: LayerSpec, part: _Part) -> DecodePlan:

@@ -30,6 +30,7 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 NUM_BLOCKS = 600
 MAX_NUM_SEQS = 40
+MAX_GRAPH_TOKENS = 512
 NUM_NEW = 24
 
 TOLERANCE = 5e-2
@@ -62,9 +63,10 @@ def make_pool(model: PagedModel, dtype: torch.dtype | None = None) -> KVPool:
 
 
 def capture(model: PagedModel, pool: KVPool) -> StaticDecode:
-    decode = capture_decode(model, pool, max_num_seqs=MAX_NUM_SEQS)
+    decode = capture_decode(model, pool, max_num_seqs=MAX_NUM_SEQS, max_graph_tokens=MAX_GRAPH_TOKENS)
     assert decode is not None, "the log says why"
     assert decode.samples, "the log says why"
+    assert decode.pieces is not None, "the log says why"
     return decode
 
 
@@ -117,6 +119,34 @@ def test_replayed_decodes_equal_the_ordinary_step(model: PagedModel, kv_dtype: t
             difference = (tensor.float() - before.float()).abs().flatten(1).amax(1)
             changed = set(difference.nonzero().flatten().tolist())
             assert changed <= {sequences.table.block_ids(row)[(lengths[row] - 1) // BLOCK_SIZE] for row in rows}
+            assert not tensor[NULL_BLOCK].float().any()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_mixed_steps_in_pieces_equal_the_ordinary_step(model: PagedModel, kv_dtype: torch.dtype) -> None:
+    """Prompts at their beginning and behind a prefix, among decodes; full buckets and padded ones, large and small."""
+    pool = make_pool(model, kv_dtype)
+    pieces = capture(model, pool).pieces
+    assert pieces is not None
+    sequences = Sequences(model, [700, 1, 17, 300, 511, 64, 900])
+    sequences.fill(pool)
+    for rows, starts, counts in (
+        ([0], [0], [500]),
+        ([3, 0], [299, 16], [1, 63]),
+        ([1, 0, 2], [0, 100, 16], [1, 20, 1]),
+        ([6, 4, 3, 0], [300, 510, 299, 640], [450, 1, 1, 60]),
+        ([2, 5], [5, 0], [4, 3]),
+    ):
+        batch = sequences.batch(rows, starts, counts)
+        own_pool = make_pool(model, kv_dtype)
+        for tensor, written in zip(own_pool.tensors(), pool.tensors(), strict=True):
+            tensor.copy_(written)
+        expected = model.forward(batch, own_pool)
+        logits = pieces.forward(batch)
+        assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE
+        for tensor, written in zip(pool.tensors(), own_pool.tensors(), strict=True):
+            difference = (tensor.float() - written.float()).abs().max()
+            assert difference <= TOLERANCE * written.float().abs().max()
             assert not tensor[NULL_BLOCK].float().any()
 
 
@@ -205,7 +235,13 @@ def test_the_largest_step_fits_beside_the_pool(model: PagedModel, device: torch.
 
 
 def test_graphs_take_the_memory_that_was_measured(model: PagedModel, device: torch.device) -> None:
-    measured = measure_graphs(model, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, kv_dtype=model.dtype)
+    measured = measure_graphs(
+        model,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_graph_tokens=MAX_GRAPH_TOKENS,
+        block_size=BLOCK_SIZE,
+        kv_dtype=model.dtype,
+    )
     pool = make_pool(model)
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info(device)

@@ -183,6 +183,13 @@ class _Graph:
 
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
+        self._capture = contextlib.ExitStack()
+
+    def capture_begin(self, pool: Any = None) -> None:
+        self._capture.enter_context(self._gpu.graph(self))
+
+    def capture_end(self) -> None:
+        self._capture.close()
 
     def replay(self) -> None:
         self._gpu.seen.replays += 1

@@ -42,6 +42,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "device": "auto",
             "attention": "auto",
             "cuda_graphs": True,
+            "max_graph_tokens": 512,
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,

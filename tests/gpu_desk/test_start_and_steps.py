@@ -31,6 +31,13 @@ EVERYTHING = SamplingParams(
 # Attention in the kernels, decode steps as graphs. Experts in other dtypes than bfloat16 read sizes on the host, which
 # fake tensors don't have.
 CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "llama4", "phi3_longrope", "stablelm"]
+ATTENTION_KERNELS = {
+    "decode_plan_kernel",
+    "paged_decode_kernel",
+    "combine_kernel",
+    "paged_prefill_kernel",
+    "merge_states_kernel",
+}
 # Attention in torch, or the model's own.
 NOT_CAPTURED = ["odd_heads", "deepseek_v2", "falcon", "mamba2"]
 # The most of each, of steps with attention in torch or the model's own: transfers of a mixed step and of a decode step,
@@ -79,12 +86,15 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
         assert len(gpu.captures) > 0
         for captured in gpu.captures:
             assert (captured.syncs, captured.to_device, captured.to_host) == ([], 0, 0)
+        assert loaded.decode.pieces is not None
         executor = make_executor(loaded)
         for params, copies, decode_copies in ((GREEDY, 4, 1), (EVERYTHING, 13, 3)):
             mixed, decodes = mixed_and_decode_steps(params)
             seen = run(gpu, executor, mixed)
             assert_nothing_waits(seen)
             assert seen.to_device <= copies
+            assert seen.replays == len(loaded.model.attention_specs) + 1
+            assert set(seen.kernels) <= ATTENTION_KERNELS, "all else is in the pieces"
             seen = run(gpu, executor, decodes)
             assert_nothing_waits(seen)
             assert seen.to_device <= decode_copies
@@ -141,7 +151,8 @@ def test_the_memory_of_graphs_is_not_given_to_the_pool(folder: Path) -> None:
     sizes = {}
     for cuda_graphs in (False, True):
         with FakeGPU(graph_bytes=GRAPH_BYTES) as gpu:
-            loaded = start(save("llama", folder), memory_share=0.9, num_blocks=None, cuda_graphs=cuda_graphs)
+            sizes_of_steps = {"max_step_tokens": 256, "cuda_graphs": cuda_graphs}
+            loaded = start(save("llama", folder), memory_share=0.9, num_blocks=None, **sizes_of_steps)
             sizes[cuda_graphs] = loaded.pool.num_blocks * loaded.pool.bytes_per_block
             num_graphs = gpu.num_graphs
     assert num_graphs > 8

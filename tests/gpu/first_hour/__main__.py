@@ -92,7 +92,7 @@ STEPS = (
         "Default start",
         check("start"),
         240,
-        "Time to serving; attention in Triton; decode steps as graphs; the share of tokens that a CPU says too.",
+        "Time to serving; attention in Triton; decode and mixed steps as graphs; the share of tokens as on a CPU.",
         needs=(CORE,),
     ),
     Step(

@@ -139,25 +139,28 @@ def check_start() -> None:
     started = time.monotonic()
     with served() as services:
         say(f"serving after {time.monotonic() - started:.1f} s")
-        said(services, "model ", "attention:", "pool:", "fused", "decode steps", "kernels:")
+        said(services, "model ", "attention:", "pool:", "fused", "decode steps", "mixed steps", "kernels:")
         first = asyncio.run(complete(services, PROMPTS))
         again = asyncio.run(complete(services, PROMPTS))
         share = share_of_equal(first, generate_on_cpu(PROMPTS))
         say(f"{share:.0%} of the tokens are those of transformers on a CPU in float32, before the first that differs")
         say(f"{share_of_equal(again, first):.0%} are the same when asked again with a warm prefix cache")
-        assert not HAS_GPU or "decode steps run as CUDA graphs" in log_of(services)
+        for steps in ("decode steps", "mixed steps of up to 512 tokens"):
+            assert not HAS_GPU or f"{steps} run as CUDA graphs" in log_of(services)
     run_gpu_tests("test_step.py", "-k", "services")
     assert share > 0.3, "the tokens have little in common with the model's"
 
 
 def check_sync() -> None:
-    """Start a model of each family in this process, and say which are captured."""
+    """Start a model of each family in this process, and say whose decode and mixed steps are captured."""
     not_captured = []
     with tempfile.TemporaryDirectory() as folder:
         for family in CAPTURED:
             loaded = start(save(family, Path(folder)), dtype="bfloat16")
-            say(f"{family}: {'captured' if loaded.decode is not None else 'NOT captured, the log says why'}")
-            not_captured += [] if loaded.decode is not None else [family]
+            has_pieces = loaded.decode is not None and loaded.decode.pieces is not None
+            for kind, captured in (("decode", loaded.decode is not None), ("mixed", has_pieces)):
+                say(f"{family}, {kind} steps: {'captured' if captured else 'NOT captured, the log says why'}")
+                not_captured += [] if captured else [f"{family}, {kind} steps"]
             run_steps(loaded)
     assert not not_captured, not_captured
 
@@ -274,7 +277,7 @@ def check_memory() -> None:
         del model
         with served(model=Path(folder)) as services:
             say_free_memory("once it serves")
-            said(services, "pool:", "decode steps", "kernels:")
+            said(services, "pool:", "decode steps", "mixed steps", "kernels:")
             prompts = draw_prompts([30000, *[2000] * 255])
             asyncio.run(complete(services, prompts, max_tokens=64, temperature=1.0, top_p=0.9, repetition_penalty=1.1))
             say_free_memory("after 256 requests")

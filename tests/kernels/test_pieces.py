@@ -1,0 +1,165 @@
+"""Mixed steps in pieces, against the same steps as they are: logits, and every byte of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import model_zoo as zoo
+import pytest
+import torch
+from recorded_graphs import recorded_graphs
+
+from quire.kernels import launching
+from quire.worker.capture import CannotCapture
+from quire.worker.fused_steps import KernelSteps
+from quire.worker.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.model import PagedModel, prepare_model
+from quire.worker.pieces import StaticPieces, piece_buckets
+from quire.worker.sequence_table import SequenceTable
+from quire.worker.step_batch import StepBatch, build_step_batch
+from quire.worker.triton_attention import TritonAttentionStep
+
+BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 16, 48, 9
+NUM_LAYERS = 2
+BUCKETS = (8, 24)
+SMALL_DEVICE = replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)
+INTERPRETED = launching.INTERPRET
+EXPERTS = ("gpt_oss", "llama4")
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+@dataclass(frozen=True)
+class MixedStep:
+    """Rows, and of each the first position and the number of tokens."""
+
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+
+
+# The second sequence shares the first block of the first one. Both buckets, with padding and without.
+TABLES = ([3, 1], [3, 5], [2, 7, 6])
+STEPS = {
+    "a prompt": MixedStep([0], [0], [20]),
+    "a decode, and a prompt behind a cached prefix": MixedStep([0, 1], [20, 16], [1, 4]),
+    "a chunk between decodes": MixedStep([1, 2, 0], [20, 0, 21], [1, 10, 1]),
+    "the next chunk, a full bucket": MixedStep([2, 0], [10, 22], [7, 1]),
+    "decodes": MixedStep([0, 1, 2], [23, 21, 17], [1, 1, 1]),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_device() -> Iterator[None]:
+    """In the interpreter each program takes its time, so plans are made for few of them."""
+    with launching.chosen_for(SMALL_DEVICE):
+        yield
+
+
+def prepare(family: str, device: torch.device, *, fused: bool = True) -> PagedModel:
+    model = zoo.build(family).to(device)
+    model.model.layers = model.model.layers[:NUM_LAYERS]
+    model.config.num_hidden_layers = NUM_LAYERS
+    return prepare_model(
+        model,
+        max_model_len=MAX_MODEL_LEN,
+        step_kind=TritonAttentionStep,
+        fused_steps=KernelSteps() if fused else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def unfused(device: torch.device) -> PagedModel:
+    with launching.chosen_for(SMALL_DEVICE):
+        return prepare("llama", device, fused=False)
+
+
+def make_pool(model: PagedModel) -> KVPool:
+    """NaN in every block but the null block."""
+    pool = KVPool(model.specs, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
+    for tensor in pool.tensors():
+        tensor[NULL_BLOCK + 1 :].fill_(torch.nan)
+    return pool
+
+
+def make_batches(model: PagedModel) -> list[StepBatch]:
+    table = SequenceTable(max_num_seqs=3, max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE, device=model.device)
+    for blocks in TABLES:
+        table.stage_blocks(table.add(), 0, blocks)
+    generator = torch.Generator().manual_seed(4)
+    return [
+        build_step_batch(
+            table,
+            block_size=BLOCK_SIZE,
+            rows=step.rows,
+            starts=step.starts,
+            counts=step.counts,
+            token_ids=[
+                torch.randint(0, zoo.VOCAB_SIZE, (count,), generator=generator).tolist() for count in step.counts
+            ],
+        )
+        for step in STEPS.values()
+    ]
+
+
+def fill_with_nan(pieces: StaticPieces) -> None:
+    """What earlier steps left in the buffers must not matter."""
+    for buffer in pieces._buffers._buffers.values():
+        buffer.fill_(torch.nan)
+
+
+def compare(model: PagedModel, *, captured: bool) -> None:
+    own_pool, pool = make_pool(model), make_pool(model)
+    with recorded_graphs() if captured and INTERPRETED else contextlib.nullcontext():
+        pieces = StaticPieces(model, pool, buckets=BUCKETS)
+        if captured:
+            pieces.capture()
+        for name, batch in zip(STEPS, make_batches(model), strict=True):
+            expected = model.forward(batch, own_pool)
+            fill_with_nan(pieces)
+            logits = pieces.forward(batch)
+            torch.testing.assert_close(
+                logits, expected, atol=2e-4, rtol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+            bucket = next(size for size in BUCKETS if size >= batch.num_tokens)
+            assert bool(pieces._hidden_states[:bucket].isfinite().all()), f"{name}: the padding has no numbers"
+    for written, expected_blocks in zip(pool.tensors(), own_pool.tensors(), strict=True):
+        torch.testing.assert_close(written, expected_blocks, atol=2e-4, rtol=2e-4, equal_nan=True)
+    pool.check_invariants()
+
+
+# Heads with norms; windows, capped scores and logits; sinks and experts; positions that count on from a cache, chunks.
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "llama4"])
+def test_pieces_compute_what_the_model_computes(family: str, device: torch.device) -> None:
+    if family in EXPERTS and not INTERPRETED:
+        pytest.skip("its experts read sizes on the host in float32")
+    model = prepare(family, device)
+    assert model.fusion is not None
+    compare(model, captured=True)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "not captured"])
+def test_pieces_without_fused_modules(captured: bool, unfused: PagedModel) -> None:
+    compare(unfused, captured=captured)
+
+
+def test_a_model_without_a_base_model_is_not_cut(unfused: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfused, "_base", None)
+    with pytest.raises(CannotCapture, match="its output layer can't be run by itself"):
+        StaticPieces(unfused, make_pool(unfused), buckets=BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        (1, (1,)),
+        (64, (64,)),
+        (65, (64, 65)),
+        (512, (64, 128, 192, 256, 320, 384, 448, 512)),
+        (1100, (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1100)),
+    ],
+)
+def test_buckets_rise_to_the_limit(max_tokens: int, expected: tuple[int, ...]) -> None:
+    assert piece_buckets(max_tokens) == expected

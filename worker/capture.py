@@ -1,0 +1,65 @@
+"""Parts of a capture of CUDA graphs that decode steps and the pieces of mixed steps share."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+class CannotCapture(Exception):
+    """A model's step can't run as CUDA graphs; the message says why."""
+
+
+@lru_cache(maxsize=1)
+def capture_stream() -> torch.cuda.Stream:
+    """The stream of all captures of this process: libraries keep a workspace for each stream they see."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def on_capture_stream() -> Iterator[None]:
+    """Run the block on the capture stream, in order with the work before and behind it."""
+    stream = capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Raise CannotCapture, naming the line, if the block waits for the device: a capture would break off there."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def cannot_capture(error: Exception) -> CannotCapture:
+    """Leave the state that a failed capture may have left behind; return its cause."""
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize()
+    return CannotCapture(first_cause(error))
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of what went wrong first: a capture that breaks off raises again while it is closed."""
+    while not isinstance(error, CannotCapture) and isinstance(error.__context__, Exception):
+        error = error.__context__
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CannotCapture) else f"{type(error).__name__}: {text}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of Python that raised it, "file.py:12 in forward"."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
