@@ -304,11 +304,14 @@ def require_pool(k_pool: Layout, v_pool: Layout) -> None:
     require_in("block size", k_pool.shape[1], BLOCK_SIZES)
 
 
-def require_per_head(q: Layout, **tensors: Layout | None) -> None:
-    """Raises ValueError if a tensor is there and is not one float32 number per query head, beside q [N, Hq, D]."""
-    for name, tensor in tensors.items():
+def require_per_head(q: Layout, *, sinks: Layout | None, alibi_slopes: Layout | None) -> None:
+    """Raises ValueError if a tensor is there and is not one number per query head, beside q [N, Hq, D].
+
+    Slopes are float32. Sinks have the dtype of the model's weights: they are read from there, without a copy.
+    """
+    for name, tensor, dtypes in (("sinks", sinks, FLOAT_DTYPES), ("alibi_slopes", alibi_slopes, (torch.float32,))):
         if tensor is not None:
             require_shape(name, tensor, (q.shape[1],))
-            require_dtype(name, tensor, torch.float32)
+            require_dtype(name, tensor, dtypes)
             require_contiguous(name, tensor)
-    require_same_device(q=q, **tensors)
+    require_same_device(q=q, sinks=sinks, alibi_slopes=alibi_slopes)

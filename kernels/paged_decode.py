@@ -117,7 +117,7 @@ def paged_decode(
                         window, chunk) and how many queries a sequence has at most
         cu_seqlens_q    [n+1]                   int32, as in build_decode_plan(), or None for one query each
         softcap         makes scores softcap * tanh(score / softcap), or None
-        sinks           [Hq]                    float32, one more score per head, with no value, or None
+        sinks           [Hq]                    fp32/fp16/bf16, one more score per head, with no value, or None
         alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
                                                 (capped) scores, or None
         k_scale, v_scale    what the pool's keys and values are multiples of
@@ -271,7 +271,7 @@ def decode_variant(
     """A specialization of paged_decode_kernel: dtype is that of q, bounded says that window or chunk hides keys."""
     heads_per_kv = num_query_heads // num_kv_heads
     head_dim = max(head_dim_k, head_dim_v)
-    row_bytes = _row_bytes(head_dim, kv_itemsize)
+    row_bytes = _row_bytes(head_dim, max(kv_itemsize, dtype.itemsize))
     block_m = _block_m(heads_per_kv * max_q_len, row_bytes)
     block_n, num_stages = _block_n_and_stages(
         row_bytes,
@@ -563,7 +563,7 @@ def paged_decode_kernel(
         total = tl.zeros([BLOCK_M, BLOCK_DV // 2 if pairs else BLOCK_DV], tl.float32)
         seconds_total = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
         if HAS_SINKS:
-            highest = tl.where(split == first_split, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
+            highest = tl.where(split == first_split, tl.load(sinks_ptr + heads).to(tl.float32) * _LOG2_E, highest)
             weight_sum = tl.where(split == first_split, 1.0, weight_sum)
 
         positions = seq_len - q_len + queries

@@ -97,7 +97,7 @@ def paged_prefill(
         window, chunk   a query at position p sees keys at positions <= p, of those the last `window`, and those with
                         position // chunk == p // chunk; None hides nothing
         softcap         makes scores softcap * tanh(score / softcap), or None
-        sinks           [Hq]                    float32, one more score per head, with no value, or None
+        sinks           [Hq]                    fp32/fp16/bf16, one more score per head, with no value, or None
         alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
                                                 (capped) scores, or None
         k_scale, v_scale    what the pool's keys and values are multiples of
@@ -530,7 +530,7 @@ def paged_prefill_kernel(
     slopes = total
     if HAS_SINKS:
         counts_sink = (split == 0) & (last_position >= 0)
-        highest = tl.where(counts_sink, tl.load(sinks_ptr + heads) * _LOG2_E, highest)
+        highest = tl.where(counts_sink, tl.load(sinks_ptr + heads).to(tl.float32) * _LOG2_E, highest)
         total += tl.where(counts_sink, 1.0, 0.0)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads) * _LOG2_E

@@ -551,7 +551,7 @@ def _softmax_(scores: Tensor, sinks: Tensor | None) -> None:
     """Softmax over the last dimension of [B, H, G, n, m], in place; a sink takes its share and has no column."""
     maximum = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1)
+        sink = sinks.view(1, scores.shape[1], scores.shape[2], 1, 1)
         maximum = torch.maximum(maximum, sink)
     scores.sub_(maximum).exp_()
     total = scores.sum(-1, keepdim=True)

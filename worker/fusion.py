@@ -206,7 +206,7 @@ class _Fusion:
             rope=None,
             scaling=spec.scaling if asked.scaling is None else asked.scaling,
             softcap=asked.softcap,
-            sinks=None if asked.sinks is None else asked.sinks.detach().float().contiguous(),
+            sinks=None if asked.sinks is None else asked.sinks.detach().contiguous(),
         )
         reasons = []
         for rope in self._rope_candidates():

@@ -122,7 +122,7 @@ class TritonAttentionStep(AttentionStep):
             return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv, out=out)
         queries = _for_kernels(q, k_pool.dtype)
         if sinks is not None:
-            sinks = sinks.float().contiguous()
+            sinks = sinks.contiguous()
         wanted = out
         if out is None or out.dtype != queries.dtype:
             out = queries.new_empty(*queries.shape[:2], v_pool.shape[3])

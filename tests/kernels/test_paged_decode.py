@@ -165,7 +165,7 @@ def make_case(
         visible=visible,
         score={
             "softcap": softcap,
-            "sinks": per_head if sinks else None,
+            "sinks": per_head.to(q.dtype) if sinks else None,
             "alibi_slopes": per_head.abs() / 8 if alibi else None,
         },
         num_programs=num_programs,
