@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+_TORCH = Path(torch.__file__).parent
+
 
 class CannotCapture(Exception):
     """A model's step can't run as CUDA graphs; the message says why."""
@@ -60,6 +62,8 @@ def first_cause(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of Python that raised it, "file.py:12 in forward"."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """The innermost line of Python that raised it, "file.py:12 in forward": of the model's, if torch's is below it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TORCH)]
+    frame = (outside or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"

@@ -214,7 +214,7 @@ class StaticDecode:
         self._temperature[:bucket].copy_(self._draws("temperature", bucket))
 
     def _run_forward(self, bucket: int) -> None:
-        self._logits[:bucket].copy_(self._model.forward(self._batch(bucket), self._pool))
+        self._model.forward(self._batch(bucket), self._pool, out=self._logits[:bucket])
 
     def _run_greedy(self, bucket: int) -> None:
         from quire.kernels.sampler import argmax

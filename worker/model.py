@@ -107,16 +107,16 @@ class PagedModel:
         """Make room for the states of so many rows of a sequence table; none of them holds anything then."""
         self.states = StateSlots(self.state_specs, max_num_seqs=max_num_seqs, device=self.device)
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
+    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
         """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
 
-        Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over
-        T packed tokens; the output layer runs on B of them. No sync, except in models that make one themselves.
+        Returns [B, vocab_size] float32, on the model's device, not normalised: `out`, if given. Cost: one forward of
+        the model over T packed tokens; the output layer runs on B of them. No sync, except in models that make one.
         """
         with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
             output = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices)
-            logits: Tensor = output.logits[0].float()
-        return logits
+            logits: Tensor = output.logits[0]
+            return logits.float() if out is None else out.copy_(logits)
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
         """What runs the attention of one step."""
@@ -190,12 +190,13 @@ class CachedModel(PagedModel):
         """See PagedModel.describe_attention."""
         return "the model's own, over the pool as its cache"
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
+    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
         """See PagedModel.forward and run_cached(). Needs states allocated for the batch's rows, if there are any."""
         with torch.inference_mode():
-            return run_cached(
+            logits = run_cached(
                 self._model, batch, pool, layout=self._layout, states=self.states, workspace=self._workspace
             )
+            return logits if out is None else out.copy_(logits)
 
 
 def _base_of(model: Any) -> Any:

@@ -24,6 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -125,6 +126,9 @@ class _Recorder(TorchDispatchMode):
             if on_device:
                 self._gpu.note_sync(name)
             return True
+        if name == "_grouped_mm" and isinstance(args[0], FakeTensor) and not self._gpu.groups_products(args[0].dtype):
+            self._gpu.note_sync(name)  # it copies the offsets to the host, and multiplies one expert after the other
+            return args[0].new_empty((args[0].shape[0], args[1].shape[-1]))
         if name == "nonzero" and isinstance(args[0], FakeTensor):
             if on_device:
                 self._gpu.note_sync(name)
@@ -270,6 +274,10 @@ class FakeGPU:
         """Streams made so far."""
         return _Stream.num_made
 
+    def groups_products(self, dtype: torch.dtype) -> bool:
+        """True if torch has a kernel for grouped products of this dtype, which reads the offsets on the device."""
+        return dtype == torch.bfloat16 and self.capability[0] in (9, 10)
+
     def note_sync(self, name: str) -> None:
         """Record that the host waits for the device."""
         if self._sync_debug_mode in (2, "error"):
@@ -384,6 +392,7 @@ class FakeGPU:
         yield torch.Tensor, "pin_memory", _pinned
         yield torch.Tensor, "tolist", _tolist
         yield FakeTensor, "data_ptr", lambda tensor: 1 << 20
+        yield FakeTensor, "__deepcopy__", lambda tensor, memo: tensor.clone()  # not by the memory at this address
         yield triton.runtime.jit.JITFunction, "run", lambda kernel, *a, **k: self.launch(kernel, *a, **k)
         # Questions about numbers: their answer is what it is on a machine where all is well.
         yield torch, "randint", _really(torch.randint)  # numbers of the host
@@ -392,6 +401,7 @@ class FakeGPU:
         yield probe, "classify_mask", self._classify_mask
         yield masking_utils, "find_packed_sequence_indices", lambda position_ids: None  # tokens of one sequence
         yield self_check, "_relative_error", _difference_of_kind
+        yield graphs, "_line_of", _line_outside
         yield fusion_trial.Trial, "differ", _differ_in_kind
 
 
@@ -420,6 +430,7 @@ def _zero_of(dtype: torch.dtype) -> Any:
 
 _real_tolist = torch.Tensor.tolist
 _REAL_CLASSIFY_MASK = probe.classify_mask
+_REAL_LINE_OF = graphs._line_of
 
 
 def _tolist(tensor: torch.Tensor) -> Any:
@@ -445,6 +456,15 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def _line_outside(error: BaseException) -> str:
+    """The line that graphs names, if this file's were torch's C++."""
+    calls = [call for call in traceback.walk_tb(error.__traceback__) if call[0].f_code.co_filename != __file__]
+    without = None
+    for frame, line in reversed(calls):
+        without = TracebackType(without, frame, frame.f_lasti, line)
+    return _REAL_LINE_OF(error.with_traceback(without))
 
 
 def _difference_of_kind(actual: torch.Tensor, expected: torch.Tensor) -> float:

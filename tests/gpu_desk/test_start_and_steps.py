@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
-from model_zoo import save
+from model_zoo import FAMILIES, save
 
-from quire.worker import graphs
+from quire.worker import graphs, triton_attention
 from quire.worker.executor import Executor, Outcome
-from quire.worker.fused_modules import FusedAttention
 from quire.worker.gate import Gate
 from quire.worker.grants import Step
 from quire.worker.process import pick_device
@@ -28,9 +30,9 @@ EVERYTHING = SamplingParams(
     temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, num_logprobs=3
 )
 
-# Attention in the kernels, decode steps as graphs. Experts in other dtypes than bfloat16 read sizes on the host, which
-# fake tensors don't have.
-CAPTURED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "llama4", "phi3_longrope", "stablelm"]
+LATENT = ["deepseek_v2", "deepseek_v3"]
+# Attention in the kernels, decode steps as graphs: all that is packed, but latents.
+CAPTURED = [name for name in FAMILIES if name not in LATENT]
 ATTENTION_KERNELS = {
     "decode_plan_kernel",
     "paged_decode_kernel",
@@ -39,7 +41,9 @@ ATTENTION_KERNELS = {
     "merge_states_kernel",
 }
 # Attention in torch, or the model's own.
-NOT_CAPTURED = ["odd_heads", "deepseek_v2", "falcon", "mamba2"]
+NOT_CAPTURED = ["odd_heads", *LATENT, "falcon", "mamba2", "lfm2"]
+# For other dtypes than bfloat16 torch multiplies one expert after the other, by sizes that it reads on the host.
+EXPERTS = ["mixtral", "gpt_oss"]
 # The most of each, of steps with attention in torch or the model's own: transfers of a mixed step and of a decode step,
 # and of the decode step also divisions of slots by the block size, and copies by index. 2 transfers of a decode step,
 # and 4 of a mixed one, are not attention's; one more is for each kind of mask, and states need 2.
@@ -202,12 +206,80 @@ def test_steps_of_torch_send_their_numbers_once_and_divide_their_slots_once(
         assert seen.operations["index_copy_"] <= index_copies
 
 
-def test_sinks_are_converted_once(folder: Path) -> None:
-    with FakeGPU():
-        loaded = start(save("gpt_oss", folder), dtype="bfloat16")
-        stand_ins = [vars(module).get("forward") for module in loaded.model._model.modules()]
-        dtypes = [each._parts.sinks.dtype for each in stand_ins if isinstance(each, FusedAttention)]
-        assert dtypes == [torch.float32] * len(loaded.model.attention_specs)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_kernels_read_sinks_where_the_weights_are(fuse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy in float32: one would cost a launch for each layer and step, or grow stale."""
+    read = []
+
+    def noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            read.append(options["sinks"])
+            return kernel(*args, **options)
+
+        return call
+
+    for name in ("paged_decode", "paged_prefill"):
+        monkeypatch.setattr(triton_attention, name, noted(getattr(triton_attention, name)))
+    with FakeGPU() as gpu:
+        loaded = start(save("gpt_oss", folder), dtype="bfloat16", fuse=fuse, cuda_graphs=False)
+        executor = make_executor(loaded)
+        read.clear()
+        for steps in mixed_and_decode_steps(GREEDY):
+            run(gpu, executor, steps)
+        weights = [tensor for name, tensor in loaded.model._model.named_parameters() if name.endswith("sinks")]
+        assert {tensor.untyped_storage()._cdata for tensor in read} == {
+            tensor.untyped_storage()._cdata for tensor in weights
+        }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_decode_graph_writes_its_logits_once(dtype: str, folder: Path) -> None:
+    """Beside what the output layer makes: they are not converted first, and then copied."""
+    with FakeGPU() as gpu:
+        loaded = start(save("llama", folder), dtype=dtype)
+        assert loaded.decode is not None
+        forward = next(seen for seen in gpu.captures if seen.kernels["paged_decode_kernel"])
+        of_layers = forward.operations["copy"]
+        assert of_layers == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_wait_for_the_device_are_named_and_never_captured(
+    family: str, dtype: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
+        loaded = start(save(family, folder), dtype=dtype)
+        assert loaded.decode is None
+        assert gpu.captures == []
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(EVERYTHING):
+            seen = run(gpu, executor, steps)
+            assert seen.syncs, "the model waits, and nothing else does"
+            assert {place.rpartition(" ")[2] for place in seen.syncs} == {"_grouped_mm"}
+            assert seen.pageable == []
+    assert re.search(
+        r"without CUDA graphs: its forward waits for the device at moe\.py:\d+ in _grouped_mm", caplog.text
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_experts_are_not_captured_where_torch_has_no_kernel_for_them(capability: tuple[int, int], folder: Path) -> None:
+    with FakeGPU(capability=capability):
+        assert start(save("mixtral", folder), dtype="bfloat16").decode is None
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    list(zip([name for name in CAPTURED if name not in EXPERTS], cycle(["float16", "float32"]), strict=False)),
+)
+def test_other_dtypes_are_captured(family: str, dtype: str, folder: Path) -> None:
+    with FakeGPU() as gpu:
+        loaded = start(save(family, folder), dtype=dtype)
+        assert loaded.decode is not None
+        executor = make_executor(loaded)
+        for steps in mixed_and_decode_steps(GREEDY):
+            assert_nothing_waits(run(gpu, executor, steps))
 
 
 @pytest.mark.parametrize("fuse", [True, False])
