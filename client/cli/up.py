@@ -136,6 +136,12 @@ def _check_unused(folder: Path) -> None:
             raise click.ClickException(f"a {name} is serving at unix:{path} already: choose another --runtime-dir.")
 
 
+class FlagRefused(click.ClickException):
+    """A service refused a flag. Unlike click's UsageError it does not show the usage of `quire up`."""
+
+    exit_code = click.UsageError.exit_code
+
+
 def _check_flags(services: LocalServices) -> None:
     """Let both services check their flags, at the same time. Raises click.ClickException with what they say."""
     checks: dict[str, subprocess.Popen[bytes]] = {}
@@ -151,7 +157,7 @@ def _check_flags(services: LocalServices) -> None:
             except subprocess.TimeoutExpired as error:
                 raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
             if process.returncode:
-                raise click.UsageError(f"{name}: {_complaint(said.decode(errors='replace'))}")
+                raise FlagRefused(f"{name}: {_complaint(said.decode(errors='replace'))}")
     finally:
         for process in checks.values():
             process.kill()
