@@ -180,6 +180,19 @@ class Batch:
             **arguments,
         )
 
+    def serve(self) -> None:
+        """Launch every kernel of a step."""
+        if self.max_q_len > 1:
+            self.prefill()
+        else:
+            self.decode(self.plan())
+        self.prologue()
+        self.write()
+        self.norm()
+        self.activation()
+        self.sample()
+        self.copy([1], [2])
+
     def plan(self, *, fixed_split: int | None = None, out: DecodePlan | None = None) -> DecodePlan:
         shape = self.shape
         ragged = self.max_q_len > 1

@@ -336,6 +336,21 @@ def save(name: str, directory: Path) -> Path:
     return folder
 
 
+def one_layer_llama(*, max_position_embeddings: int) -> Any:
+    """A Llama of one layer with transformers' own random weights: attention that is not sharp."""
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_position_embeddings,
+    )
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
 def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
     """Prompt and greedy tokens of transformers alone, by whole forwards.
 

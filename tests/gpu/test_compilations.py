@@ -15,27 +15,14 @@ SHAPES = {
 }
 
 
-def step(batch: Batch) -> None:
-    if batch.max_q_len > 1:
-        batch.prefill()
-    else:
-        batch.decode(batch.plan())
-    batch.prologue()
-    batch.write()
-    batch.norm()
-    batch.activation()
-    batch.sample()
-    batch.copy([1], [2])
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_nothing_compiles_after_warm_up(shape: Shape, device: torch.device) -> None:
     with compilations() as warm:
-        step(Batch(shape, (1,), (1,), device))
-        step(Batch(shape, (1,) * 256, (1,) * 256, device))
+        Batch(shape, (1,), (1,), device).serve()
+        Batch(shape, (1,) * 256, (1,) * 256, device).serve()
         for count in (2, 512, 4096):
             prompt = Batch(shape, (count,), (count,), device)
-            step(prompt)
+            prompt.serve()
             for num_splits in (1, 2):
                 prompt.prefill(num_splits=num_splits)
     assert 0 < len(warm) <= 40
@@ -49,10 +36,10 @@ def test_nothing_compiles_after_warm_up(shape: Shape, device: torch.device) -> N
             (num_seqs,), (width,) = draw(1, 300), draw(64, 5000)
             shifted = number % 2 == 1
             lens = tuple(draw(1, 300, num_seqs))
-            step(Batch(shape, (1,) * num_seqs, lens, device, max_blocks=width, shifted=shifted))
+            Batch(shape, (1,) * num_seqs, lens, device, max_blocks=width, shifted=shifted).serve()
             counts = tuple(draw(2, 700, 1 + num_seqs % 7))
             lens = tuple(count + prefix for count, prefix in zip(counts, draw(0, 500, len(counts)), strict=True))
-            step(Batch(shape, counts, lens, device, max_blocks=width, shifted=shifted))
+            Batch(shape, counts, lens, device, max_blocks=width, shifted=shifted).serve()
     assert names == []
 
 

@@ -7,7 +7,11 @@ the variable only what compiles and runs nothing is collected, and under the var
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +39,32 @@ def device() -> torch.device:
     if not INTERPRET and not torch.cuda.is_available():
         pytest.skip("no GPU and no TRITON_INTERPRET=1")  # a file that is named is collected all the same
     return torch.device("cpu" if INTERPRET else "cuda")
+
+
+@contextmanager
+def few_multiprocessors() -> Iterator[None]:
+    from quire.kernels import launching  # Triton only where kernels run
+
+    with launching.chosen_for(replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)):
+        yield
+
+
+@pytest.fixture
+def small_device() -> Iterator[None]:
+    """Make plans for few programs: in the interpreter each of them takes its time."""
+    with few_multiprocessors():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> Any:
+    """A PagedModel: a Llama of one layer, with attention in Triton."""
+    import model_zoo
+    from gpu_desk.steps import MAX_MODEL_LEN
+
+    from quire.worker.model import prepare_model
+    from quire.worker.triton_attention import TritonAttentionStep
+
+    llama = model_zoo.one_layer_llama(max_position_embeddings=MAX_MODEL_LEN).to(device)
+    with few_multiprocessors():
+        return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import model_zoo as zoo
 import pytest
 import torch
-import transformers as hf
+from gpu_desk.steps import MAX_MODEL_LEN
 
-from quire.kernels import launching, reference
+from quire.kernels import reference
 from quire.worker.attention import AttentionStep
 from quire.worker.graphs import CannotCapture, StaticDecode, buckets
 from quire.worker.kv_pool import NULL_BLOCK, KVPool
@@ -20,9 +19,9 @@ from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
 from quire.worker.triton_attention import TritonAttentionStep, why_torch
 
+pytestmark = pytest.mark.usefixtures("small_device")
+
 BLOCK_SIZE = 16
-MAX_MODEL_LEN = 64
-SMALL_DEVICE = replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)
 
 CAUSAL = LayerSpec(
     layer_idx=0,
@@ -52,13 +51,6 @@ BATCHES = {
     "prompts, then decodes": [(17, 4), (0, 1), (31, 1)],
     "all in between": [(6, 1), (0, 18), (16, 1), (7, 2), (30, 1)],
 }
-
-
-@pytest.fixture(autouse=True)
-def small_device() -> Iterator[None]:
-    """In the interpreter each program takes its time, so plans are made for few of them."""
-    with launching.chosen_for(SMALL_DEVICE):
-        yield
 
 
 @dataclass
@@ -150,7 +142,7 @@ def make_case(
         q=random(batch.num_tokens, spec.num_query_heads, spec.k_head_dim) * 2,
         k=k,
         v=v,
-        sinks=random(spec.num_query_heads) if spec.has_sinks else None,
+        sinks=random(spec.num_query_heads).to(torch.bfloat16) if spec.has_sinks else None,  # the dtype of weights,
     )
 
 
@@ -196,24 +188,6 @@ def test_which_layers_the_kernels_take() -> None:
 def test_models_agree_with_their_own_attention(name: str, device: torch.device) -> None:
     """Windows, softcap, sinks: loading holds a prompt in parts, and decodes beside it, against the model by itself."""
     prepare_model(zoo.build(name).to(device), max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
-
-
-@pytest.fixture(scope="module")
-def model(device: torch.device) -> PagedModel:
-    """A Llama of one layer."""
-    config = hf.LlamaConfig(
-        vocab_size=zoo.VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
-    )
-    torch.manual_seed(0)
-    llama = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(device)
-    with launching.chosen_for(SMALL_DEVICE):
-        return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
 
 
 def test_static_decode_equals_the_ordinary_step(model: PagedModel, device: torch.device) -> None:

@@ -187,25 +187,11 @@ def test_small_kernels_do_not_spill(name: str) -> None:
             assert code.count(r"LDG\..*\.128") > 0, f"{launch.name} loads less than 16 bytes at a time"
 
 
-def served(batch: Batch) -> None:
-    """Every launch of a step."""
-    if batch.max_q_len > 1:
-        batch.prefill()
-    else:
-        batch.decode(batch.plan())
-    batch.prologue()
-    batch.write()
-    batch.norm()
-    batch.activation()
-    batch.sample()
-    batch.copy([1], [2])
-
-
 def step_keys(
     shape: Shape, *, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_blocks: int, shifted: bool = False
 ) -> set[str]:
     batch = Batch(shape, query_lens, seq_lens, META, max_blocks=max_blocks, shifted=shifted)
-    return {launch.key for launch in recorded(lambda: served(batch))}
+    return {launch.key for launch in recorded(batch.serve)}
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B, GEMMA2], ids=["llama-8b", "qwen3-0.6b", "gemma2"])
@@ -216,7 +202,7 @@ def test_nothing_compiles_after_warm_up(shape: Shape) -> None:
     warm |= step_keys(shape, query_lens=(1,) * 256, seq_lens=(1,) * 256, max_blocks=1)
     for count, num_splits in itertools.product((2, 512, 4096), (1, 2)):
         prompt = Batch(shape, (count,), (count,), META)
-        warm |= {launch.key for launch in recorded(lambda b=prompt, n=num_splits: (served(b), b.prefill(num_splits=n)))}
+        warm |= {launch.key for launch in recorded(lambda b=prompt, n=num_splits: (b.serve(), b.prefill(num_splits=n)))}
     assert len(warm) <= 40
     generator = torch.Generator().manual_seed(0)
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import model_zoo as zoo
 import pytest
 import torch
-import transformers as hf
 from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_decode_steps
 
-from quire.kernels import launching
 from quire.worker import graphs
 from quire.worker.executor import Executor, Outcome, StepResult
 from quire.worker.grants import Step
 from quire.worker.graphs import CannotCapture, Stage, StaticDecode
 from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel, prepare_model
+from quire.worker.model import PagedModel
 from quire.worker.sampler import Sampler, SamplingParams, Way
-from quire.worker.triton_attention import TritonAttentionStep
 from quire.worker.verify import VerifyingExecutor
 
+pytestmark = pytest.mark.usefixtures("small_device")
+
 NUM_DECODES = 4
-SMALL_DEVICE = replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)
 
 GREEDY = SamplingParams()
 PLAIN = SamplingParams(temperature=1.5)
@@ -36,31 +32,6 @@ BATCHES = {
     "drawn and greedy": ((FILTERS, GREEDY, PLAIN, replace(PLAIN, top_p=0.7)), Way.DRAWN),
     "penalties and log-probabilities": ((PENALTIES, LOGPROBS, PLAIN, GREEDY), None),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_device() -> Iterator[None]:
-    """In the interpreter each program takes its time, so plans are made for few of them."""
-    with launching.chosen_for(SMALL_DEVICE):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(device: torch.device) -> PagedModel:
-    """A Llama of one layer."""
-    config = hf.LlamaConfig(
-        vocab_size=zoo.VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
-    )
-    torch.manual_seed(0)
-    llama = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(device)
-    with launching.chosen_for(SMALL_DEVICE):
-        return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
 
 
 def make_pool(model: PagedModel) -> KVPool:
