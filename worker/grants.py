@@ -11,7 +11,17 @@ from google.protobuf.message import DecodeError
 
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
+from quire.compute.v1.sampling_ranges import (
+    LOGIT_BIAS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    RANGES,
+    leaves_token,
+)
+from quire.worker.constraints import NUM_REMEMBERED, Constraints
 from quire.worker.errors import Reason, Refused, invalid
+from quire.worker.prompt_logprobs import ScoredTokens
 from quire.worker.sampler import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 
 DIGEST_BYTES = 16
@@ -26,11 +36,12 @@ SEQUENCE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a sequence is sampled from a step on; the token ids are only for penalties."""
+    """How a sequence is sampled from a step on; the token ids are only for penalties, the last ones for bad words."""
 
     params: SamplingParams
     prompt_token_ids: TokenIds = ()
     output_token_ids: TokenIds = ()
+    last_token_ids: TokenIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,8 @@ class Step:
     """Token ids by index of the run they are for; the other runs go on from their last sampled token."""
     sampling: Mapping[int, RowSampling] = field(default_factory=dict)
     """New sampling parameters, by sequence."""
+    scored: Mapping[int, ScoredTokens] = field(default_factory=dict)
+    """By index of a run: tokens of its prompt whose log-probabilities are asked for."""
     skip: bool = False
 
 
@@ -82,20 +95,25 @@ def decode_step(
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
     tokens: dict[int, Sequence[int]] = {}
     sampling: dict[int, RowSampling] = {}
-    runs = set(grant.run_sequence_ids)
+    scored: dict[int, ScoredTokens] = {}
+    runs = {seq_id: index for index, seq_id in enumerate(grant.run_sequence_ids)}
     for entry in request.inputs:
         seq_id = entry.sequence_id
         if seq_id not in runs:
             limit = "a sequence that the grant runs, given once"
             raise invalid("inputs.sequence_id", seq_id, limit, sequence_id=seq_id)
-        runs.remove(seq_id)
+        run = runs.pop(seq_id)
         if entry.token_ids:
             tokens[seq_id] = entry.token_ids
         if entry.HasField("sampling"):
             sampling[seq_id] = decode_sampling(
                 entry, vocab_size=vocab_size, max_sequence_tokens=max_sequence_tokens, max_logprobs=max_logprobs
             )
-    return Step(grant, match_given_tokens(grant, tokens), sampling)
+        if entry.next_token_ids or entry.HasField("prompt_logprob_count"):
+            check = _InputCheck(seq_id, vocab_size)
+            scored[run] = decode_scored(entry, check, count=grant.run_token_counts[run], max_logprobs=max_logprobs)
+    given = match_given_tokens(grant, tokens)
+    return Step(grant, given, sampling, {run: each for run, each in scored.items() if each.next_token_ids.size})
 
 
 def match_given_tokens(grant: grant_pb2.StepGrant, tokens: dict[int, Sequence[int]]) -> dict[int, TokenArray]:
@@ -124,10 +142,14 @@ def decode_sampling(
     entry: worker_service_pb2.SequenceInput, *, vocab_size: int, max_sequence_tokens: int, max_logprobs: int
 ) -> RowSampling:
     """Return the sampling parameters of one sequence. Raises Refused (INVALID_ARGUMENT), which names the sequence."""
-    message, seq_id = entry.sampling, entry.sequence_id
+    message = entry.sampling
+    check = _InputCheck(entry.sequence_id, vocab_size)
     num_logprobs = message.logprob_count if message.HasField("logprob_count") else None
-    if num_logprobs is not None and not 0 <= num_logprobs <= max_logprobs:
-        raise invalid("sampling.logprob_count", num_logprobs, f"0 to {max_logprobs}", sequence_id=seq_id)
+    if num_logprobs is not None:
+        check.at_most("sampling.logprob_count", num_logprobs, max_logprobs)
+    if not RANGES["min_sequence_token_count"].allows(message.min_sequence_token_count):
+        limit = f"in {RANGES['min_sequence_token_count'].text}"
+        raise check.refusal("sampling.min_sequence_token_count", message.min_sequence_token_count, limit)
     params = SamplingParams(
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
@@ -135,23 +157,96 @@ def decode_sampling(
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
         seed=message.seed % 2**63,
         num_logprobs=num_logprobs,
+        constraints=_decode_constraints(message, check),
     )
     try:
         params.validate()
     except SamplingOutOfRange as error:
-        raise invalid(f"sampling.{error.field}", error.value, error.limit, sequence_id=seq_id) from None
+        raise check.refusal(f"sampling.{error.field}", error.value, error.limit) from None
     num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
     if num_tokens > max_sequence_tokens:
         limit = f"at most {max_sequence_tokens} with output_token_ids, the longest sequence"
-        raise invalid("sampling.prompt_token_ids", f"{num_tokens} tokens", limit, sequence_id=seq_id)
-    history: dict[str, TokenArray] = {
-        "prompt_token_ids": np.asarray(message.prompt_token_ids, dtype=np.int32),
-        "output_token_ids": np.asarray(message.output_token_ids, dtype=np.int32),
-    }
-    for name, token_ids in history.items():
-        if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
-            limit = f"0 to {vocab_size - 1}"
-            raise invalid(f"sampling.{name}", "a token out of range", limit, sequence_id=seq_id)
-    return RowSampling(params, **history)
+        raise check.refusal("sampling.prompt_token_ids", f"{num_tokens} tokens", limit)
+    return RowSampling(
+        params,
+        prompt_token_ids=check.tokens("sampling.prompt_token_ids", message.prompt_token_ids),
+        output_token_ids=check.tokens("sampling.output_token_ids", message.output_token_ids),
+        last_token_ids=check.tokens("sampling.last_token_ids", message.last_token_ids, most=NUM_REMEMBERED),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _InputCheck:
+    """Checks of what one sequence brings; each refusal names the sequence."""
+
+    seq_id: int
+    vocab_size: int
+
+    def refusal(self, field: str, value: object, limit: str) -> Refused:
+        return invalid(field, value, limit, sequence_id=self.seq_id)
+
+    def at_most(self, field: str, value: int, most: int, *, least: int = 0, unit: str = "") -> None:
+        if not least <= value <= most:
+            raise self.refusal(field, f"{value}{unit}", f"{least} to {most}{unit}")
+
+    def tokens(self, field: str, token_ids: Sequence[int], *, most: int | None = None) -> TokenArray:
+        """The token ids, all of them in the vocabulary; most None: as many as may come."""
+        if most is not None:
+            self.at_most(field, len(token_ids), most, unit=" tokens")
+        ids = np.asarray(token_ids, dtype=np.int32)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise self.refusal(field, "a token out of range", f"0 to {self.vocab_size - 1}")
+        return ids
+
+
+def decode_scored(
+    entry: worker_service_pb2.SequenceInput, check: _InputCheck, *, count: int, max_logprobs: int
+) -> ScoredTokens:
+    """Return what a run of `count` tokens asks of its prompt. Raises Refused (INVALID_ARGUMENT)."""
+    check.at_most("inputs.prompt_logprob_count", entry.prompt_logprob_count, max_logprobs)
+    most = count if entry.HasField("prompt_logprob_count") else 0
+    next_token_ids = check.tokens("inputs.next_token_ids", entry.next_token_ids, most=most)
+    return ScoredTokens(next_token_ids, entry.prompt_logprob_count)
+
+
+def _decode_constraints(message: worker_service_pb2.SamplingParameters, check: _InputCheck) -> Constraints | None:
+    """What the parameters forbid, and add to logits; None for nothing."""
+    most = check.vocab_size
+    allowed = check.tokens("sampling.allowed_token_ids", message.allowed_token_ids, most=most)
+    ends = check.tokens("sampling.end_token_ids", message.end_token_ids, most=most)
+    check.at_most("sampling.bad_words", len(message.bad_words), MAX_BAD_WORDS, unit=" sequences")
+    for word in message.bad_words:
+        check.at_most("sampling.bad_words", len(word.token_ids), MAX_BAD_WORD_TOKENS, least=1, unit=" tokens")
+        check.tokens("sampling.bad_words", word.token_ids)
+    words = [tuple(word.token_ids) for word in message.bad_words]
+    constraints = Constraints(
+        allowed_token_ids=allowed.astype(np.int64),
+        bad_words=tuple(dict.fromkeys(words)),
+        min_seq_tokens=message.min_sequence_token_count,
+        end_token_ids=np.unique(ends.astype(np.int64)),
+        logit_bias=_decode_bias(message.logit_bias, check),
+    )
+    if constraints.is_empty:
+        return None
+    is_left = leaves_token(
+        check.vocab_size,
+        allowed_token_ids=message.allowed_token_ids,
+        bad_words=words,
+        end_token_ids=message.end_token_ids if message.min_sequence_token_count else (),
+    )
+    if not is_left:
+        field = next(name for name in ("allowed_token_ids", "bad_words", "end_token_ids") if getattr(message, name))
+        raise check.refusal(f"sampling.{field}", "no token that can be chosen", "at least one that can")
+    return constraints
+
+
+def _decode_bias(bias: Mapping[int, float], check: _InputCheck) -> dict[int, float]:
+    check.at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIASES, unit=" tokens")
+    check.tokens("sampling.logit_bias", list(bias))
+    for value in bias.values():
+        if not LOGIT_BIAS.allows(value):
+            raise check.refusal("sampling.logit_bias", value, f"in {LOGIT_BIAS.text}")
+    return {token_id: value for token_id, value in bias.items() if value}

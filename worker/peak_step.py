@@ -6,20 +6,29 @@ from collections.abc import Callable
 
 import torch
 
+from quire.worker.constraints import Constraints
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
+from quire.worker.prompt_logprobs import score_tokens
 from quire.worker.sampler import MAX_LOGPROBS, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
 
 # The parameters that take most: top_p sorts all logits, and the others keep copies of them meanwhile.
-COSTLY_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=MAX_LOGPROBS)
+COSTLY_SAMPLING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    num_logprobs=MAX_LOGPROBS,
+    constraints=Constraints(bad_words=((0,), (0, 1)), logit_bias={0: 1.0}),
+)
 
 
 def run_largest_step(
     model: PagedModel, *, max_step_tokens: int, max_num_seqs: int, block_size: int, kv_dtype: torch.dtype
 ) -> None:
-    """Run each step that may take most memory, and sample for every sequence of it.
+    """Run each step that may take most memory, and sample for every sequence of it; score all of its tokens.
 
     Prompts at their beginning, as few as max_model_len allows, beside one token of each other sequence: most logits
     and activations. The same prompts as last chunks, at the end of max_model_len: most keys to attend to. One token
@@ -61,7 +70,11 @@ def _run_step(
         counts=counts,
         token_ids=[[0] * count for count in counts],
     )
-    logits = model.forward(batch, pool)
+    with model.keeping_hidden_states(batch, pool) as kept:
+        logits = model.forward(batch, pool)
+    every = torch.arange(sum(counts), device=device)
+    score_tokens(kept.reader(), every, batch.input_ids, num_top=MAX_LOGPROBS, vocab_size=model.vocab_size)
+    del kept
     sampler.sample(logits, rows, positions=[start + count for start, count in zip(starts, counts, strict=True)])
     for row in rows:
         model.states.clear(row)

@@ -1,8 +1,9 @@
 """From logits to tokens, for a batch in which every row has parameters of its own.
 
-Order and meaning are those of transformers' logits processors: repetition penalty over prompt and output, presence
-penalty over output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens whose logit is at
-least some threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
+Order and meaning are those of transformers' logits processors: constraints (constraints.py), repetition penalty over
+prompt and output, presence and frequency penalty over output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p
+all keep the tokens whose logit is at least some threshold of the row; the greatest of the thresholds counts, and no row
+is sorted further than it must be.
 
 A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
 (seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.compute.v1.sampling_ranges import RANGES
+from quire.worker.constraints import ConstraintPlan, Constraints, ConstraintTable
 from quire.worker.transfer import send, to_device
 
 MAX_LOGPROBS = 20
@@ -31,6 +33,8 @@ MAX_LOGPROBS = 20
 TOP_P_CANDIDATES = (256, 4096)
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
+# A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
+_MAX_COUNT = 2**15 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -58,9 +62,11 @@ class SamplingParams:
     min_p                   keep tokens at least p times as likely as the likeliest
     repetition_penalty      divides positive logits of tokens in prompt or output, multiplies others
     presence_penalty        subtracted from logits of tokens seen in the output
+    frequency_penalty       likewise, once for each time that the token was seen
     seed                    0 .. 2**63 - 1
     num_logprobs            0 .. 20 or None: how many of the likeliest tokens to report besides the chosen one; None: no
                             log-probabilities at all
+    constraints             what is forbidden, and added to logits; None: nothing
     The ranges of the others are in sampling_ranges.
     """
 
@@ -70,16 +76,18 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     num_logprobs: int | None = None
+    constraints: Constraints | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the first field that is out of its range, its value and the range."""
-        for field in fields(self):
-            allowed, limit = _LIMITS[field.name]
-            value = getattr(self, field.name)
+        for name in _LIMITED:
+            allowed, limit = _LIMITS[name]
+            value = getattr(self, name)
             if value is not None and not allowed(value):
-                raise SamplingOutOfRange(field.name, value, limit)
+                raise SamplingOutOfRange(name, value, limit)
 
     @property
     def is_greedy(self) -> bool:
@@ -87,7 +95,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_drawn_by_kernels(self) -> bool:
+        """True if the kernels can choose the row's tokens: nothing is to be known but its logits, a draw is all."""
+        return self.constraints is None and self.num_logprobs is None and not self.has_penalties
 
 
 _LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -95,6 +108,7 @@ _LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
     "seed": (lambda x: 0 <= x < 2**63, "in 0 .. 2**63 - 1"),
     "num_logprobs": (lambda x: 0 <= x <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}"),
 }
+_LIMITED = tuple(field.name for field in fields(SamplingParams) if field.name != "constraints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +160,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SamplerStatistics:
-    """num_penalty_bytes is the size of the record of seen tokens."""
+    """num_penalty_bytes is the size of the records of seen, counted and forbidden tokens."""
 
     num_rows: int
     num_penalty_bytes: int
@@ -169,12 +183,13 @@ class _Subset:
 
 @dataclass(frozen=True, slots=True)
 class _Penalties:
-    """rows [n] int64 of the sequence table; repetition and presence [n, 1]."""
+    """rows [n] int64 of the sequence table; repetition, presence and frequency [n, 1], None if no row has one."""
 
     subset: _Subset
     rows: Tensor
     repetition: Tensor
     presence: Tensor
+    frequency: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +242,7 @@ class _Logprobs:
 class _Plan:
     """What one batch of rows needs, on the device; it serves until the rows or their parameters change."""
 
+    constraints: ConstraintPlan | None
     penalties: _Penalties | None
     draw: _Draw | None
     logprobs: _Logprobs | None
@@ -244,6 +260,9 @@ class Sampler:
         with torch.inference_mode(False):
             self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
             """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start, when there is memory."""
+            self._counts = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int16, device=self.device)
+            """[max_num_seqs, vocab_size]: times in the output, of rows with a frequency penalty."""
+        self._constraints = ConstraintTable(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=self.device)
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -257,24 +276,32 @@ class Sampler:
         *,
         prompt_token_ids: TokenIds = (),
         output_token_ids: TokenIds = (),
+        last_token_ids: TokenIds = (),
     ) -> None:
         """Set how a row is sampled from now on, and forget what was known of it.
 
-        The token ids are what its sequence holds already; they matter only to penalties. Raises ValueError for
-        parameters out of range, a row beyond max_num_seqs or a token id beyond the vocabulary.
-        Cost: with penalties one transfer of vocab_size bytes.
+        The token ids are what its sequence holds already; the last ones matter only to bad words, the others only to
+        penalties. Raises ValueError for parameters out of range, constraints that leave no token, a row beyond
+        max_num_seqs or a token id beyond the vocabulary.
+        Cost: with penalties one transfer of vocab_size bytes, and as much for each of a frequency penalty, twice, and
+        for tokens that are forbidden.
         """
         params.validate()
         self._check_row(row)
         flags = self._flags(prompt_token_ids, output_token_ids) if params.has_penalties else None
         self.clear(row)  # so that the old ones don't stay if the transfer fails
+        if params.constraints is not None:
+            self._constraints.set(row, params.constraints, last_token_ids)
         if flags is not None:
             send(flags, self._seen[row])
+        if params.frequency_penalty:
+            send(self._counted(output_token_ids), self._counts[row])
         self._params[row] = params
 
     def clear(self, row: int) -> None:
         """Forget the row's parameters. A row without any is left as it is."""
         self._params.pop(row, None)
+        self._constraints.clear(row)
         self._forget_plans()
 
     def fork(self, row: int, child_row: int, *, seed: int | None = None) -> None:
@@ -289,6 +316,9 @@ class Sampler:
             params.validate()
         if params.has_penalties:
             self._seen[child_row] = self._seen[row]
+        if params.frequency_penalty:
+            self._counts[child_row] = self._counts[row]
+        self._constraints.fork(row, child_row)
         self._params[child_row] = params
         self._forget_plans()
 
@@ -296,7 +326,7 @@ class Sampler:
         return self._params.get(row)
 
     def draws(self, rows: Sequence[int]) -> Draws | None:
-        """How kernels choose a token of each row, or None if one has penalties or asks for log-probabilities.
+        """How kernels choose a token of each row, or None if one has penalties, constraints or log-probabilities.
 
         Raises KeyError for a row without parameters.
         """
@@ -307,7 +337,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """Choose a token per row; rows with penalties remember it.
+        """Choose a token per row; rows with penalties or bad words remember it.
 
             logits      [B, vocab_size]     float32, on the sampler's device; not changed
             rows        B rows of the sequence table, distinct
@@ -323,7 +353,9 @@ class Sampler:
                 f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
             )
         plan = self._plan(tuple(rows))
-        scores = logits if plan.penalties is None else self._penalize(logits, plan.penalties)
+        scores = logits if plan.constraints is None else self._constraints.apply(plan.constraints, logits, positions)
+        if plan.penalties is not None:
+            scores = self._penalize(scores, plan.penalties)
         if plan.draw is None:
             tokens = scores.argmax(-1)
         else:
@@ -332,6 +364,8 @@ class Sampler:
         sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
         if plan.penalties is not None:  # last: a step that fails leaves no token behind that nobody got
             self._remember(tokens, plan.penalties)
+        if plan.constraints is not None:
+            self._constraints.remember(plan.constraints, tokens)
         return sampled
 
     def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
@@ -339,12 +373,18 @@ class Sampler:
         scores = penalties.subset.take(logits)
         repeated = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
         scores = torch.where(seen > 0, repeated, scores) - (seen >= _IN_OUTPUT) * penalties.presence
+        if penalties.frequency is not None:
+            scores -= self._counts.index_select(0, penalties.rows) * penalties.frequency
         return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
 
     def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
         seen = self._seen.view(-1)
         index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
         seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
+        if penalties.frequency is not None:
+            counts = self._counts.view(-1)
+            counted = counts.index_select(0, index)
+            counts.index_copy_(0, index, counted + (counted < _MAX_COUNT))
 
     def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
         flags = np.zeros(self.vocab_size, dtype=np.uint8)
@@ -355,17 +395,23 @@ class Sampler:
             flags[ids] |= flag
         return torch.from_numpy(flags)
 
+    def _counted(self, output_token_ids: TokenIds) -> Tensor:
+        counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self.vocab_size)
+        return torch.from_numpy(counts.clip(max=_MAX_COUNT).astype(np.int16))
+
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.max_num_seqs:
             raise ValueError(f"row={row} is not in 0 .. {self.max_num_seqs - 1}")
 
     def _plan(self, rows: tuple[int, ...]) -> _Plan:
         if self._planned is None or self._planned[0] != rows:
-            self._planned = (rows, _make_plan(rows, [self._params[row] for row in rows], self.device))
+            params = [self._params[row] for row in rows]
+            self._planned = (rows, _make_plan(rows, params, self._constraints.plan(rows), self.device))
         return self._planned[1]
 
     def statistics(self) -> SamplerStatistics:
-        return SamplerStatistics(len(self._params), self._seen.nbytes)
+        num_bytes = self._seen.nbytes + self._counts.nbytes + self._constraints.num_bytes
+        return SamplerStatistics(len(self._params), num_bytes)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a row is out of range."""
@@ -387,8 +433,11 @@ def _mix(x: _Uint64s) -> _Uint64s:
     return x ^ (x >> np.uint64(31))
 
 
-def _make_plan(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Plan:
+def _make_plan(
+    rows: Sequence[int], params: Sequence[SamplingParams], constraints: ConstraintPlan | None, device: torch.device
+) -> _Plan:
     return _Plan(
+        constraints=constraints,
         penalties=_plan_penalties(rows, params, device),
         draw=_plan_draw(params, device),
         logprobs=_plan_logprobs(params, device),
@@ -396,7 +445,7 @@ def _make_plan(rows: Sequence[int], params: Sequence[SamplingParams], device: to
 
 
 def _make_draws(params: Sequence[SamplingParams]) -> Draws | None:
-    if any(p.has_penalties or p.num_logprobs is not None for p in params):
+    if not all(p.is_drawn_by_kernels for p in params):
         return None
     numbers = ([p.seed for p in params], [p.top_k for p in params])
     shares = ([p.top_p for p in params], [p.min_p for p in params], [p.temperature for p in params])
@@ -408,11 +457,13 @@ def _plan_penalties(rows: Sequence[int], params: Sequence[SamplingParams], devic
     subset = _subset(params, lambda p: p.has_penalties, device)
     if subset is None:
         return None
+    frequencies = [params[i].frequency_penalty for i in subset.places]
     return _Penalties(
         subset=subset,
         rows=_column([rows[i] for i in subset.places], torch.int64, device)[:, 0],
         repetition=_column([params[i].repetition_penalty for i in subset.places], torch.float32, device),
         presence=_column([params[i].presence_penalty for i in subset.places], torch.float32, device),
+        frequency=_column(frequencies, torch.float32, device) if any(frequencies) else None,
     )
 
 

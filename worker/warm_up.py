@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.v1 import grant_pb2
+from quire.worker.constraints import Constraints
 from quire.worker.executor import Executor, Outcome
 from quire.worker.grants import RowSampling, Step
 from quire.worker.kv_pool import NULL_BLOCK
@@ -42,6 +43,7 @@ SAMPLED = (
     SamplingParams(
         temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, num_logprobs=2
     ),
+    SamplingParams(frequency_penalty=0.1, constraints=Constraints(bad_words=((0,), (0, 1)), logit_bias={0: 1.0})),
 )
 
 

@@ -106,8 +106,9 @@ def _fill(message: Message, chosen: FieldDescriptor | None) -> None:
 def _set(message: Message, field: FieldDescriptor) -> None:
     """Gives a field a value made of its name and number: two fields that were exchanged would not look alike."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        value = field.message_type.fields_by_name["value"]
-        getattr(message, field.name)["OUT_OF_BLOCKS"] = _scalar(value, field.number)
+        key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        at = "OUT_OF_BLOCKS" if key.type == FieldDescriptor.TYPE_STRING else _scalar(key, field.number)
+        getattr(message, field.name)[at] = _scalar(value, field.number)
     elif field.message_type is not None:
         child = getattr(message, field.name).add() if field.is_repeated else getattr(message, field.name)
         _fill(child, _alternatives(field.message_type)[0])

@@ -174,6 +174,8 @@ def steps(method: Method, grant_bytes: int) -> list[bytes]:
     for sampling in SAMPLINGS:
         one = step(inputs=[{"sequence_id": 1, "token_ids": names.TOKENS, "sampling": sampling}])
         made.append(one.SerializeToString())
+    asked = {"prompt_logprob_count": 2, "next_token_ids": names.TOKENS[1:]}
+    made.append(step(inputs=[{"sequence_id": 1, "token_ids": names.TOKENS, **asked}]).SerializeToString())
     made.append(step(skip=True).SerializeToString())
     kinds = (names.NEXT, names.NEXT, names.NEXT, names.RAN, names.FENCED)
     grants = [wire.signed_grant(kind, grant_bytes) for kind in kinds]
@@ -187,6 +189,18 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "logprob_count": 2},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "prompt_token_ids": [1, 2], "output_token_ids": [3]},
+    {
+        "frequency_penalty": 0.5,
+        "output_token_ids": [3, 3],
+        "logit_bias": {5: -1.5, 9: 100.0},
+        "allowed_token_ids": [5, 9],
+    },
+    {
+        "bad_words": [{"token_ids": [7]}, {"token_ids": [1, 2, 3]}],
+        "last_token_ids": [1, 2],
+        "min_sequence_token_count": 40,
+        "end_token_ids": [0, 1],
+    },
 )
 
 _TTL = {"seconds": 60}

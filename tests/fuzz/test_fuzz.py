@@ -120,7 +120,9 @@ def test_messages_near_the_bounds_are_among_them_and_most_are_valid() -> None:
 def note_fields(message: Any, seen: set[tuple[str, str]]) -> None:
     for field, value in message.ListFields():
         seen.add((message.DESCRIPTOR.full_name, field.name))
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            seen.update((field.message_type.full_name, part) for part in ("key", "value"))
+        elif field.message_type is not None:
             for part in value if field.is_repeated else [value]:
                 note_fields(part, seen)
 

@@ -94,6 +94,10 @@ def step(named: str, *inputs: dict[str, Any]) -> Beyond:
     return lambda: decode_step(request, GRANT, **limits), named
 
 
+def sampling(named: str, **fields: Any) -> Beyond:
+    return step(f"sampling.{named}", {"sequence_id": 1, "sampling": fields})
+
+
 def large_grant(size: int) -> Beyond:
     gate = Gate("p", 1)
     signed = grant_pb2.SignedGrant(grant=bytes(size))
@@ -144,6 +148,15 @@ LISTS: dict[str, Beyond] = {
     ),
     "SamplingParameters.output_token_ids": step(
         "sampling.prompt_token_ids", {"sequence_id": 1, "sampling": {"output_token_ids": TOO_LONG}}
+    ),
+    "SamplingParameters.logit_bias": sampling("logit_bias", logit_bias=dict.fromkeys(range(1_025), 1.0)),
+    "SamplingParameters.allowed_token_ids": sampling("allowed_token_ids", allowed_token_ids=[1] * 101),
+    "SamplingParameters.bad_words": sampling("bad_words", bad_words=[{"token_ids": [1]}] * 1_025),
+    "TokenSequence.token_ids": sampling("bad_words", bad_words=[{"token_ids": [1] * 17}]),
+    "SamplingParameters.last_token_ids": sampling("last_token_ids", last_token_ids=[1] * 16),
+    "SamplingParameters.end_token_ids": sampling("end_token_ids", end_token_ids=[1] * 101),
+    "SequenceInput.next_token_ids": step(
+        "inputs.next_token_ids", {"sequence_id": 1, "prompt_logprob_count": 0, "next_token_ids": [1, 2, 3]}
     ),
     "ChecksumBlocksRequest.block_ids": (lambda: check_block_ids([1] * (MAX_CHECKSUM_BLOCKS + 1), 9), "block_ids"),
     "PlanStepRequest.request_id": plan(request_id="x" * 65),

@@ -12,6 +12,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from quire.worker import sampler as sampler_module
+from quire.worker.constraints import NUM_REMEMBERED
 from quire.worker.sampler import Sampler, SamplerStatistics, SamplingParams, uniform
 
 VOCAB = 50
@@ -249,9 +250,10 @@ class TestPenalties:
 
     def test_memory_is_taken_at_the_start(self) -> None:
         sampler = make_sampler(SamplingParams(temperature=1.0, top_p=0.5), max_num_seqs=4)
-        assert sampler.statistics() == SamplerStatistics(num_rows=1, num_penalty_bytes=4 * VOCAB)
+        num_bytes = 4 * (VOCAB * (1 + 2 + 1) + 8 * NUM_REMEMBERED)
+        assert sampler.statistics() == SamplerStatistics(num_rows=1, num_penalty_bytes=num_bytes)
         sampler.set_params(3, SamplingParams(presence_penalty=1.0))
-        assert sampler.statistics() == SamplerStatistics(num_rows=2, num_penalty_bytes=4 * VOCAB)
+        assert sampler.statistics() == SamplerStatistics(num_rows=2, num_penalty_bytes=num_bytes)
         sampler.check_invariants()
 
 
@@ -304,6 +306,7 @@ class TestRefusals:
             (SamplingParams(min_p=1.5), r"min_p=1\.5 is not in \[0, 1\]"),
             (SamplingParams(repetition_penalty=0.0), r"repetition_penalty=0\.0"),
             (SamplingParams(presence_penalty=2.5), r"presence_penalty=2\.5 is not in \[-2, 2\]"),
+            (SamplingParams(frequency_penalty=-2.5), r"frequency_penalty=-2\.5 is not in \[-2, 2\]"),
             (SamplingParams(seed=-1), r"seed=-1 is not in 0 \.\. 2\*\*63 - 1"),
             (SamplingParams(seed=2**63), "seed=9223372036854775808"),
             (SamplingParams(num_logprobs=21), r"num_logprobs=21 is not in 0 \.\. 20"),

@@ -1,11 +1,11 @@
-"""Ranges of the numeric fields of SamplingParameters, word for word as the comments of worker_service.proto have them.
+"""Ranges of the fields of SamplingParameters, word for word as the comments of worker_service.proto have them.
 
 The client checks a request with them before it sends it, the worker checks what it gets. A test compares them with the
 comments. No gRPC, no torch: both sides may import this.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,5 +46,30 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "min_p": Range("[0, 1]"),
         "repetition_penalty": Range("(0, inf)"),
         "presence_penalty": Range("[-2, 2]"),
+        "frequency_penalty": Range("[-2, 2]"),
+        "min_sequence_token_count": Range("[0, 2147483647]", is_float=False),
     }
 )
+
+LOGIT_BIAS = Range("[-100, 100]")
+"""Of each value of the field logit_bias."""
+MAX_LOGIT_BIASES = 1_024
+MAX_BAD_WORDS = 1_024
+MAX_BAD_WORD_TOKENS = 16
+
+
+def leaves_token(
+    vocabulary_size: int,
+    *,
+    allowed_token_ids: Collection[int],
+    bad_words: Iterable[Collection[int]],
+    end_token_ids: Collection[int],
+) -> bool:
+    """Return whether a token can be chosen; of bad words those of one token count. Empty allowed_token_ids: all are.
+
+    end_token_ids are those that can't be chosen at first, none if they always can.
+    """
+    forbidden = {token_id for word in bad_words if len(word) == 1 for token_id in word} | set(end_token_ids)
+    if allowed_token_ids:
+        return not forbidden.issuperset(allowed_token_ids)
+    return len(forbidden) < vocabulary_size

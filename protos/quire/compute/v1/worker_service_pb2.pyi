@@ -238,13 +238,34 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How the next token of a sequence is chosen: penalties, then temperature,
-    top-k, top-p, min-p, in this order. Unset fields mean the value that changes
-    nothing. A value outside of its field's range is refused with
-    INVALID_ARGUMENT. Floats are checked as they arrive, in float32: 1e-46 is 0.
+    """How the next token of a sequence is chosen: tokens that can't be chosen,
+    logit_bias, penalties, then temperature, top-k, top-p, min-p, in this order
+    (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+    outside of its field's range is refused with INVALID_ARGUMENT. Floats are
+    checked as they arrive, in float32: 1e-46 is 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -256,6 +277,13 @@ class SamplingParameters(_message.Message):
     LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_SEQUENCE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: the most probable token. In [0, inf). Unset: 1."""
     top_k: _builtins.int
@@ -286,6 +314,14 @@ class SamplingParameters(_message.Message):
     not even the chosen token's. They are of the model's own distribution, before
     penalties and temperature.
     """
+    frequency_penalty: _builtins.float
+    """Taken from the logit of a token once for each time that it was generated, up
+    to 32,767 times. In [-2, 2]. Default 0.
+    """
+    min_sequence_token_count: _builtins.int
+    """end_token_ids can't be chosen while the sequence has fewer tokens than this, its
+    prompt included. In [0, 2147483647]. Default 0.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For penalties: tokens of the sequence that were given, not generated. Needed
@@ -295,7 +331,40 @@ class SamplingParameters(_message.Message):
 
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For penalties: tokens of the sequence generated before this worker saw it."""
+        """For penalties: tokens of the sequence generated before this worker saw it.
+        frequency_penalty counts each as often as it is here.
+        """
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """By token, added to its logit, before the penalties. At most 1,024 tokens, each
+        value is In [-100, 100].
+        """
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that can be chosen, at most as many as the vocabulary has.
+        Empty: all.
+        """
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """Sequences of tokens that are not generated: the last token of each can't be
+        chosen after the tokens before it. At most 1,024. Where one of several tokens
+        would leave no token to choose, it is ignored.
+        """
+
+    @_builtins.property
+    def last_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For bad_words: the last tokens of the sequence before this step samples, oldest
+        first, at most 15. Those that this worker samples later need not be told.
+        """
+
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For min_sequence_token_count: at most as many as the vocabulary has. It is
+        INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
+        """
 
     def __init__(
         self,
@@ -310,10 +379,17 @@ class SamplingParameters(_message.Message):
         logprob_count: _builtins.int | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        last_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_sequence_token_count: _builtins.int = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprob_count", b"logprob_count", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprob_count", b"logprob_count", "min_p", b"min_p", "output_token_ids", b"output_token_ids", "presence_penalty", b"presence_penalty", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "last_token_ids", b"last_token_ids", "logit_bias", b"logit_bias", "logprob_count", b"logprob_count", "min_p", b"min_p", "min_sequence_token_count", b"min_sequence_token_count", "output_token_ids", b"output_token_ids", "presence_penalty", b"presence_penalty", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -335,6 +411,30 @@ class SamplingParameters(_message.Message):
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
+class TokenSequence(_message.Message):
+    """Some tokens, one behind the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """1 to 16 tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
 class SequenceInput(_message.Message):
     """What a step needs to know of one sequence, if anything."""
 
@@ -343,8 +443,15 @@ class SequenceInput(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The sequence, one of the grant's runs."""
+    prompt_logprob_count: _builtins.int
+    """Of each of next_token_ids, its log-probability and those of so many of the
+    most probable tokens: 0 to GetModelResponse.max_logprob_count. Unset: none.
+    They are of the model's own distribution, before penalties and temperature.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens to run, exactly as many as the grant says, if the run is one of
@@ -355,18 +462,28 @@ class SequenceInput(_message.Message):
     def sampling(self) -> Global___SamplingParameters:
         """From this step on. Unset: as before; greedy at first."""
 
+    @_builtins.property
+    def next_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For prompt_logprob_count: the token that follows each token of the run, from the
+        first on; that of the last one is not in the run. At most as many as the run has tokens.
+        """
+
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParameters | None = ...,
+        prompt_logprob_count: _builtins.int | None = ...,
+        next_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count", "next_token_ids", b"next_token_ids", "prompt_logprob_count", b"prompt_logprob_count", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprob_count: _TypeAlias = _typing.Literal["prompt_logprob_count"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprob_count: _TypeAlias = _typing.Literal["_prompt_logprob_count", b"_prompt_logprob_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprob_count) -> _WhichOneofReturnType__prompt_logprob_count | None: ...
 
 Global___SequenceInput: _TypeAlias = SequenceInput  # noqa: Y015
 
@@ -421,6 +538,7 @@ class RunStepResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
     """The step."""
     offloaded_block_count: _builtins.int
@@ -445,6 +563,12 @@ class RunStepResponse(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """Log-probabilities of given tokens, of the runs that asked for some, in the
+        order of the request's inputs.
+        """
+
     def __init__(
         self,
         *,
@@ -455,14 +579,63 @@ class RunStepResponse(_message.Message):
         timings: Global___StepTimings | None = ...,
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStepResponse: _TypeAlias = RunStepResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of one run's next_token_ids, natural logarithm. At most 41
+    numbers a token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    top_count: _builtins.int
+    """The most probable tokens of each position: prompt_logprob_count, or the
+    vocabulary's size if that is less.
+    """
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Parallel to the request's next_token_ids."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """top_count for each of the logprobs, the most probable first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Parallel to top_token_ids."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        top_count: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence_id", b"sequence_id", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

@@ -324,10 +324,11 @@ func (x *GetModelResponse) GetMaxLogprobCount() int32 {
 	return 0
 }
 
-// How the next token of a sequence is chosen: penalties, then temperature,
-// top-k, top-p, min-p, in this order. Unset fields mean the value that changes
-// nothing. A value outside of its field's range is refused with
-// INVALID_ARGUMENT. Floats are checked as they arrive, in float32: 1e-46 is 0.
+// How the next token of a sequence is chosen: tokens that can't be chosen,
+// logit_bias, penalties, then temperature, top-k, top-p, min-p, in this order
+// (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+// outside of its field's range is refused with INVALID_ARGUMENT. Floats are
+// checked as they arrive, in float32: 1e-46 is 0.
 type SamplingParameters struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 0: the most probable token. In [0, inf). Unset: 1.
@@ -360,9 +361,32 @@ type SamplingParameters struct {
 	// here. With output_token_ids at most PoolGeometry.max_sequence_tokens.
 	PromptTokenIds []int32 `protobuf:"varint,9,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// For penalties: tokens of the sequence generated before this worker saw it.
+	// frequency_penalty counts each as often as it is here.
 	OutputTokenIds []int32 `protobuf:"varint,10,rep,packed,name=output_token_ids,json=outputTokenIds,proto3" json:"output_token_ids,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Taken from the logit of a token once for each time that it was generated, up
+	// to 32,767 times. In [-2, 2]. Default 0.
+	FrequencyPenalty float32 `protobuf:"fixed32,20,opt,name=frequency_penalty,json=frequencyPenalty,proto3" json:"frequency_penalty,omitempty"`
+	// By token, added to its logit, before the penalties. At most 1,024 tokens, each
+	// value is In [-100, 100].
+	LogitBias map[int32]float32 `protobuf:"bytes,21,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed32,2,opt,name=value"`
+	// The only tokens that can be chosen, at most as many as the vocabulary has.
+	// Empty: all.
+	AllowedTokenIds []int32 `protobuf:"varint,22,rep,packed,name=allowed_token_ids,json=allowedTokenIds,proto3" json:"allowed_token_ids,omitempty"`
+	// Sequences of tokens that are not generated: the last token of each can't be
+	// chosen after the tokens before it. At most 1,024. Where one of several tokens
+	// would leave no token to choose, it is ignored.
+	BadWords []*TokenSequence `protobuf:"bytes,23,rep,name=bad_words,json=badWords,proto3" json:"bad_words,omitempty"`
+	// For bad_words: the last tokens of the sequence before this step samples, oldest
+	// first, at most 15. Those that this worker samples later need not be told.
+	LastTokenIds []int32 `protobuf:"varint,24,rep,packed,name=last_token_ids,json=lastTokenIds,proto3" json:"last_token_ids,omitempty"`
+	// end_token_ids can't be chosen while the sequence has fewer tokens than this, its
+	// prompt included. In [0, 2147483647]. Default 0.
+	MinSequenceTokenCount int32 `protobuf:"varint,25,opt,name=min_sequence_token_count,json=minSequenceTokenCount,proto3" json:"min_sequence_token_count,omitempty"`
+	// For min_sequence_token_count: at most as many as the vocabulary has. It is
+	// INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
+	EndTokenIds   []int32 `protobuf:"varint,26,rep,packed,name=end_token_ids,json=endTokenIds,proto3" json:"end_token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SamplingParameters) Reset() {
@@ -465,6 +489,101 @@ func (x *SamplingParameters) GetOutputTokenIds() []int32 {
 	return nil
 }
 
+func (x *SamplingParameters) GetFrequencyPenalty() float32 {
+	if x != nil {
+		return x.FrequencyPenalty
+	}
+	return 0
+}
+
+func (x *SamplingParameters) GetLogitBias() map[int32]float32 {
+	if x != nil {
+		return x.LogitBias
+	}
+	return nil
+}
+
+func (x *SamplingParameters) GetAllowedTokenIds() []int32 {
+	if x != nil {
+		return x.AllowedTokenIds
+	}
+	return nil
+}
+
+func (x *SamplingParameters) GetBadWords() []*TokenSequence {
+	if x != nil {
+		return x.BadWords
+	}
+	return nil
+}
+
+func (x *SamplingParameters) GetLastTokenIds() []int32 {
+	if x != nil {
+		return x.LastTokenIds
+	}
+	return nil
+}
+
+func (x *SamplingParameters) GetMinSequenceTokenCount() int32 {
+	if x != nil {
+		return x.MinSequenceTokenCount
+	}
+	return 0
+}
+
+func (x *SamplingParameters) GetEndTokenIds() []int32 {
+	if x != nil {
+		return x.EndTokenIds
+	}
+	return nil
+}
+
+// Some tokens, one behind the other.
+type TokenSequence struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 16 tokens.
+	TokenIds      []int32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenSequence) Reset() {
+	*x = TokenSequence{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenSequence) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenSequence) ProtoMessage() {}
+
+func (x *TokenSequence) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenSequence.ProtoReflect.Descriptor instead.
+func (*TokenSequence) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *TokenSequence) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
 // What a step needs to know of one sequence, if anything.
 type SequenceInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -474,14 +593,21 @@ type SequenceInput struct {
 	// the grant's given_run_indexes; else empty.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// From this step on. Unset: as before; greedy at first.
-	Sampling      *SamplingParameters `protobuf:"bytes,3,opt,name=sampling,proto3" json:"sampling,omitempty"`
+	Sampling *SamplingParameters `protobuf:"bytes,3,opt,name=sampling,proto3" json:"sampling,omitempty"`
+	// Of each of next_token_ids, its log-probability and those of so many of the
+	// most probable tokens: 0 to GetModelResponse.max_logprob_count. Unset: none.
+	// They are of the model's own distribution, before penalties and temperature.
+	PromptLogprobCount *int32 `protobuf:"varint,20,opt,name=prompt_logprob_count,json=promptLogprobCount,proto3,oneof" json:"prompt_logprob_count,omitempty"`
+	// For prompt_logprob_count: the token that follows each token of the run, from the
+	// first on; that of the last one is not in the run. At most as many as the run has tokens.
+	NextTokenIds  []int32 `protobuf:"varint,21,rep,packed,name=next_token_ids,json=nextTokenIds,proto3" json:"next_token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SequenceInput) Reset() {
 	*x = SequenceInput{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -493,7 +619,7 @@ func (x *SequenceInput) String() string {
 func (*SequenceInput) ProtoMessage() {}
 
 func (x *SequenceInput) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -506,7 +632,7 @@ func (x *SequenceInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SequenceInput.ProtoReflect.Descriptor instead.
 func (*SequenceInput) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *SequenceInput) GetSequenceId() int32 {
@@ -530,6 +656,20 @@ func (x *SequenceInput) GetSampling() *SamplingParameters {
 	return nil
 }
 
+func (x *SequenceInput) GetPromptLogprobCount() int32 {
+	if x != nil && x.PromptLogprobCount != nil {
+		return *x.PromptLogprobCount
+	}
+	return 0
+}
+
+func (x *SequenceInput) GetNextTokenIds() []int32 {
+	if x != nil {
+		return x.NextTokenIds
+	}
+	return nil
+}
+
 // See WorkerService.RunStep.
 type RunStepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -547,7 +687,7 @@ type RunStepRequest struct {
 
 func (x *RunStepRequest) Reset() {
 	*x = RunStepRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -559,7 +699,7 @@ func (x *RunStepRequest) String() string {
 func (*RunStepRequest) ProtoMessage() {}
 
 func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -572,7 +712,7 @@ func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepRequest.ProtoReflect.Descriptor instead.
 func (*RunStepRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *RunStepRequest) GetGrant() *v1.SignedGrant {
@@ -614,13 +754,16 @@ type RunStepResponse struct {
 	OffloadedBlockCount int32 `protobuf:"varint,6,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
 	// Blocks copied back from there.
 	RestoredBlockCount int32 `protobuf:"varint,7,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Log-probabilities of given tokens, of the runs that asked for some, in the
+	// order of the request's inputs.
+	PromptLogprobs []*PromptLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *RunStepResponse) Reset() {
 	*x = RunStepResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -632,7 +775,7 @@ func (x *RunStepResponse) String() string {
 func (*RunStepResponse) ProtoMessage() {}
 
 func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -645,7 +788,7 @@ func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepResponse.ProtoReflect.Descriptor instead.
 func (*RunStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *RunStepResponse) GetStepNumber() int64 {
@@ -697,6 +840,97 @@ func (x *RunStepResponse) GetRestoredBlockCount() int32 {
 	return 0
 }
 
+func (x *RunStepResponse) GetPromptLogprobs() []*PromptLogprobs {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return nil
+}
+
+// Log-probabilities of one run's next_token_ids, natural logarithm. At most 41
+// numbers a token.
+type PromptLogprobs struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sequence.
+	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	// The most probable tokens of each position: prompt_logprob_count, or the
+	// vocabulary's size if that is less.
+	TopCount int32 `protobuf:"varint,2,opt,name=top_count,json=topCount,proto3" json:"top_count,omitempty"`
+	// Parallel to the request's next_token_ids.
+	Logprobs []float32 `protobuf:"fixed32,3,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// top_count for each of the logprobs, the most probable first.
+	TopTokenIds []int32 `protobuf:"varint,4,rep,packed,name=top_token_ids,json=topTokenIds,proto3" json:"top_token_ids,omitempty"`
+	// Parallel to top_token_ids.
+	TopLogprobs   []float32 `protobuf:"fixed32,5,rep,packed,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PromptLogprobs) Reset() {
+	*x = PromptLogprobs{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PromptLogprobs) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PromptLogprobs) ProtoMessage() {}
+
+func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PromptLogprobs.ProtoReflect.Descriptor instead.
+func (*PromptLogprobs) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *PromptLogprobs) GetSequenceId() int32 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
+func (x *PromptLogprobs) GetTopCount() int32 {
+	if x != nil {
+		return x.TopCount
+	}
+	return 0
+}
+
+func (x *PromptLogprobs) GetLogprobs() []float32 {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *PromptLogprobs) GetTopTokenIds() []int32 {
+	if x != nil {
+		return x.TopTokenIds
+	}
+	return nil
+}
+
+func (x *PromptLogprobs) GetTopLogprobs() []float32 {
+	if x != nil {
+		return x.TopLogprobs
+	}
+	return nil
+}
+
 // Log-probabilities of one sampled token, natural logarithm.
 type TokenLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -714,7 +948,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -726,7 +960,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -739,7 +973,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenLogprobs) GetSequenceId() int32 {
@@ -792,7 +1026,7 @@ type StepTimings struct {
 
 func (x *StepTimings) Reset() {
 	*x = StepTimings{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -804,7 +1038,7 @@ func (x *StepTimings) String() string {
 func (*StepTimings) ProtoMessage() {}
 
 func (x *StepTimings) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -817,7 +1051,7 @@ func (x *StepTimings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTimings.ProtoReflect.Descriptor instead.
 func (*StepTimings) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StepTimings) GetQueue() *durationpb.Duration {
@@ -873,7 +1107,7 @@ type RunStepsRequest struct {
 
 func (x *RunStepsRequest) Reset() {
 	*x = RunStepsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -885,7 +1119,7 @@ func (x *RunStepsRequest) String() string {
 func (*RunStepsRequest) ProtoMessage() {}
 
 func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -898,7 +1132,7 @@ func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsRequest.ProtoReflect.Descriptor instead.
 func (*RunStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RunStepsRequest) GetStep() *RunStepRequest {
@@ -924,7 +1158,7 @@ type RunStepsResponse struct {
 
 func (x *RunStepsResponse) Reset() {
 	*x = RunStepsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -936,7 +1170,7 @@ func (x *RunStepsResponse) String() string {
 func (*RunStepsResponse) ProtoMessage() {}
 
 func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -949,7 +1183,7 @@ func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsResponse.ProtoReflect.Descriptor instead.
 func (*RunStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RunStepsResponse) GetAnswer() isRunStepsResponse_Answer {
@@ -1004,7 +1238,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1016,7 +1250,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1029,7 +1263,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
 }
 
 // See WorkerService.GetStatistics. Counters since the process started.
@@ -1077,7 +1311,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1089,7 +1323,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1102,7 +1336,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GetStatisticsResponse) GetEpoch() int64 {
@@ -1242,7 +1476,7 @@ type ChecksumBlocksRequest struct {
 
 func (x *ChecksumBlocksRequest) Reset() {
 	*x = ChecksumBlocksRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1254,7 +1488,7 @@ func (x *ChecksumBlocksRequest) String() string {
 func (*ChecksumBlocksRequest) ProtoMessage() {}
 
 func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1267,7 +1501,7 @@ func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
@@ -1290,7 +1524,7 @@ type ChecksumBlocksResponse struct {
 
 func (x *ChecksumBlocksResponse) Reset() {
 	*x = ChecksumBlocksResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1302,7 +1536,7 @@ func (x *ChecksumBlocksResponse) String() string {
 func (*ChecksumBlocksResponse) ProtoMessage() {}
 
 func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1315,7 +1549,7 @@ func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ChecksumBlocksResponse) GetChecksums() []int64 {
@@ -1351,7 +1585,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\bgeometry\x18\n" +
 	" \x01(\v2\x1c.quire.cache.v1.PoolGeometryR\bgeometry\x12&\n" +
 	"\x0fmax_step_tokens\x18\v \x01(\x05R\rmaxStepTokens\x12*\n" +
-	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\"\xb3\x03\n" +
+	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\"\xdf\x06\n" +
 	"\x12SamplingParameters\x12%\n" +
 	"\vtemperature\x18\x01 \x01(\x02H\x00R\vtemperature\x88\x01\x01\x12\x13\n" +
 	"\x05top_k\x18\x02 \x01(\x05R\x04topK\x12\x18\n" +
@@ -1363,20 +1597,36 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\rlogprob_count\x18\b \x01(\x05H\x03R\flogprobCount\x88\x01\x01\x12(\n" +
 	"\x10prompt_token_ids\x18\t \x03(\x05R\x0epromptTokenIds\x12(\n" +
 	"\x10output_token_ids\x18\n" +
-	" \x03(\x05R\x0eoutputTokenIdsB\x0e\n" +
+	" \x03(\x05R\x0eoutputTokenIds\x12+\n" +
+	"\x11frequency_penalty\x18\x14 \x01(\x02R\x10frequencyPenalty\x12R\n" +
+	"\n" +
+	"logit_bias\x18\x15 \x03(\v23.quire.compute.v1.SamplingParameters.LogitBiasEntryR\tlogitBias\x12*\n" +
+	"\x11allowed_token_ids\x18\x16 \x03(\x05R\x0fallowedTokenIds\x12<\n" +
+	"\tbad_words\x18\x17 \x03(\v2\x1f.quire.compute.v1.TokenSequenceR\bbadWords\x12$\n" +
+	"\x0elast_token_ids\x18\x18 \x03(\x05R\flastTokenIds\x127\n" +
+	"\x18min_sequence_token_count\x18\x19 \x01(\x05R\x15minSequenceTokenCount\x12\"\n" +
+	"\rend_token_ids\x18\x1a \x03(\x05R\vendTokenIds\x1a<\n" +
+	"\x0eLogitBiasEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x02R\x05value:\x028\x01B\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_top_pB\x15\n" +
 	"\x13_repetition_penaltyB\x10\n" +
-	"\x0e_logprob_count\"\x8f\x01\n" +
+	"\x0e_logprob_count\",\n" +
+	"\rTokenSequence\x12\x1b\n" +
+	"\ttoken_ids\x18\x01 \x03(\x05R\btokenIds\"\x85\x02\n" +
 	"\rSequenceInput\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12@\n" +
-	"\bsampling\x18\x03 \x01(\v2$.quire.compute.v1.SamplingParametersR\bsampling\"\x90\x01\n" +
+	"\bsampling\x18\x03 \x01(\v2$.quire.compute.v1.SamplingParametersR\bsampling\x125\n" +
+	"\x14prompt_logprob_count\x18\x14 \x01(\x05H\x00R\x12promptLogprobCount\x88\x01\x01\x12$\n" +
+	"\x0enext_token_ids\x18\x15 \x03(\x05R\fnextTokenIdsB\x17\n" +
+	"\x15_prompt_logprob_count\"\x90\x01\n" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xdd\x02\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xa8\x03\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
@@ -1385,7 +1635,15 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\blogprobs\x18\x04 \x03(\v2\x1f.quire.compute.v1.TokenLogprobsR\blogprobs\x127\n" +
 	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
 	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
-	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\"\xa0\x01\n" +
+	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12I\n" +
+	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\"\xb1\x01\n" +
+	"\x0ePromptLogprobs\x12\x1f\n" +
+	"\vsequence_id\x18\x01 \x01(\x05R\n" +
+	"sequenceId\x12\x1b\n" +
+	"\ttop_count\x18\x02 \x01(\x05R\btopCount\x12\x1a\n" +
+	"\blogprobs\x18\x03 \x03(\x02R\blogprobs\x12\"\n" +
+	"\rtop_token_ids\x18\x04 \x03(\x05R\vtopTokenIds\x12!\n" +
+	"\ftop_logprobs\x18\x05 \x03(\x02R\vtopLogprobs\"\xa0\x01\n" +
 	"\rTokenLogprobs\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12'\n" +
@@ -1472,63 +1730,69 @@ func file_quire_compute_v1_worker_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_compute_v1_worker_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(ErrorReason)(0),               // 0: quire.compute.v1.ErrorReason
 	(*GetModelRequest)(nil),        // 1: quire.compute.v1.GetModelRequest
 	(*GetModelResponse)(nil),       // 2: quire.compute.v1.GetModelResponse
 	(*SamplingParameters)(nil),     // 3: quire.compute.v1.SamplingParameters
-	(*SequenceInput)(nil),          // 4: quire.compute.v1.SequenceInput
-	(*RunStepRequest)(nil),         // 5: quire.compute.v1.RunStepRequest
-	(*RunStepResponse)(nil),        // 6: quire.compute.v1.RunStepResponse
-	(*TokenLogprobs)(nil),          // 7: quire.compute.v1.TokenLogprobs
-	(*StepTimings)(nil),            // 8: quire.compute.v1.StepTimings
-	(*RunStepsRequest)(nil),        // 9: quire.compute.v1.RunStepsRequest
-	(*RunStepsResponse)(nil),       // 10: quire.compute.v1.RunStepsResponse
-	(*GetStatisticsRequest)(nil),   // 11: quire.compute.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),  // 12: quire.compute.v1.GetStatisticsResponse
-	(*ChecksumBlocksRequest)(nil),  // 13: quire.compute.v1.ChecksumBlocksRequest
-	(*ChecksumBlocksResponse)(nil), // 14: quire.compute.v1.ChecksumBlocksResponse
-	nil,                            // 15: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	(*v1.PoolGeometry)(nil),        // 16: quire.cache.v1.PoolGeometry
-	(*v1.SignedGrant)(nil),         // 17: quire.cache.v1.SignedGrant
-	(*durationpb.Duration)(nil),    // 18: google.protobuf.Duration
-	(*v1.Error)(nil),               // 19: quire.cache.v1.Error
+	(*TokenSequence)(nil),          // 4: quire.compute.v1.TokenSequence
+	(*SequenceInput)(nil),          // 5: quire.compute.v1.SequenceInput
+	(*RunStepRequest)(nil),         // 6: quire.compute.v1.RunStepRequest
+	(*RunStepResponse)(nil),        // 7: quire.compute.v1.RunStepResponse
+	(*PromptLogprobs)(nil),         // 8: quire.compute.v1.PromptLogprobs
+	(*TokenLogprobs)(nil),          // 9: quire.compute.v1.TokenLogprobs
+	(*StepTimings)(nil),            // 10: quire.compute.v1.StepTimings
+	(*RunStepsRequest)(nil),        // 11: quire.compute.v1.RunStepsRequest
+	(*RunStepsResponse)(nil),       // 12: quire.compute.v1.RunStepsResponse
+	(*GetStatisticsRequest)(nil),   // 13: quire.compute.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),  // 14: quire.compute.v1.GetStatisticsResponse
+	(*ChecksumBlocksRequest)(nil),  // 15: quire.compute.v1.ChecksumBlocksRequest
+	(*ChecksumBlocksResponse)(nil), // 16: quire.compute.v1.ChecksumBlocksResponse
+	nil,                            // 17: quire.compute.v1.SamplingParameters.LogitBiasEntry
+	nil,                            // 18: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	(*v1.PoolGeometry)(nil),        // 19: quire.cache.v1.PoolGeometry
+	(*v1.SignedGrant)(nil),         // 20: quire.cache.v1.SignedGrant
+	(*durationpb.Duration)(nil),    // 21: google.protobuf.Duration
+	(*v1.Error)(nil),               // 22: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
-	16, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	3,  // 1: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	17, // 2: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
-	4,  // 3: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
-	7,  // 4: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
-	8,  // 5: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	18, // 6: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	18, // 7: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	18, // 8: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	18, // 9: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	18, // 10: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	18, // 11: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	5,  // 12: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	6,  // 13: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	19, // 14: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	15, // 15: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	18, // 16: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	18, // 17: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	1,  // 18: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	5,  // 19: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	9,  // 20: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	11, // 21: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	13, // 22: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 23: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	6,  // 24: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	10, // 25: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	12, // 26: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	14, // 27: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	23, // [23:28] is the sub-list for method output_type
-	18, // [18:23] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	19, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	17, // 1: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	4,  // 2: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
+	3,  // 3: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
+	20, // 4: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	5,  // 5: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
+	9,  // 6: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
+	10, // 7: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
+	8,  // 8: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	21, // 9: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	21, // 10: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	21, // 11: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	21, // 12: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	21, // 13: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	21, // 14: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	6,  // 15: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	7,  // 16: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	22, // 17: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	18, // 18: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	21, // 19: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	21, // 20: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	1,  // 21: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	6,  // 22: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	11, // 23: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	13, // 24: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	15, // 25: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 26: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	7,  // 27: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	12, // 28: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	14, // 29: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	16, // 30: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	26, // [26:31] is the sub-list for method output_type
+	21, // [21:26] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }
@@ -1537,7 +1801,8 @@ func file_quire_compute_v1_worker_service_proto_init() {
 		return
 	}
 	file_quire_compute_v1_worker_service_proto_msgTypes[2].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[9].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[4].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[11].OneofWrappers = []any{
 		(*RunStepsResponse_Step)(nil),
 		(*RunStepsResponse_Error)(nil),
 	}
@@ -1547,7 +1812,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_compute_v1_worker_service_proto_rawDesc), len(file_quire_compute_v1_worker_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
