@@ -6,8 +6,9 @@ from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import Outage
 from quire.client.engine.engine import Engine, EngineStatistics
 from quire.client.engine.llm import LLM
-from quire.client.engine.outputs import Chunk, Completion, Sample, TokenLogprobs
+from quire.client.engine.outputs import Chunk, Completion, Sample
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
+from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ __all__ = [
     "Policy",
     "PoolView",
     "PriorityPolicy",
+    "PromptLogprobs",
     "ProtocolViolation",
     "QuireError",
     "RequestFailed",

@@ -224,6 +224,11 @@ def cut_step(batch: StepBatch, layout: CacheLayout, *, block_size: int) -> list[
     return [run.part() for run in free] + _in_order([run for run in runs if run not in free])
 
 
+def packed_order(parts: Sequence[Part]) -> list[int]:
+    """Indexes in the step of the tokens of all parts, in the order in which their forwards have them."""
+    return [first + offset for part in parts for first in part.firsts for offset in range(part.count)]
+
+
 def _in_order(runs: list[_Run]) -> list[Part]:
     """Parts by rising start; runs of one token that follow one another make one part, as far as padding allows.
 

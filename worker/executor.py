@@ -11,8 +11,9 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from quire.worker.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
+from quire.worker.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
 from quire.worker.sampler import Draws, Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -69,6 +71,7 @@ class StepResult:
     """Sequences for which a token was sampled."""
     sampled_tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -84,6 +87,13 @@ class Sampling:
     sampled: Sampled
     moments: tuple[Moment, Moment, Moment, Moment]
     """Before the step, with its batch built, after the forward, after sampling."""
+    scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
+    """Sequences that ask for log-probabilities of their prompts, and of which tokens."""
+    scores: Scores | None = None
+    """These, of all of them together."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
 
 
 class LaunchedStep:
@@ -93,7 +103,7 @@ class LaunchedStep:
         """To be made when all of the step's work was given to the device."""
         self.result = result
         self._sampling = sampling
-        self._readback = Readback(device, *(() if sampling is None else sampling.sampled.tensors()))
+        self._readback = Readback(device, *(() if sampling is None else sampling.tensors()))
 
     def collect(self) -> StepResult:
         """Waits for the step to end; from any thread. Raises DeviceLostError if the device fails before that."""
@@ -104,19 +114,25 @@ class LaunchedStep:
             raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
         if self._sampling is None:
             return self.result
-        tokens, *logprobs = arrived
+        tokens, chosen, top_ids, top, *scores = arrived
         assert tokens is not None
-        sampled = Sampled(tokens, *logprobs)
+        sampled = Sampled(tokens, chosen, top_ids, top)
         started, prepared, forwarded, ended = self._sampling.moments
         return replace(
             self.result,
             sampled_ids=self._sampling.seq_ids,
             sampled_tokens=sampled.tokens.tolist(),
             logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
+            prompt_logprobs=self._read_scores(*scores),
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
         )
+
+    def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
+        if self._sampling is None or not scores:
+            return []
+        return read_scores(Scores(*(tensor for tensor in scores if tensor is not None)), self._sampling.scored)
 
 
 @dataclass(slots=True)
@@ -325,6 +341,7 @@ class Executor:
                 sampling.params,
                 prompt_token_ids=sampling.prompt_token_ids,
                 output_token_ids=sampling.output_token_ids,
+                last_token_ids=sampling.last_token_ids,
             )
 
     def _compute(self, lease: LeaseRows, step: Step, started: Moment) -> Sampling:
@@ -334,7 +351,7 @@ class Executor:
             batch, draws = self._build_batch(step, rows)
         prepared = Moment(device)
         with phase("forward"):
-            logits = self._forward(grant, batch)
+            logits, scores = self._forward_and_score(step, batch)
         forwarded = Moment(device)
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         with phase("sample"):
@@ -345,6 +362,8 @@ class Executor:
             num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
             sampled=sampled,
             moments=(started, prepared, forwarded, Moment(device)),
+            scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
+            scores=scores,
         )
 
     def _build_batch(self, step: Step, rows: list[int]) -> tuple[StepBatch, Draws | None]:
@@ -352,7 +371,7 @@ class Executor:
         grant = step.grant
         starts, counts = list(grant.run_starts), list(grant.run_token_counts)
         token_ids = [step.given_tokens.get(index) for index in range(len(rows))]
-        if self._decode is None or not self._decode.takes_counts(counts):
+        if step.scored or self._decode is None or not self._decode.takes_counts(counts):
             batch = build_step_batch(
                 self._table,
                 block_size=self._pool.block_size,
@@ -361,12 +380,33 @@ class Executor:
                 counts=counts,
                 token_ids=token_ids,
             )
-            return batch, None
+            return replace(batch, keeps_hidden_states=bool(step.scored)), None
         draws = self._sampler.draws(rows) if self._decode.samples and all(grant.run_samples) else None
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
 
+    def _forward_and_score(self, step: Step, batch: StepBatch) -> tuple[Tensor, Scores | None]:
+        """The logits of _forward(), and log-probabilities of the tokens of prompts that the step asks for."""
+        if not step.scored:
+            return self._forward(step.grant, batch), None
+        with self._model.keeping_hidden_states(batch, self._pool) as kept:
+            logits = self._forward(step.grant, batch)
+        firsts = list(accumulate(batch.counts_host, initial=0))
+        asked = step.scored.items()
+        tokens = [np.arange(firsts[run], firsts[run] + len(each.next_token_ids)) for run, each in asked]
+        following = [each.next_token_ids for _, each in asked]
+        scores = score_tokens(
+            kept.reader(),
+            indices(np.concatenate(tokens).tolist(), batch.input_ids.device),
+            indices(np.concatenate(following).tolist(), batch.input_ids.device),
+            num_top=max(each.num_top for _, each in asked),
+            vocab_size=self._model.vocab_size,
+        )
+        return logits, scores
+
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
         """Computes what the grant says; logits [B, V] of each run's last token, valid until the next forward."""
+        if batch.keeps_hidden_states:
+            return self._model.forward(batch, self._pool)
         if self._decode is not None and self._decode.takes(batch):
             return self._decode.forward(batch)
         pieces = None if self._decode is None else self._decode.pieces

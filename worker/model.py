@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.worker.attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
-from quire.worker.cached_model import CacheLayout, keeps_states, probe_cache, run_cached
+from quire.worker.cached_model import CacheLayout, cut_step, keeps_states, packed_order, probe_cache, run_cached
 from quire.worker.fused_modules import has_own_forward, swap_back
 from quire.worker.fused_steps import FusedSteps
 from quire.worker.fusion import FusionReport, fuse_model, unfused
@@ -35,6 +35,7 @@ from quire.worker.model_source import ModelNotFound, check_hub, find_folder
 from quire.worker.packed_linear import pack_linears
 from quire.worker.past_positions import PastPositions
 from quire.worker.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
+from quire.worker.prompt_logprobs import HiddenStates, kept_hidden_states
 from quire.worker.self_check import (
     CHECKED_SEQS,
     SHORTEST_TOKENS,
@@ -149,6 +150,10 @@ class PagedModel:
             "use_cache": False,
         }
 
+    def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> AbstractContextManager[HiddenStates]:
+        """Keep the hidden states of the forward of this batch that runs within, to make logits of all of its tokens."""
+        return kept_hidden_states(self._model)
+
     def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
         """Hold forward(batch, pool) -> [B, vocab_size] against the model's own attention; see quire.worker.self_check.
 
@@ -189,6 +194,12 @@ class CachedModel(PagedModel):
     def describe_attention(self) -> str:
         """See PagedModel.describe_attention."""
         return "the model's own, over the pool as its cache"
+
+    def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> AbstractContextManager[HiddenStates]:
+        """See PagedModel.keeping_hidden_states."""
+        return kept_hidden_states(
+            self._model, order=packed_order(cut_step(batch, self._layout, block_size=pool.block_size))
+        )
 
     def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
         """See PagedModel.forward and run_cached(). Needs states allocated for the batch's rows, if there are any."""

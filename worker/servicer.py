@@ -211,6 +211,16 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
             )
             for entry in result.logprobs
         ],
+        prompt_logprobs=[
+            worker_service_pb2.PromptLogprobs(
+                sequence_id=entry.seq_id,
+                top_count=entry.num_top,
+                logprobs=entry.logprobs,
+                top_token_ids=entry.top_token_ids,
+                top_logprobs=entry.top,
+            )
+            for entry in result.prompt_logprobs
+        ],
         timings=worker_service_pb2.StepTimings(
             queue=duration(ended.queue_s),
             prepare=duration(result.prepare_s),

@@ -57,6 +57,8 @@ class StepBatch:
     seq_lens_host: tuple[int, ...]
     counts_host: tuple[int, ...]
     rows_host: tuple[int, ...]
+    keeps_hidden_states: bool = False
+    """Its forward is one of the model itself: hidden states of it are read."""
 
     @property
     def num_tokens(self) -> int:

@@ -8,9 +8,11 @@ from quire.client.engine.queues import Queues, id_of
 from quire.client.engine.room import Room
 from quire.client.engine.sequence import Sequence, SequenceState
 
-# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto).
+# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto), and ids that tell a
+# worker how to sample what is admitted or restored.
 _MAX_PLAN_TOKENS = 262_144
-# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto).
+# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto), and ids that tell a
+# worker how to sample them.
 _MAX_FORKED_TOKENS = 8_388_608
 
 
@@ -111,13 +113,20 @@ class Draft:
         num_left = max(_MAX_FORKED_TOKENS, self._limits.max_sequence_tokens)
         for parent in self._queues.running:
             followers = self._queues.followers.get(parent, [])
-            children = followers[: max(0, min(places, self._budget, num_left // parent.num_prompt_tokens))]
+            if not followers:
+                continue
+            num_each = parent.num_prompt_tokens + followers[0].num_sent_ids
+            children = followers[
+                : max(
+                    0, min(places, self._budget, num_left // num_each if self._forks else max(1, num_left // num_each))
+                )
+            ]
             if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
                 continue
             if not self._policy.admits(children[0], self._view):
                 return
             places -= len(children)
-            num_left -= len(children) * parent.num_prompt_tokens
+            num_left -= len(children) * num_each
             child_ids = tuple(self._fresh_id() for _ in children)
             self._forks.append(Fork(id_of(parent), child_ids, parent.num_prompt_tokens))
             for child_id, child in zip(child_ids, children, strict=True):
@@ -131,8 +140,8 @@ class Draft:
         # cached, cuts the last one.
         budget, num_given = float(self._budget), 0
         for sequence in self._queues.waiting[: max(0, places)]:
-            num_given += len(sequence.token_ids) if sequence.host_id is None else 0
-            if num_given > _MAX_PLAN_TOKENS and self._admissions:
+            num_given += sequence.num_sent_ids + (len(sequence.token_ids) if sequence.host_id is None else 0)
+            if num_given > _MAX_PLAN_TOKENS and (self._admissions or self._restores):
                 return
             if budget <= 0 or not self._admits(sequence) or not self._add_newcomer(sequence):
                 return
@@ -149,7 +158,9 @@ class Draft:
         """Offer one that waits; False if it has to wait for the next plan."""
         if sequence.host_id is None:
             seq_id = self._fresh_id()
-            self._admissions.append(Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted))
+            self._admissions.append(
+                Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted, computes_all=sequence.computes_all)
+            )
         elif sequence.host_id in self._queues.offloads or self._admissions:
             return False  # it is on its way there; or it would be let in before those above it in rank
         else:

@@ -286,7 +286,7 @@ class Engine:
         iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
         wanted = params_of(params, fields)
-        return self._requests.generate(self._requests.check(prompt, wanted), wanted)
+        return self._requests.generate(*self._requests.check(prompt, wanted))
 
     async def complete(
         self,
@@ -304,10 +304,7 @@ class Engine:
         several = prompts_of(prompts)
         each = [params_of(one, fields) for one in one_for_each(params, len(several))]
         checked = [self._requests.check(prompt, wanted) for prompt, wanted in zip(several, each, strict=True)]
-        tasks = [
-            asyncio.create_task(self._requests.complete(token_ids, wanted))
-            for token_ids, wanted in zip(checked, each, strict=True)
-        ]
+        tasks = [asyncio.create_task(self._requests.complete(token_ids, wanted)) for token_ids, wanted in checked]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -478,6 +475,7 @@ class Engine:
         self._observe_costs(step, response, timings)
         if span is not NO_SPAN:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
+        self._requests.take_prompt_logprobs(step, response)
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
         self._undelivered.append((sampled, response, ended))
         if step.seq_ids:

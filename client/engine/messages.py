@@ -2,10 +2,11 @@
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.channel import decode_error
-from quire.client.engine.plans import Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
 from quire.client.engine.sequence import Sequence
 from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2
+from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS
 
 _ITEMS = {
     cache_service_pb2.PLAN_ITEM_OFFLOAD: PlanItem.OFFLOAD,
@@ -48,15 +49,19 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         ],
         extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
         restores=[cache_service_pb2.Restore(sequence_id=seq_id) for seq_id in plan.restore_ids],
-        admissions=[
-            cache_service_pb2.Admission(
-                sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
-            )
-            for admission in plan.admissions
-        ],
+        admissions=[_encode_admission(admission, lease_id=lease_id) for admission in plan.admissions],
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
     )
+
+
+def _encode_admission(admission: Admission, *, lease_id: str) -> cache_service_pb2.Admission:
+    message = cache_service_pb2.Admission(
+        sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
+    )
+    if admission.computes_all:
+        message.salt = f"{lease_id}/{admission.seq_id}".encode()  # no other sequence has it, so nothing is found
+    return message
 
 
 def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:
@@ -107,8 +112,13 @@ def encode_step(step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False)
     inputs: dict[int, worker_service_pb2.SequenceInput] = {}
     for index in step.given:
         start = step.starts[index]
-        token_ids = step.sequences[index].token_ids[start : start + step.counts[index]]
+        sequence, count = step.sequences[index], step.counts[index]
+        token_ids = sequence.token_ids[start : start + count]
         inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index], token_ids=token_ids)
+        logprobs = sequence.prompt_logprobs
+        if logprobs is not None and (next_token_ids := logprobs.missing_after(start, count)):
+            inputs[index].prompt_logprob_count = logprobs.num_top
+            inputs[index].next_token_ids.extend(next_token_ids)
     for index in step.introduced:
         if index not in inputs:
             inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index])
@@ -125,10 +135,21 @@ def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameter
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         seed=sequence.seed,
         logprob_count=params.logprobs,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
     )
-    if params.has_penalty:  # which asks only whether a token occurred
+    if params.has_penalty:  # which asks only whether a token occurred, or how often it was generated
+        outputs = sequence.output_token_ids
         message.prompt_token_ids.extend(sorted(set(sequence.token_ids[: sequence.num_prompt_tokens])))
-        message.output_token_ids.extend(sorted(set(sequence.output_token_ids)))
+        message.output_token_ids.extend(outputs if params.frequency_penalty else sorted(set(outputs)))
+    if params.bad_words:
+        words = (worker_service_pb2.TokenSequence(token_ids=word) for word in params.bad_word_ids)
+        message.bad_words.extend(words)
+        message.last_token_ids.extend(sequence.token_ids[1 - MAX_BAD_WORD_TOKENS :])
+    if params.min_tokens and sequence.end_token_ids:
+        message.min_sequence_token_count = sequence.num_prompt_tokens + params.min_tokens
+        message.end_token_ids.extend(sorted(sequence.end_token_ids))
     return message

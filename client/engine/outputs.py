@@ -1,22 +1,11 @@
 """What callers get, and how a sample's tokens become it. Pure but for the tokenizer it is given."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sequence import FinishReason
 from quire.client.engine.tokenizer import Detokenizer, StopStrings
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities of one token, natural logarithm, of the model's own distribution.
-
-    `top` are the most probable tokens with theirs, most probable first.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +18,8 @@ class Chunk:
     token_ids      every token generated, each once, an end token included
     logprobs       parallel to token_ids; None if not asked for
     finish_reason  why the sample ended; None if it goes on
+    prompt_logprobs    of the prompt's tokens, by position, None for the first one; with the request's first chunk
+                       that has a token. None in the others, and if not asked for
     """
 
     index: int
@@ -36,6 +27,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +43,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All samples of one prompt, by index."""
+    """All samples of one prompt, by index; prompt_logprobs as in Chunk."""
 
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:
@@ -70,10 +63,23 @@ class Completion:
 class SampleText:
     """The text of one sample while it grows."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...]) -> None:
-        """Without a detokenizer there is no text."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        stop: tuple[str, ...],
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Without a detokenizer there is no text.
+
+        With keep_stop, what the sample stops at belongs to its text. Stop strings are not looked for in the text of the
+        first min_tokens tokens.
+        """
         self._detokenizer = detokenizer
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(stop, keep=keep_stop)
+        self._keep_stop = keep_stop
+        self._num_left_before_stop = min_tokens
 
     @property
     def met_stop_string(self) -> bool:
@@ -81,11 +87,15 @@ class SampleText:
         return self._stop.matched is not None
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """Take a token; returns new text. The token that a sample stops at has none."""
+        """Take a token; returns new text. The token that a sample stops at has none, but with keep_stop."""
         if self._detokenizer is None:
             return ""
-        token_ids = () if finish_reason is FinishReason.STOP else (token_id,)
-        text = self._stop.push(self._detokenizer.push(token_ids))
+        token_ids = () if finish_reason is FinishReason.STOP and not self._keep_stop else (token_id,)
+        text = self._detokenizer.push(token_ids)
+        if self._num_left_before_stop:
+            self._num_left_before_stop -= 1
+        else:
+            text = self._stop.push(text)
         return text if finish_reason is None else text + self.flush()
 
     def flush(self) -> str:
@@ -112,6 +122,11 @@ class Mailbox:
     def __init__(self, *, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
         self._unread: dict[int, _Unread] = {}
+        self._prompt_logprobs: PromptLogprobs | None = None
+
+    def put_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Add those of the prompt, to the first chunk that is taken next."""
+        self._prompt_logprobs = logprobs
 
     def put(
         self,
@@ -132,7 +147,7 @@ class Mailbox:
     def take(self) -> list[Chunk]:
         """All that is unread, by the order in which samples got it."""
         unread, self._unread = self._unread, {}
-        return [
+        chunks = [
             Chunk(
                 index=index,
                 text="".join(parts.text),
@@ -142,14 +157,21 @@ class Mailbox:
             )
             for index, parts in unread.items()
         ]
+        if chunks and self._prompt_logprobs is not None:
+            chunks[0] = replace(chunks[0], prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = None
+        return chunks
 
 
 def complete(prompt_token_ids: Iterable[int], chunks: Iterable[Chunk]) -> Completion:
     """All chunks of a request that has ended, put together. Raises ValueError if a sample has not ended."""
     samples: dict[int, list[Chunk]] = {}
+    prompt_logprobs: PromptLogprobs | None = None
     for chunk in chunks:
         samples.setdefault(chunk.index, []).append(chunk)
-    return Completion(tuple(prompt_token_ids), tuple(_sample(index, samples[index]) for index in sorted(samples)))
+        prompt_logprobs = prompt_logprobs or chunk.prompt_logprobs
+    each = tuple(_sample(index, samples[index]) for index in sorted(samples))
+    return Completion(tuple(prompt_token_ids), each, prompt_logprobs)
 
 
 def _sample(index: int, chunks: list[Chunk]) -> Sample:

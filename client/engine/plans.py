@@ -84,6 +84,8 @@ class Admission:
     token_ids: abc.Sequence[int]
     resumed: bool = False
     """It was in a pool before, and was preempted or lost."""
+    computes_all: bool = False
+    """Nothing of it is to be found in the cache, since the computation of each token gives something to report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,24 @@ from typing import Any
 from quire.client.engine.backlog import Backlog
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.metrics import Measured, RequestTimes
-from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, TokenLogprobs, complete
-from quire.client.engine.plans import Failed, Sampled
+from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, complete
+from quire.client.engine.plans import Failed, Sampled, Step
+from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
-from quire.client.errors import EngineStopped, InvalidRequest, QuireError, RequestFailed, after_delivery
+from quire.client.errors import (
+    EngineStopped,
+    InvalidRequest,
+    ProtocolViolation,
+    QuireError,
+    RequestFailed,
+    after_delivery,
+)
 from quire.compute.v1 import worker_service_pb2
+from quire.compute.v1.sampling_ranges import leaves_token
 
 Prompt = str | abc.Sequence[int]
 
@@ -31,7 +40,10 @@ _log = logging.getLogger(__name__)
 class Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
-    __slots__ = ("error", "mailbox", "news", "open", "sequences", "span", "texts", "timer", "times", "waits")
+    __slots__ = (
+        *("error", "mailbox", "news", "open", "prompt_logprobs", "sequences", "span"),
+        *("texts", "timer", "times", "waits"),
+    )
 
     def __init__(
         self,
@@ -52,6 +64,8 @@ class Request:
         self.waits = True  # for its first token
         self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
+        # Until they are delivered, with the first token.
+        self.prompt_logprobs: PromptLogprobs | None = None
 
     def fail(self, error: QuireError) -> None:
         self.error = self.error or error
@@ -106,17 +120,52 @@ class Requests:
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's tokens, if the request can be served. Raises InvalidRequest, or EngineStopped."""
+    def check(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """The prompt's tokens, and the parameters with bad words as token ids, if the request can be served.
+
+        Raises InvalidRequest, or EngineStopped.
+        """
         if self._stopped is not None:
             raise self._stopped
-        if params.logprobs is not None and params.logprobs > self._max_logprobs:
-            raise InvalidRequest.of_field("logprobs", params.logprobs, f"at most {self._max_logprobs}")
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, field)
+            if value is not None and value > self._max_logprobs:
+                raise InvalidRequest.of_field(field, value, f"at most {self._max_logprobs}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
         token_ids = self._token_ids(prompt)
+        params = self._encode_bad_words(params)
         self._scheduler.check(token_ids, params)
-        return token_ids
+        self._check_choice(params)
+        return token_ids, params
+
+    def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Parameters whose bad words are all token ids."""
+        texts = [word for word in params.bad_words if isinstance(word, str)]
+        if not texts:
+            return params
+        if self.tokenizer is None:
+            raise InvalidRequest.of_field("bad_words", "text", "token ids, since there is no tokenizer")
+        encoded = [token_ids for text in texts for token_ids in self.tokenizer.encode_word(text)]
+        return replace(params, bad_words=(*params.bad_word_ids, *encoded))
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest if the parameters leave no token to choose."""
+        ends = self._ends_of(params) if params.min_tokens else ()
+        is_left = leaves_token(
+            self._scheduler.limits.vocabulary_size,
+            allowed_token_ids=params.allowed_token_ids or (),
+            bad_words=params.bad_word_ids,
+            end_token_ids=ends,
+        )
+        if not is_left:
+            field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+            raise InvalidRequest.of_field(field, "no token that can be chosen", "at least one that can")
+
+    def _ends_of(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens at which a sample ends."""
+        ends = frozenset(params.stop_token_ids)
+        return ends if params.ignore_eos else ends | frozenset(self._end_token_ids)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -177,7 +226,14 @@ class Requests:
         seed = random.getrandbits(62) if params.seed is None else params.seed
         # Before the scheduler takes the request: what raises here leaves nothing behind.
         texts = [
-            SampleText(self.tokenizer.detokenizer(token_ids) if self.tokenizer else None, params.stop)
+            SampleText(
+                self.tokenizer.detokenizer(token_ids, skip_special_tokens=params.skip_special_tokens)
+                if self.tokenizer
+                else None,
+                params.stop,
+                keep_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
             for _ in range(params.n)
         ]
         self._backlog.enter(params.tenant, len(token_ids))
@@ -195,6 +251,7 @@ class Requests:
         tracing = self._tracing
         span = None if tracing is None else tracing.request(num_prompt_tokens=len(token_ids), params=params)
         request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
+        request.prompt_logprobs = sequences[0].prompt_logprobs
         request_id = sequences[0].request_id
         self._open[request_id] = request
         if params.timeout_s is not None:
@@ -221,12 +278,30 @@ class Requests:
         request_ids = dict.fromkeys(sequence.request_id for sequence in sequences)
         return [self._open[each].span for each in request_ids if each in self._open]
 
+    def take_prompt_logprobs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
+        """Take what a step says of prompts. Raises ProtocolViolation if it is not what was asked for."""
+        runs = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
+        for entry in response.prompt_logprobs:
+            index = runs.get(entry.sequence_id)
+            logprobs = None if index is None else step.sequences[index].prompt_logprobs
+            if index is None or logprobs is None:
+                raise ProtocolViolation("log-probabilities of a prompt that nobody asked for")
+            logprobs.put(
+                step.starts[index] + 1,
+                entry.logprobs,
+                entry.top_token_ids,
+                entry.top_logprobs,
+                top_count=entry.top_count,
+            )
+
     def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
         """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
         logprobs = {entry.sequence_id: entry for entry in response.logprobs}
         for event in events:
             try:
                 self._deliver_one(event, logprobs.get(event.seq_id), at_s)
+            except RequestFailed as error:
+                self.fail([Failed(event.sequence, error)])
             except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
                 _log.exception("the text of a request can't be made")
                 self.fail([Failed(event.sequence, _undeliverable(error))])
@@ -245,6 +320,9 @@ class Requests:
             reason = FinishReason.STOP
             self._scheduler.end([sequence], FinishReason.STOP)
         request.times.token(sequence.index, at_s, reason)
+        if request.prompt_logprobs is not None:
+            request.mailbox.put_prompt_logprobs(_whole(request.prompt_logprobs))
+            request.prompt_logprobs = None
         request.mailbox.put(
             sequence.index,
             text=piece,
@@ -305,6 +383,14 @@ def _integers_of(prompt: abc.Sequence[int]) -> list[int]:
 def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
     top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
     return TokenLogprobs(token_id, entry.sampled_logprob, top)
+
+
+def _whole(logprobs: PromptLogprobs) -> PromptLogprobs:
+    if not logprobs.is_complete:
+        raise RequestFailed(
+            "no log-probabilities of the prompt: a part of it was found in the cache, though not asked for"
+        )
+    return logprobs
 
 
 def _undeliverable(error: Exception) -> RequestFailed:

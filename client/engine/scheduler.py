@@ -43,6 +43,7 @@ from quire.client.engine.drafting import Draft
 from quire.client.engine.flight import Flight
 from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.queues import Queues, by_rank, require
 from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
 from quire.client.engine.sampling import SamplingParams
@@ -145,6 +146,8 @@ class Scheduler:
         request_id = self._next_request
         self._next_request += 1
         prompt = list(prompt_token_ids)
+        num_top = params.prompt_logprobs
+        logprobs = None if num_top is None else PromptLogprobs(prompt, num_top=num_top)
         sequences = [
             Sequence(
                 request_id=request_id,
@@ -155,6 +158,7 @@ class Scheduler:
                 max_tokens=max_tokens,
                 end_token_ids=ends,
                 params=params,
+                prompt_logprobs=logprobs,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
             )
@@ -170,20 +174,17 @@ class Scheduler:
     def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
         """The most tokens a request may generate.
 
-        Raises InvalidRequest if the prompt is empty, if it or stop_token_ids have a token out of range, or if it does
-        not fit, together with max_tokens, into the model or the pool.
+        Raises InvalidRequest if the prompt is empty, if it or a parameter has a token out of range, or if it does not
+        fit, together with max_tokens, into the model or the pool.
         """
         num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
         if not num_tokens:
             raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self.limits.vocabulary_size:
-                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
-                raise InvalidRequest.of_field("prompt", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
-        for token_id in params.stop_token_ids:
-            if token_id >= self.limits.vocabulary_size:
-                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
-                raise InvalidRequest.of_field("stop_token_ids", token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+        for field, given in (("prompt", token_ids), *params.token_ids_by_field()):
+            for token_id in (min(given), max(given)):
+                if not 0 <= token_id < self.limits.vocabulary_size:
+                    allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                    raise InvalidRequest.of_field(field, token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
         whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
         if num_tokens >= limit:
             allowed = f"fewer than {limit} tokens, by the {whose}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
 
 
@@ -71,6 +72,8 @@ class Sequence:
     end_token_ids: frozenset[int]
     params: SamplingParams
     seed: int
+    # Of the request's prompt, if they were asked for; shared by its samples.
+    prompt_logprobs: PromptLogprobs | None = None
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
     # Of the present incarnation in the pool; a fresh id each time it is admitted or forked. None while it has none.
@@ -102,6 +105,17 @@ class Sequence:
     def tenant(self) -> str:
         """The tenant that its request is for."""
         return self.params.tenant
+
+    @property
+    def computes_all(self) -> bool:
+        """True if nothing of it may be found in the cache: log-probabilities of its prompt have not come yet."""
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
+
+    @property
+    def num_sent_ids(self) -> int:
+        """Token ids that tell a worker how it is sampled, at most."""
+        num_seen = len(self.token_ids) if self.params.has_penalty else 0
+        return self.params.num_sent_ids + num_seen
 
     @property
     def is_suspect(self) -> bool:

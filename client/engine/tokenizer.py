@@ -7,6 +7,7 @@ string search what may be the beginning of a stop string.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +67,26 @@ class Tokenizer:
             raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
         return list(self._raw.encode(text).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text, special tokens left out."""
-        return self._raw.decode(list(token_ids), skip_special_tokens=True)
+    def encode_word(self, word: str) -> list[tuple[int, ...]]:
+        """The tokens of a text in the middle of another, without a space before it and with one, if these differ.
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        Raises InvalidRequest for a lone surrogate.
+        """
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest.of_field("bad_words", ascii(word), "texts without lone surrogates") from error
+        texts = (word, " " + word.lstrip())
+        encoded = (tuple(self._raw.encode(text, add_special_tokens=False).ids) for text in texts)
+        return [token_ids for token_ids in dict.fromkeys(encoded) if token_ids]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The tokens' text."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For the tokens that follow a prompt."""
-        return Detokenizer(self, prompt_token_ids)
+        return Detokenizer(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def _download(hub_id: str) -> Path:
@@ -88,14 +102,16 @@ class Detokenizer:
     bytes that are no character at all become U+FFFD, at the latest 16 tokens later, and are dropped at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._token_ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        if tokenizer.decode(self._token_ids).endswith(_REPLACEMENT):
+        if self._decode(self._token_ids).endswith(_REPLACEMENT):
             self._token_ids.clear()
         # Text of [0, _num_read) is out; it is decoded again as the context of what follows.
         self._num_read = len(self._token_ids)
-        self._context = tokenizer.decode(self._token_ids)
+        self._context = self._decode(self._token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take tokens; returns the text that is certain now."""
@@ -103,7 +119,7 @@ class Detokenizer:
 
     def _push_one(self, token_id: int) -> str:
         self._token_ids.append(token_id)
-        text = self._tokenizer.decode(self._token_ids)
+        text = self._decode(self._token_ids)
         num_undecided = len(self._token_ids) - self._num_read
         if text.endswith(_REPLACEMENT) and num_undecided < _MAX_UNDECIDED_TOKENS:
             return ""
@@ -116,19 +132,21 @@ class Detokenizer:
         """What was undecided becomes the context of the next tokens."""
         del self._token_ids[: self._num_read]
         self._num_read = len(self._token_ids)
-        self._context = self._tokenizer.decode(self._token_ids)
+        self._context = self._decode(self._token_ids)
 
     def flush(self) -> str:
         """The rest of the text, once no more tokens come."""
-        text = self._tokenizer.decode(self._token_ids)[len(self._context) :]
+        text = self._decode(self._token_ids)[len(self._context) :]
         return text.rstrip(_REPLACEMENT)
 
 
 class StopStrings:
     """Looks for stop strings in text that comes in pieces."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
+        """With keep, the stop string that is met belongs to the output."""
         self._stop = tuple(stop)
+        self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
@@ -146,7 +164,7 @@ class StopStrings:
         if found is not None:
             position, self.matched = found
             self._held = ""
-            return text[:position]
+            return text[: position + len(self.matched)] if self._keep else text[:position]
         num_held = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

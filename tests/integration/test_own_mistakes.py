@@ -160,8 +160,29 @@ VALUES: dict[int, list[Any]] = {
 }
 
 
+VALUES_BY_NAME: dict[str, list[Any]] = {
+    "logit_bias": [
+        *({0: value} for value in (0.0, 1.0, 100.0, -100.0, 101.0, -101.0, math.nan, math.inf)),
+        *({-1: 1.0}, {VOCAB_SIZE - 1: 1.0}, {VOCAB_SIZE: 1.0}, dict.fromkeys(range(1_025), 1.0)),
+    ],
+    "bad_words": [[0], [0, VOCAB_SIZE - 1], [], [-1], [VOCAB_SIZE], [1] * 16, [1] * 17],
+}
+"""Of fields that hold messages."""
+
+
+def values_of(field: FieldDescriptor) -> list[Any]:
+    """Values at the bounds of a field and beyond."""
+    kind = VALUES.get(field.cpp_type, [])
+    assert kind or field.name in VALUES_BY_NAME, f"{field.name} is of a new kind: say which values to try"
+    return VALUES_BY_NAME.get(field.name, kind)
+
+
 def put(entry: worker_service_pb2.SequenceInput, field: FieldDescriptor, value: Any) -> None:
-    if field.is_repeated:
+    if field.name == "logit_bias":
+        entry.sampling.logit_bias.update(value)
+    elif field.name == "bad_words":
+        entry.sampling.bad_words.add(token_ids=value)
+    elif field.is_repeated:
         getattr(entry.sampling, field.name).append(value)
     else:
         setattr(entry.sampling, field.name, value)
@@ -183,12 +204,10 @@ async def outcome_of(engine: Engine, changes: Changes) -> str:
 def test_a_value_that_the_worker_refuses_fails_its_own_request(
     field: FieldDescriptor, services: LocalServices, alone: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert field.cpp_type in VALUES, f"{field.name} is of a new kind: say which values are at its bounds and beyond"
-
     async def main() -> None:
         changes, refused = Changes(), []
         async with connect(services, changes) as engine:
-            for value in VALUES[field.cpp_type]:
+            for value in values_of(field):
                 changes.to_input = lambda entry, value=value: put(entry, field, value)
 
                 async def beside(value: Any = value) -> None:
@@ -218,9 +237,38 @@ def unknown_sequence(entry: worker_service_pb2.SequenceInput) -> None:
     entry.sequence_id = 2**31 - 1
 
 
+def more_next_tokens(entry: worker_service_pb2.SequenceInput) -> None:
+    entry.prompt_logprob_count = 1
+    entry.next_token_ids.extend([1] * (len(entry.token_ids) + 1))
+
+
+def unasked_next_tokens(entry: worker_service_pb2.SequenceInput) -> None:
+    entry.next_token_ids.append(1)
+
+
+def unknown_next_token(entry: worker_service_pb2.SequenceInput) -> None:
+    entry.prompt_logprob_count = 1
+    entry.next_token_ids.append(VOCAB_SIZE)
+
+
+def too_many_prompt_logprobs(entry: worker_service_pb2.SequenceInput) -> None:
+    entry.prompt_logprob_count = 21
+
+
+def no_token_left(entry: worker_service_pb2.SequenceInput) -> None:
+    entry.sampling.allowed_token_ids.append(5)
+    entry.sampling.bad_words.add(token_ids=[5])
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [(other_tokens, RequestFailed), (more_tokens, InvalidRequest), (unknown_sequence, InvalidRequest)],
+    [
+        *((change, InvalidRequest) for change in (more_next_tokens, unasked_next_tokens, unknown_next_token)),
+        *((change, InvalidRequest) for change in (too_many_prompt_logprobs, no_token_left)),
+        (other_tokens, RequestFailed),
+        (more_tokens, InvalidRequest),
+        (unknown_sequence, InvalidRequest),
+    ],
     ids=lambda value: value.__name__,
 )
 def test_tokens_that_the_worker_refuses_fail_their_own_request(
@@ -294,6 +342,13 @@ def bounds_of(name: str) -> list[float]:
 AT_BOUNDS: dict[str, list[Any]] = {
     "max_tokens": [1, 128 - len(BAD_PROMPT), None],
     **{name: bounds_of(name) for name, allowed in RANGES.items() if allowed.is_float},
+    "logit_bias": [{}, {0: -100, VOCAB_SIZE - 1: 100}, dict.fromkeys(range(VOCAB_SIZE), 1.0)],
+    "allowed_token_ids": [None, (0,), tuple(range(VOCAB_SIZE))],
+    "bad_words": [(), ((0,),), ((VOCAB_SIZE - 1,) * 16,), tuple((a, b) for a in range(32) for b in range(32))],
+    "min_tokens": [0, 2],
+    "include_stop_str_in_output": [False, True],
+    "skip_special_tokens": [False, True],
+    "prompt_logprobs": [0, 20, None],
     "top_k": [0, 2**31 - 1],
     "seed": [-(2**63), 2**63 - 1, None],
     "stop": [()],  # there is no tokenizer here

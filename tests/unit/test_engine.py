@@ -970,8 +970,8 @@ def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
 class BrokenTokenizer(Tokenizer):
     """Can't make a text of "!" with something behind its line, nor of "?" at all."""
 
-    def decode(self, token_ids: Any) -> str:
-        text = super().decode(token_ids)
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        text = super().decode(token_ids, skip_special_tokens=skip_special_tokens)
         if "?" in text or ("!" in text and len(text) > 2):
             raise RuntimeError("no such text")
         return text

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.client.engine.outputs import Mailbox, SampleText, complete
 from quire.client.engine.sequence import FinishReason
 from quire.client.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
+from quire.client.errors import InvalidRequest
 
 SPECIAL = 256
 
@@ -145,6 +146,36 @@ def test_what_was_held_back_is_shown_at_the_end() -> None:
     (letter,) = BYTES.encode("x")
     assert text.push(letter, None) == ""
     assert text.push(letter, FinishReason.LENGTH) == "xx"
+
+
+def test_special_tokens_may_be_part_of_the_text() -> None:
+    token_ids = [*BYTES.encode("a"), *BYTES.encode("<end>"), *BYTES.encode("b")]
+    assert len(token_ids) == 3
+    assert BYTES.detokenizer().push(token_ids) == "ab"
+    assert BYTES.detokenizer(skip_special_tokens=False).push(token_ids) == "a<end>b"
+
+
+def test_what_a_sample_stops_at_may_be_part_of_its_text() -> None:
+    text = SampleText(BYTES.detokenizer(), ("xy",), keep_stop=True)
+    pieces = [text.push(token_id, None) for token_id in BYTES.encode("axyz")]
+    assert ("".join(pieces), text.met_stop_string) == ("axy", True)
+    (letter,) = BYTES.encode("x")
+    assert SampleText(BYTES.detokenizer(), (), keep_stop=True).push(letter, FinishReason.STOP) == "x"
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_tokens() -> None:
+    text = SampleText(BYTES.detokenizer(), ("ab",), min_tokens=3)
+    pieces = [text.push(token_id, None) for token_id in BYTES.encode("ababab")]
+    assert ("".join(pieces), text.met_stop_string) == ("abab", True)
+    held = SampleText(BYTES.detokenizer(), ("ab",), min_tokens=1)
+    assert [held.push(token_id, None) for token_id in BYTES.encode("ab")] == ["a", "b"]
+
+
+def test_a_bad_word_is_encoded_with_and_without_a_space() -> None:
+    assert BYTES.encode_word("ab") == [tuple(BYTES.encode("ab")), tuple(BYTES.encode(" ab"))]
+    assert BYTES.encode_word(" ab") == [tuple(BYTES.encode(" ab"))]
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        BYTES.encode_word("\ud800")
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
