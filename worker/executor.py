@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
+from quire.worker.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
 from quire.worker.grants import Step
 from quire.worker.graphs import StaticDecode
 from quire.worker.host_pool import HostCopies, HostPool, make_host_pool
@@ -60,6 +61,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarFailure:
+    """Why a sequence's grammar could not be followed; its token means nothing."""
+
+    seq_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """How a step ended. Times in seconds, on a GPU its own; lists named alike belong together by index."""
 
@@ -72,6 +81,7 @@ class StepResult:
     sampled_tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    grammar_failures: list[GrammarFailure] = field(default_factory=list)
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -87,6 +97,7 @@ class Sampling:
     sampled: Sampled
     moments: tuple[Moment, Moment, Moment, Moment]
     """Before the step, with its batch built, after the forward, after sampling."""
+    grammar_failures: list[GrammarFailure] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
     """Sequences that ask for log-probabilities of their prompts, and of which tokens."""
     scores: Scores | None = None
@@ -124,6 +135,7 @@ class LaunchedStep:
             sampled_tokens=sampled.tokens.tolist(),
             logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
             prompt_logprobs=self._read_scores(*scores),
+            grammar_failures=self._sampling.grammar_failures,
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
@@ -184,6 +196,7 @@ class Executor:
             )
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
+        self._grammars = GrammarRows(self._table, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
         self.profiler: StepProfiler | None = None
@@ -292,6 +305,7 @@ class Executor:
             child = self._table.fork(lease.rows[parent_id])
             self._table.trim_blocks(child, 0)
             self._sampler.fork(lease.rows[parent_id], child)
+            self._grammars.fork(lease.rows[parent_id], child)
             self._model.states.fork(lease.rows[parent_id], child)
             lease.rows[child_id] = child
         ends = [0]
@@ -336,6 +350,7 @@ class Executor:
         A row whose parameters can't be set is left without any: the steps that sample it fail.
         """
         for seq_id, sampling in step.sampling.items():
+            self._grammars.set(lease.rows[seq_id], sampling.following)
             self._sampler.set_params(
                 lease.rows[seq_id],
                 sampling.params,
@@ -350,12 +365,18 @@ class Executor:
         with phase("prepare batch"):
             batch, draws = self._build_batch(step, rows)
         prepared = Moment(device)
-        with phase("forward"):
-            logits, scores = self._forward_and_score(step, batch)
+        making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
+        try:
+            with phase("forward"):
+                logits, scores = self._forward_and_score(step, batch)
+        finally:
+            masks = NO_MASKS if making is None else self._grammars.finish(making)
         forwarded = Moment(device)
         chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         with phase("sample"):
-            sampled = self._sample(batch, logits, chosen) if draws is None else self._replay_sampler(batch, draws)
+            sampled = (
+                self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
+            )
         params = [self._sampler.params(rows[index]) for index in chosen]
         return Sampling(
             seq_ids=[grant.run_sequence_ids[index] for index in chosen],
@@ -364,6 +385,11 @@ class Executor:
             moments=(started, prepared, forwarded, Moment(device)),
             scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
+            grammar_failures=[
+                GrammarFailure(seq_id, masks.failures[row])
+                for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True)
+                if row in masks.failures
+            ],
         )
 
     def _build_batch(self, step: Step, rows: list[int]) -> tuple[StepBatch, Draws | None]:
@@ -381,7 +407,8 @@ class Executor:
                 token_ids=token_ids,
             )
             return replace(batch, keeps_hidden_states=bool(step.scored)), None
-        draws = self._sampler.draws(rows) if self._decode.samples and all(grant.run_samples) else None
+        is_replayed = self._decode.samples and all(grant.run_samples) and not self._grammars.follows(rows)
+        draws = self._sampler.draws(rows) if is_replayed else None
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
 
     def _forward_and_score(self, step: Step, batch: StepBatch) -> tuple[Tensor, Scores | None]:
@@ -418,7 +445,7 @@ class Executor:
         assert self._decode is not None
         return Sampled(self._decode.sample(batch, draws.way))
 
-    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int]) -> Sampled:
+    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int], masks: Masks) -> Sampled:
         """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
         if not chosen:
             return Sampled(torch.zeros(0, dtype=torch.int64))
@@ -426,14 +453,25 @@ class Executor:
             logits = logits.index_select(0, indices(chosen, logits.device))
         rows = [batch.rows_host[index] for index in chosen]
         positions = [batch.seq_lens_host[index] for index in chosen]
-        sampled = self._sampler.sample(logits, rows, positions)
+        sampled = self._sampler.sample(logits, rows, positions, masks)
         self._table.store_sampled(rows, sampled.tokens, positions)
         return sampled
 
     def _remove(self, row: int) -> None:
         self._table.remove(row)
         self._sampler.clear(row)
+        self._grammars.set(row, None)
         self._model.states.clear(row)
+
+
+def _runs_of(step: Step, rows: list[int]) -> list[Run]:
+    """The step's runs as grammars see them."""
+    grant = step.grant
+    runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)
+    return [
+        Run(row, start, count, step.given_tokens.get(index), samples)
+        for index, (row, start, count, samples) in enumerate(runs)
+    ]
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -21,6 +23,7 @@ from quire.compute.v1.sampling_ranges import (
 )
 from quire.worker.constraints import NUM_REMEMBERED, Constraints
 from quire.worker.errors import Reason, Refused, invalid
+from quire.worker.grammars import MAX_CHOICES, Following, Grammar, GrammarRefused
 from quire.worker.prompt_logprobs import ScoredTokens
 from quire.worker.sampler import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 
@@ -36,12 +39,16 @@ SEQUENCE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a sequence is sampled from a step on; the token ids are only for penalties, the last ones for bad words."""
+    """How a sequence is sampled from a step on; the token ids are only for penalties, the last ones for bad words.
+
+    following   the sequence's grammar, with the generated tokens that the client gave
+    """
 
     params: SamplingParams
     prompt_token_ids: TokenIds = ()
     output_token_ids: TokenIds = ()
     last_token_ids: TokenIds = ()
+    following: Following | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,12 @@ def decode_step(
     max_sequence_tokens: int,
     max_step_tokens: int,
     max_logprobs: int,
+    followed: Mapping[int, Following | Refused] = MappingProxyType({}),
 ) -> Step:
-    """What the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH)."""
+    """What the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
+
+    followed has an entry for each sequence that brings a grammar: why it is refused, if it is.
+    """
     if request.skip:
         return Step(grant, skip=True)
     num_tokens = sum(grant.run_token_counts)
@@ -109,9 +120,12 @@ def decode_step(
             sampling[seq_id] = decode_sampling(
                 entry, vocab_size=vocab_size, max_sequence_tokens=max_sequence_tokens, max_logprobs=max_logprobs
             )
+            following = decode_following(entry, followed, max_sequence_tokens=max_sequence_tokens)
+            sampling[seq_id] = replace(sampling[seq_id], following=following)
         if entry.next_token_ids or entry.HasField("prompt_logprob_count"):
             check = _InputCheck(seq_id, vocab_size)
             scored[run] = decode_scored(entry, check, count=grant.run_token_counts[run], max_logprobs=max_logprobs)
+    check_generated(grant, sampling)
     given = match_given_tokens(grant, tokens)
     return Step(grant, given, sampling, {run: each for run, each in scored.items() if each.next_token_ids.size})
 
@@ -250,3 +264,62 @@ def _decode_bias(bias: Mapping[int, float], check: _InputCheck) -> dict[int, flo
         if not LOGIT_BIAS.allows(value):
             raise check.refusal("sampling.logit_bias", value, f"in {LOGIT_BIAS.text}")
     return {token_id: value for token_id, value in bias.items() if value}
+
+
+def decode_grammar(message: worker_service_pb2.Grammar) -> Grammar:
+    """Return a grammar as it is compiled. Raises GrammarRefused if it is none."""
+    kind = message.WhichOneof("grammar")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise GrammarRefused("one grammar has to be set")
+    if kind == "json_object":
+        return Grammar(kind, "")
+    if kind != "choice":
+        return Grammar(kind, getattr(message, kind))
+    texts = list(message.choice.texts)
+    if not 1 <= len(texts) <= MAX_CHOICES:
+        raise GrammarRefused(f"it has {len(texts)} texts, 1 to {MAX_CHOICES} are needed")
+    return Grammar(kind, json.dumps(texts, ensure_ascii=False))
+
+
+def refuse_grammar(
+    field: str, message: worker_service_pb2.Grammar, error: GrammarRefused, **metadata: object
+) -> Refused:
+    """Return the refusal of a grammar: INVALID_ARGUMENT, with the reason why it can't be used as the limit."""
+    kind = message.WhichOneof("grammar") or "none"
+    value = f"{kind} of {message.ByteSize()} bytes"
+    text = f"{field} is a {kind} that can't be used: {error}"
+    return Refused(Reason.INVALID_ARGUMENT, text, field=field, value=value, limit=str(error), **metadata)
+
+
+def decode_following(
+    entry: worker_service_pb2.SequenceInput,
+    followed: Mapping[int, Following | Refused],
+    *,
+    max_sequence_tokens: int,
+) -> Following | None:
+    """Return the grammar that a sequence follows from now on, None if none. Raises Refused, naming the sequence."""
+    message, seq_id = entry.sampling, entry.sequence_id
+    least, most = (1, max_sequence_tokens) if message.HasField("grammar") else (0, 0)
+    if not least <= message.output_begins_at <= most:
+        limit = f"{least} to {most}" if most else "0 without a grammar"
+        raise invalid("sampling.output_begins_at", message.output_begins_at, limit, sequence_id=seq_id)
+    if not most:
+        return None
+    following = followed[seq_id]
+    if isinstance(following, Refused):
+        raise following
+    return following
+
+
+def check_generated(grant: grant_pb2.StepGrant, sampling: Mapping[int, RowSampling]) -> None:
+    """Raises Refused if a sequence with a grammar runs behind the generated tokens that the worker was told."""
+    if not any(row.following for row in sampling.values()):
+        return
+    for seq_id, start in zip(grant.run_sequence_ids, grant.run_starts, strict=True):
+        row = sampling.get(seq_id)
+        if row is None or row.following is None:
+            continue
+        num_needed = start - row.following.begins_at
+        if num_needed > len(row.following.tokens):
+            value, limit = f"{len(row.following.tokens)} tokens", f"at least {num_needed}, all before the run"
+            raise invalid("sampling.output_token_ids", value, limit, sequence_id=seq_id)

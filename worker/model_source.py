@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 HUB_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
 
 
 class ModelNotFound(ValueError):
@@ -113,3 +114,17 @@ def _request_config(hub_id: str, revision: str | None, timeout_s: float, answers
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def find_tokenizer(source: str, *, revision: str | None = None) -> Path | None:
+    """Return the tokenizer.json of a model that was found, None if it has none or it can't be fetched."""
+    folder = Path(source)
+    if folder.is_dir():
+        path = folder / _TOKENIZER
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(source, _TOKENIZER, revision=revision))
+    except Exception:  # of the network and of the hub; their types are many
+        return None

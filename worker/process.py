@@ -27,6 +27,7 @@ from quire.worker.errors import DOMAIN
 from quire.worker.executor import Executor
 from quire.worker.fused_steps import choose_steps
 from quire.worker.gate import Gate
+from quire.worker.grammars import Grammars, NoGrammars, load_grammars
 from quire.worker.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.kv_pool import (
@@ -41,6 +42,7 @@ from quire.worker.kv_pool import (
 )
 from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, load_model
+from quire.worker.model_source import find_tokenizer
 from quire.worker.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.profiling import StepProfiler
 from quire.worker.roles import MESSAGE_LIMITS, ROLES
@@ -89,7 +91,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
         geometry = describe_pool(config, model, pool, loaded.host_pool)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
-        steps = Steps(gate, executor, thread, limits)
+        steps = Steps(gate, executor, thread, limits, loaded.grammars)
+        if isinstance(loaded.grammars, Grammars):
+            stack.callback(loaded.grammars.close)
         steps.on_violation = server.fail
         if executor.profiler is not None:
             stack.push_async_callback(write_profile, executor.profiler, steps, thread)
@@ -144,6 +148,8 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a worker has before it serves; `decode` are its decode steps as graphs, if they are."""
+
+    grammars: Grammars | NoGrammars
 
     model: PagedModel
     pool: KVPool
@@ -220,7 +226,14 @@ def load(config: WorkerConfig) -> Loaded:
         decode = capture_decode(
             model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
         )
-    return Loaded(model, pool, allocate_host_pool(config, model, pool), decode)
+    grammars = load_grammars(
+        find_tokenizer(config.model, revision=config.revision),
+        vocab_size=model.vocab_size,
+        end_token_ids=model.eos_token_ids,
+    )
+    if isinstance(grammars, NoGrammars):
+        log.info("no grammars: %s", grammars.reason)
+    return Loaded(grammars, model, pool, allocate_host_pool(config, model, pool), decode)
 
 
 def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> PoolSize:

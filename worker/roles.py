@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from quire.serving.access import Role, Roles
 from quire.serving.receiving import MAX_MESSAGE_BYTES
+from quire.worker.grammars import MAX_GRAMMAR_BYTES
 
 SERVICE = "/quire.compute.v1.WorkerService/"
 
@@ -15,6 +16,7 @@ OPERATOR: Roles = frozenset({Role.OPERATOR})
 
 ROLES: dict[str, Roles] = {
     f"{SERVICE}GetModel": CLIENT | OPERATOR,
+    f"{SERVICE}CheckGrammar": CLIENT,
     f"{SERVICE}RunStep": CLIENT,
     f"{SERVICE}RunSteps": CLIENT,
     f"{SERVICE}GetStatistics": OPERATOR,
@@ -22,4 +24,8 @@ ROLES: dict[str, Roles] = {
 }
 
 # Bytes of a request. Methods that are not here take ids, names and numbers: SMALL_MESSAGE_BYTES.
-MESSAGE_LIMITS: dict[str, int] = {f"{SERVICE}RunStep": MAX_MESSAGE_BYTES, f"{SERVICE}RunSteps": MAX_MESSAGE_BYTES}
+MESSAGE_LIMITS: dict[str, int] = {
+    f"{SERVICE}CheckGrammar": 4 * MAX_GRAMMAR_BYTES,  # one that is too long gets the message that says so
+    f"{SERVICE}RunStep": MAX_MESSAGE_BYTES,
+    f"{SERVICE}RunSteps": MAX_MESSAGE_BYTES,
+}

@@ -1,9 +1,9 @@
 """From logits to tokens, for a batch in which every row has parameters of its own.
 
-Order and meaning are those of transformers' logits processors: constraints (constraints.py), repetition penalty over
-prompt and output, presence and frequency penalty over output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p
-all keep the tokens whose logit is at least some threshold of the row; the greatest of the thresholds counts, and no row
-is sorted further than it must be.
+First what a grammar does not allow is masked. Order and meaning of the rest are those of transformers' logits
+processors: constraints (constraints.py), repetition penalty over prompt and output, presence and frequency penalty over
+output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens whose logit is at least some
+threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
 
 A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
 (seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quire.compute.v1.sampling_ranges import RANGES
 from quire.worker.constraints import ConstraintPlan, Constraints, ConstraintTable
+from quire.worker.grammar_masks import NO_MASKS, Masks
 from quire.worker.transfer import send, to_device
 
 MAX_LOGPROBS = 20
@@ -336,8 +337,8 @@ class Sampler:
         return self._planned_draws[1]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """Choose a token per row; rows with penalties or bad words remember it.
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Masks = NO_MASKS) -> Sampled:
+        """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
 
             logits      [B, vocab_size]     float32, on the sampler's device; not changed
             rows        B rows of the sequence table, distinct
@@ -353,7 +354,9 @@ class Sampler:
                 f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
             )
         plan = self._plan(tuple(rows))
-        scores = logits if plan.constraints is None else self._constraints.apply(plan.constraints, logits, positions)
+        scores = masks.apply(logits, rows)
+        if plan.constraints is not None:
+            scores = self._constraints.apply(plan.constraints, scores, positions)
         if plan.penalties is not None:
             scores = self._penalize(scores, plan.penalties)
         if plan.draw is None:

@@ -86,7 +86,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def RunStep(  # noqa: N802
         self, request: worker_service_pb2.RunStepRequest, context: Context
     ) -> worker_service_pb2.RunStepResponse:
-        return encode_ended(await self._steps.accept(request))
+        followed = await self._steps.follow_grammars(request)
+        return encode_ended(await self._steps.accept(request, followed))
+
+    @refusing
+    async def CheckGrammar(  # noqa: N802
+        self, request: worker_service_pb2.CheckGrammarRequest, context: Context
+    ) -> worker_service_pb2.CheckGrammarResponse:
+        await self._steps.check_grammar(request.grammar)
+        return worker_service_pb2.CheckGrammarResponse()
 
     async def RunSteps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_service_pb2.RunStepsRequest], context: Context
@@ -124,7 +132,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         try:
             async for request in requests:
                 try:
-                    ended = self._steps.accept(request.step)
+                    followed = await self._steps.follow_grammars(request.step)
+                    ended = self._steps.accept(request.step, followed)
                 except Refused as refused:
                     ended = asyncio.get_running_loop().create_future()
                     # Its traceback holds the request, and would for as long as the answer waits.
@@ -231,6 +240,10 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
         ),
         offloaded_block_count=result.host.num_offloaded,
         restored_block_count=result.host.num_restored,
+        grammar_failures=[
+            worker_service_pb2.GrammarFailure(sequence_id=failure.seq_id, message=failure.message)
+            for failure in result.grammar_failures
+        ],
     )
 
 

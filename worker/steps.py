@@ -7,9 +7,10 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Self
 
 from quire.cache.v1 import attach_pb2, grant_pb2
@@ -17,7 +18,8 @@ from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Reason, Refused
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.gate import Gate
-from quire.worker.grants import Step, decode_grant, decode_step, max_grant_bytes
+from quire.worker.grammars import MAX_WAITING, Following, GrammarRefused, Grammars, NoGrammars, TooManyGrammars
+from quire.worker.grants import Step, decode_grammar, decode_grant, decode_step, max_grant_bytes, refuse_grammar
 from quire.worker.runner import ModelThread
 from quire.worker.verify import OwnershipViolation
 
@@ -32,6 +34,8 @@ REPORTED_OUTCOMES = {
     Outcome.PRIOR_FAILED: attach_pb2.STEP_OUTCOME_FAILED,
     Outcome.SKIPPED: attach_pb2.STEP_OUTCOME_SKIPPED,
 }
+
+NO_GRAMMARS = NoGrammars("this worker has no grammars")
 
 # What no new epoch of this process helps against: the next process begins one.
 WHY_STOPPING: dict[type[BaseException], str] = {
@@ -126,11 +130,19 @@ class EndedStep:
 class Steps:
     """The one way into the model thread. Checks a step at the gate, runs it, reports it."""
 
-    def __init__(self, gate: Gate, executor: Executor, thread: ModelThread, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        executor: Executor,
+        thread: ModelThread,
+        limits: StepLimits,
+        grammars: Grammars | NoGrammars = NO_GRAMMARS,
+    ) -> None:
         self.gate = gate
         self.reports = Reports()
         self.counters = StepCounters()
         self.limits = limits
+        self._grammars = grammars
         self._executor = executor
         self._thread = thread
         self._running: deque[Step] = deque()
@@ -152,8 +164,48 @@ class Steps:
         self._is_draining = True
         await self._thread.idle()
 
-    def accept(self, request: worker_service_pb2.RunStepRequest) -> asyncio.Future[EndedStep]:
-        """Puts a step in line. Raises Refused, with nothing touched and the step's number not used up."""
+    async def check_grammar(self, message: worker_service_pb2.Grammar) -> None:
+        """Compiles a grammar. Raises Refused (INVALID_ARGUMENT, OVERLOADED)."""
+        try:
+            if isinstance(self._grammars, NoGrammars):
+                raise GrammarRefused(self._grammars.reason)
+            await self._grammars.compile(decode_grammar(message))
+        except GrammarRefused as error:
+            raise refuse_grammar("grammar", message, error) from None
+        except TooManyGrammars as error:
+            raise Refused(Reason.OVERLOADED, str(error), limit=MAX_WAITING) from None
+
+    async def follow_grammars(self, request: worker_service_pb2.RunStepRequest) -> dict[int, Following | Refused]:
+        """Return the grammars that a step brings, by sequence, compiled and moved to the tokens generated so far."""
+        entries = [entry for entry in request.inputs if entry.sampling.HasField("grammar")]
+        return {entry.sequence_id: await self._follow(entry) for entry in entries}
+
+    async def _follow(self, entry: worker_service_pb2.SequenceInput) -> Following | Refused:
+        sampling, seq_id = entry.sampling, entry.sequence_id
+        try:
+            if isinstance(self._grammars, NoGrammars):
+                raise GrammarRefused(self._grammars.reason)
+            # What is too long, or no token, accept() refuses.
+            tokens = [token for token in sampling.output_token_ids if 0 <= token < self.limits.vocab_size]
+            return await self._grammars.follow(
+                decode_grammar(sampling.grammar),
+                begins_at=sampling.output_begins_at,
+                tokens=tokens[: self.limits.max_sequence_tokens],
+            )
+        except GrammarRefused as error:
+            return refuse_grammar("sampling.grammar", sampling.grammar, error, sequence_id=seq_id)
+        except TooManyGrammars as error:
+            return Refused(Reason.OVERLOADED, str(error), limit=MAX_WAITING, sequence_id=seq_id)
+
+    def accept(
+        self,
+        request: worker_service_pb2.RunStepRequest,
+        followed: Mapping[int, Following | Refused] = MappingProxyType({}),
+    ) -> asyncio.Future[EndedStep]:
+        """Puts a step in line, with what follow_grammars() says of it.
+
+        Raises Refused, with nothing touched and the step's number not used up.
+        """
         try:
             self.gate.check_unread(request.grant, max_bytes=self.limits.max_grant_bytes)
             grant = decode_grant(request.grant)
@@ -166,6 +218,7 @@ class Steps:
                 max_sequence_tokens=self.limits.max_sequence_tokens,
                 max_step_tokens=self.limits.max_step_tokens,
                 max_logprobs=self.limits.max_logprobs,
+                followed=followed,
             )
         except Refused as refused:
             self.counters.refusals[refused.reason] += 1

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import model_zoo as zoo
 import numpy as np
 import pytest
+import text_model
 import torch
 
 from quire.cache.v1 import grant_pb2
 from quire.worker import sampler
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
+from quire.worker.grammars import Grammar, Grammars, load_grammars
 from quire.worker.grants import RowSampling, Step
 from quire.worker.host_pool import HostCopies, make_host_pool
 from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel, prepare_model
+from quire.worker.model import PagedModel, load_model, prepare_model
+from quire.worker.model_source import find_tokenizer
 from quire.worker.sampler import SamplingParams
 from quire.worker.transfer import Moment, Readback, to_device
 
 BLOCK_SIZE = 4
 PROMPTS = {1: [5, 9, 2, 11, 3, 8], 2: [7, 1]}
 CPU = torch.device("cpu")
+END_ID = text_model.make_tokenizer().token_to_id(text_model.END)
+VOCAB_SIZE = text_model.make_tokenizer().get_vocab_size() + 5
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +192,32 @@ def test_transfers_on_a_cpu_are_there_at_once() -> None:
     assert Readback(CPU).wait() == ()
     begin = Moment(CPU)
     assert begin.seconds_until(Moment(CPU)) >= 0
+
+
+def test_steps_launched_ahead_follow_grammars_as_steps_one_by_one_do(
+    tmp_path: Path,
+) -> None:
+    """The mask of a step is of the token before it, which is collected only after the step was launched."""
+    folder = text_model.save(tmp_path)
+    grammars = load_grammars(find_tokenizer(str(folder)), vocab_size=VOCAB_SIZE, end_token_ids=[END_ID])
+    assert isinstance(grammars, Grammars)
+    model = load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=64)
+
+    def run(*, ahead: bool) -> list[StepResult]:
+        some = executor(model)
+        following = asyncio.run(grammars.follow(Grammar("regex", "[a-c]{2}x"), begins_at=6, tokens=[]))
+        bound = {1: RowSampling(SamplingParams(temperature=1.0, seed=1), following=following)}
+        first, *others = steps()
+        todo = [replace(first, sampling={**first.sampling, **bound}), *others]
+        if not ahead:
+            return [some.execute(step) for step in todo]
+        launched = [some.launch(step) for step in todo]
+        return [each.collect() for each in launched]
+
+    results = run(ahead=True)
+    assert list(map(without_times, results)) == list(map(without_times, run(ahead=False)))
+    tokens = [dict(zip(each.sampled_ids, each.sampled_tokens, strict=True)) for each in results]
+    text = text_model.make_tokenizer().decode([each[1] for each in tokens if 1 in each])
+    assert re.fullmatch("[a-c]{2}x", text)
+    assert not any(each.grammar_failures for each in results)
+    grammars.close()

@@ -20,7 +20,8 @@ from quire.cachemgr.errors import CallRefused
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Refused
 from quire.worker.gate import MAX_UNSIGNED_BYTES, Gate
-from quire.worker.grants import decode_step, max_grant_bytes
+from quire.worker.grammars import MAX_CHOICES, MAX_GRAMMAR_BYTES, GrammarRefused
+from quire.worker.grants import decode_grammar, decode_step, max_grant_bytes, refuse_grammar
 from quire.worker.servicer import MAX_CHECKSUM_BLOCKS, check_block_ids
 
 SERVICES = cache_service_pb2.DESCRIPTOR, worker_service_pb2.DESCRIPTOR
@@ -105,7 +106,20 @@ def large_grant(size: int) -> Beyond:
     return lambda: gate.check_unread(signed, max_bytes=max_bytes), "grant.grant"
 
 
+def grammar(**fields: Any) -> Beyond:
+    message = worker_service_pb2.Grammar(**fields)
+
+    def decode() -> None:
+        try:
+            decode_grammar(message).check()
+        except GrammarRefused as error:
+            raise refuse_grammar("grammar", message, error) from None
+
+    return decode, "grammar"
+
+
 IDS = range(NUM_TOO_MANY)
+LONG_TEXT = "x" * (MAX_GRAMMAR_BYTES + 1)
 LISTS: dict[str, Beyond] = {
     "PlanStepRequest.release_sequence_ids": plan(release_sequence_ids=IDS),
     "PlanStepRequest.return_hints": plan(return_hints=[{}] * NUM_TOO_MANY),
@@ -158,6 +172,11 @@ LISTS: dict[str, Beyond] = {
     "SequenceInput.next_token_ids": step(
         "inputs.next_token_ids", {"sequence_id": 1, "prompt_logprob_count": 0, "next_token_ids": [1, 2, 3]}
     ),
+    "Grammar.json_schema": grammar(json_schema=LONG_TEXT),
+    "Grammar.regex": grammar(regex=LONG_TEXT),
+    "Grammar.lark": grammar(lark=LONG_TEXT),
+    "Grammar.ebnf": grammar(ebnf=LONG_TEXT),
+    "GrammarChoice.texts": grammar(choice={"texts": ["x"] * (MAX_CHOICES + 1)}),
     "ChecksumBlocksRequest.block_ids": (lambda: check_block_ids([1] * (MAX_CHECKSUM_BLOCKS + 1), 9), "block_ids"),
     "PlanStepRequest.request_id": plan(request_id="x" * 65),
     "CreateLeaseRequest.request_id": (lambda: messages.check_request_id("x" * 65), "request_id"),

@@ -237,10 +237,129 @@ class GetModelResponse(_message.Message):
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
+class Grammar(_message.Message):
+    """What the text of a sequence has to match, from its first generated token to the
+    end token. Other tokens than those that can continue such a text are never
+    chosen; the model's end tokens are, when the text is complete. The text of the
+    grammar has at most 65,536 bytes of UTF-8.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text. Keywords that llguidance does not know are
+    refused.
+    """
+    json_object: _builtins.bool
+    """Any JSON object. True, if it is set."""
+    regex: _builtins.str
+    """A regular expression in the syntax of Rust's crate regex, matched from the
+    beginning to the end of the text.
+    """
+    lark: _builtins.str
+    """A grammar in llguidance's variant of Lark."""
+    ebnf: _builtins.str
+    """A grammar in the EBNF of llama.cpp (GBNF)."""
+    @_builtins.property
+    def choice(self) -> Global___GrammarChoice:
+        """One of several texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+        choice: Global___GrammarChoice | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_grammar: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "lark", "ebnf", "choice"]  # noqa: Y015
+    _WhichOneofArgType_grammar: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_grammar) -> _WhichOneofReturnType_grammar | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class GrammarChoice(_message.Message):
+    """See Grammar.choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts, at least 1, at most 1,024."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarChoice: _TypeAlias = GrammarChoice  # noqa: Y015
+
+@_typing.final
+class CheckGrammarRequest(_message.Message):
+    """See WorkerService.CheckGrammar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """The grammar."""
+
+    def __init__(
+        self,
+        *,
+        grammar: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckGrammarRequest: _TypeAlias = CheckGrammarRequest  # noqa: Y015
+
+@_typing.final
+class CheckGrammarResponse(_message.Message):
+    """See WorkerService.CheckGrammar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckGrammarResponse: _TypeAlias = CheckGrammarResponse  # noqa: Y015
+
+@_typing.final
 class SamplingParameters(_message.Message):
-    """How the next token of a sequence is chosen: tokens that can't be chosen,
-    logit_bias, penalties, then temperature, top-k, top-p, min-p, in this order
-    (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+    """How the next token of a sequence is chosen: tokens that can't be chosen by the
+    grammar or by other fields, logit_bias, penalties, then temperature, top-k,
+    top-p, min-p, in this order (docs/sampling.md). Unset fields mean the value that changes nothing. A value
     outside of its field's range is refused with INVALID_ARGUMENT. Floats are
     checked as they arrive, in float32: 1e-46 is 0.
     """
@@ -284,6 +403,8 @@ class SamplingParameters(_message.Message):
     LAST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_SEQUENCE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    OUTPUT_BEGINS_AT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: the most probable token. In [0, inf). Unset: 1."""
     top_k: _builtins.int
@@ -322,6 +443,11 @@ class SamplingParameters(_message.Message):
     """end_token_ids can't be chosen while the sequence has fewer tokens than this, its
     prompt included. In [0, 2147483647]. Default 0.
     """
+    output_begins_at: _builtins.int
+    """With a grammar: the position of the first generated token, which is the length
+    of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar says
+    nothing of tokens before it. Without a grammar: 0, or unset.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For penalties: tokens of the sequence that were given, not generated. Needed
@@ -333,12 +459,13 @@ class SamplingParameters(_message.Message):
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For penalties: tokens of the sequence generated before this worker saw it.
         frequency_penalty counts each as often as it is here.
+        For a grammar: all of them that are known, in their order.
         """
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """By token, added to its logit, before the penalties. At most 1,024 tokens, each
-        value is In [-100, 100].
+        value in [-100, 100].
         """
 
     @_builtins.property
@@ -366,6 +493,13 @@ class SamplingParameters(_message.Message):
         INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
         """
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the generated tokens have to be. It goes with the sequence to its forks.
+        Unset: anything. Refused together with allowed_token_ids, bad_words and
+        min_sequence_token_count, which could leave no token to choose.
+        """
+
     def __init__(
         self,
         *,
@@ -386,10 +520,12 @@ class SamplingParameters(_message.Message):
         last_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_sequence_token_count: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: Global___Grammar | None = ...,
+        output_begins_at: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprob_count", b"logprob_count", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprob_count", b"logprob_count", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "last_token_ids", b"last_token_ids", "logit_bias", b"logit_bias", "logprob_count", b"logprob_count", "min_p", b"min_p", "min_sequence_token_count", b"min_sequence_token_count", "output_token_ids", b"output_token_ids", "presence_penalty", b"presence_penalty", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "last_token_ids", b"last_token_ids", "logit_bias", b"logit_bias", "logprob_count", b"logprob_count", "min_p", b"min_p", "min_sequence_token_count", b"min_sequence_token_count", "output_begins_at", b"output_begins_at", "output_token_ids", b"output_token_ids", "presence_penalty", b"presence_penalty", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -539,6 +675,7 @@ class RunStepResponse(_message.Message):
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
     """The step."""
     offloaded_block_count: _builtins.int
@@ -569,6 +706,13 @@ class RunStepResponse(_message.Message):
         order of the request's inputs.
         """
 
+    @_builtins.property
+    def grammar_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrammarFailure]:
+        """Sequences whose grammar could not be followed in this step: the tokens before
+        it do not match, or the text outgrew llguidance's limits. Each got an end
+        token, which means nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -580,10 +724,11 @@ class RunStepResponse(_message.Message):
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -636,6 +781,32 @@ class PromptLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class GrammarFailure(_message.Message):
+    """See RunStepResponse.grammar_failures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    message: _builtins.str
+    """What llguidance says."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarFailure: _TypeAlias = GrammarFailure  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

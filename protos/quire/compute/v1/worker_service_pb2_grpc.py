@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.CheckGrammar = channel.unary_unary(
+                '/quire.compute.v1.WorkerService/CheckGrammar',
+                request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarRequest.SerializeToString,
+                response_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarResponse.FromString,
+                _registered_method=True)
         self.RunStep = channel.unary_unary(
                 '/quire.compute.v1.WorkerService/RunStep',
                 request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.RunStepRequest.SerializeToString,
@@ -78,6 +83,19 @@ class WorkerServiceServicer:
 
     def GetModel(self, request, context):
         """What the worker serves. Constant for an epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckGrammar(self, request, context):
+        """Compiles a grammar and keeps it, so that a step that brings it finds it
+        compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+        can bring a grammar without this call: then the step, and those behind it on
+        its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+        call or for the sequence that brings it: a grammar that is wrong, that no text
+        can match, that takes more than 5 s or 1 GiB to compile, or for a model
+        without a tokenizer or an end token. Reasons: OVERLOADED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +148,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelRequest.FromString,
                     response_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelResponse.SerializeToString,
+            ),
+            'CheckGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckGrammar,
+                    request_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarRequest.FromString,
+                    response_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarResponse.SerializeToString,
             ),
             'RunStep': grpc.unary_unary_rpc_method_handler(
                     servicer.RunStep,
@@ -185,6 +208,33 @@ class WorkerService:
             '/quire.compute.v1.WorkerService/GetModel',
             quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelRequest.SerializeToString,
             quire_dot_compute_dot_v1_dot_worker__service__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.compute.v1.WorkerService/CheckGrammar',
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarRequest.SerializeToString,
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.CheckGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

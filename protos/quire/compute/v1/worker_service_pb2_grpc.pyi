@@ -41,6 +41,15 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]
     """What the worker serves. Constant for an epoch."""
+    CheckGrammar: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]
+    """Compiles a grammar and keeps it, so that a step that brings it finds it
+    compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+    can bring a grammar without this call: then the step, and those behind it on
+    its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+    call or for the sequence that brings it: a grammar that is wrong, that no text
+    can match, that takes more than 5 s or 1 GiB to compile, or for a model
+    without a tokenizer or an end token. Reasons: OVERLOADED.
+    """
     RunStep: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.RunStepRequest, _worker_service_pb2.RunStepResponse]
     """Runs one step and answers when its tokens are sampled. Steps of a lease run
     in the order of their numbers; send the next before this one is answered to
@@ -78,6 +87,15 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """What the worker serves. Constant for an epoch."""
+    CheckGrammar: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]  # type: ignore[assignment]
+    """Compiles a grammar and keeps it, so that a step that brings it finds it
+    compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+    can bring a grammar without this call: then the step, and those behind it on
+    its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+    call or for the sequence that brings it: a grammar that is wrong, that no text
+    can match, that takes more than 5 s or 1 GiB to compile, or for a model
+    without a tokenizer or an end token. Reasons: OVERLOADED.
+    """
     RunStep: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.RunStepRequest, _worker_service_pb2.RunStepResponse]  # type: ignore[assignment]
     """Runs one step and answers when its tokens are sampled. Steps of a lease run
     in the order of their numbers; send the next before this one is answered to
@@ -118,6 +136,21 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetModelResponse, _abc.Awaitable[_worker_service_pb2.GetModelResponse]]:
         """What the worker serves. Constant for an epoch."""
+
+    @_abc_1.abstractmethod
+    def CheckGrammar(
+        self,
+        request: _worker_service_pb2.CheckGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.CheckGrammarResponse, _abc.Awaitable[_worker_service_pb2.CheckGrammarResponse]]:
+        """Compiles a grammar and keeps it, so that a step that brings it finds it
+        compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+        can bring a grammar without this call: then the step, and those behind it on
+        its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+        call or for the sequence that brings it: a grammar that is wrong, that no text
+        can match, that takes more than 5 s or 1 GiB to compile, or for a model
+        without a tokenizer or an end token. Reasons: OVERLOADED.
+        """
 
     @_abc_1.abstractmethod
     def RunStep(

@@ -324,9 +324,298 @@ func (x *GetModelResponse) GetMaxLogprobCount() int32 {
 	return 0
 }
 
-// How the next token of a sequence is chosen: tokens that can't be chosen,
-// logit_bias, penalties, then temperature, top-k, top-p, min-p, in this order
-// (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+// What the text of a sequence has to match, from its first generated token to the
+// end token. Other tokens than those that can continue such a text are never
+// chosen; the model's end tokens are, when the text is complete. The text of the
+// grammar has at most 65,536 bytes of UTF-8.
+type Grammar struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One is needed.
+	//
+	// Types that are valid to be assigned to Grammar:
+	//
+	//	*Grammar_JsonSchema
+	//	*Grammar_JsonObject
+	//	*Grammar_Regex
+	//	*Grammar_Lark
+	//	*Grammar_Ebnf
+	//	*Grammar_Choice
+	Grammar       isGrammar_Grammar `protobuf_oneof:"grammar"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Grammar) Reset() {
+	*x = Grammar{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Grammar) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Grammar) ProtoMessage() {}
+
+func (x *Grammar) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Grammar.ProtoReflect.Descriptor instead.
+func (*Grammar) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Grammar) GetGrammar() isGrammar_Grammar {
+	if x != nil {
+		return x.Grammar
+	}
+	return nil
+}
+
+func (x *Grammar) GetJsonSchema() string {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_JsonSchema); ok {
+			return x.JsonSchema
+		}
+	}
+	return ""
+}
+
+func (x *Grammar) GetJsonObject() bool {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_JsonObject); ok {
+			return x.JsonObject
+		}
+	}
+	return false
+}
+
+func (x *Grammar) GetRegex() string {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_Regex); ok {
+			return x.Regex
+		}
+	}
+	return ""
+}
+
+func (x *Grammar) GetLark() string {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_Lark); ok {
+			return x.Lark
+		}
+	}
+	return ""
+}
+
+func (x *Grammar) GetEbnf() string {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_Ebnf); ok {
+			return x.Ebnf
+		}
+	}
+	return ""
+}
+
+func (x *Grammar) GetChoice() *GrammarChoice {
+	if x != nil {
+		if x, ok := x.Grammar.(*Grammar_Choice); ok {
+			return x.Choice
+		}
+	}
+	return nil
+}
+
+type isGrammar_Grammar interface {
+	isGrammar_Grammar()
+}
+
+type Grammar_JsonSchema struct {
+	// A JSON schema, as JSON text. Keywords that llguidance does not know are
+	// refused.
+	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
+}
+
+type Grammar_JsonObject struct {
+	// Any JSON object. True, if it is set.
+	JsonObject bool `protobuf:"varint,2,opt,name=json_object,json=jsonObject,proto3,oneof"`
+}
+
+type Grammar_Regex struct {
+	// A regular expression in the syntax of Rust's crate regex, matched from the
+	// beginning to the end of the text.
+	Regex string `protobuf:"bytes,3,opt,name=regex,proto3,oneof"`
+}
+
+type Grammar_Lark struct {
+	// A grammar in llguidance's variant of Lark.
+	Lark string `protobuf:"bytes,4,opt,name=lark,proto3,oneof"`
+}
+
+type Grammar_Ebnf struct {
+	// A grammar in the EBNF of llama.cpp (GBNF).
+	Ebnf string `protobuf:"bytes,5,opt,name=ebnf,proto3,oneof"`
+}
+
+type Grammar_Choice struct {
+	// One of several texts.
+	Choice *GrammarChoice `protobuf:"bytes,6,opt,name=choice,proto3,oneof"`
+}
+
+func (*Grammar_JsonSchema) isGrammar_Grammar() {}
+
+func (*Grammar_JsonObject) isGrammar_Grammar() {}
+
+func (*Grammar_Regex) isGrammar_Grammar() {}
+
+func (*Grammar_Lark) isGrammar_Grammar() {}
+
+func (*Grammar_Ebnf) isGrammar_Grammar() {}
+
+func (*Grammar_Choice) isGrammar_Grammar() {}
+
+// See Grammar.choice.
+type GrammarChoice struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The texts, at least 1, at most 1,024.
+	Texts         []string `protobuf:"bytes,1,rep,name=texts,proto3" json:"texts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrammarChoice) Reset() {
+	*x = GrammarChoice{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrammarChoice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrammarChoice) ProtoMessage() {}
+
+func (x *GrammarChoice) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrammarChoice.ProtoReflect.Descriptor instead.
+func (*GrammarChoice) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *GrammarChoice) GetTexts() []string {
+	if x != nil {
+		return x.Texts
+	}
+	return nil
+}
+
+// See WorkerService.CheckGrammar.
+type CheckGrammarRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The grammar.
+	Grammar       *Grammar `protobuf:"bytes,1,opt,name=grammar,proto3" json:"grammar,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckGrammarRequest) Reset() {
+	*x = CheckGrammarRequest{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckGrammarRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckGrammarRequest) ProtoMessage() {}
+
+func (x *CheckGrammarRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckGrammarRequest.ProtoReflect.Descriptor instead.
+func (*CheckGrammarRequest) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *CheckGrammarRequest) GetGrammar() *Grammar {
+	if x != nil {
+		return x.Grammar
+	}
+	return nil
+}
+
+// See WorkerService.CheckGrammar.
+type CheckGrammarResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckGrammarResponse) Reset() {
+	*x = CheckGrammarResponse{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckGrammarResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckGrammarResponse) ProtoMessage() {}
+
+func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckGrammarResponse.ProtoReflect.Descriptor instead.
+func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+}
+
+// How the next token of a sequence is chosen: tokens that can't be chosen by the
+// grammar or by other fields, logit_bias, penalties, then temperature, top-k,
+// top-p, min-p, in this order (docs/sampling.md). Unset fields mean the value that changes nothing. A value
 // outside of its field's range is refused with INVALID_ARGUMENT. Floats are
 // checked as they arrive, in float32: 1e-46 is 0.
 type SamplingParameters struct {
@@ -362,12 +651,13 @@ type SamplingParameters struct {
 	PromptTokenIds []int32 `protobuf:"varint,9,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// For penalties: tokens of the sequence generated before this worker saw it.
 	// frequency_penalty counts each as often as it is here.
+	// For a grammar: all of them that are known, in their order.
 	OutputTokenIds []int32 `protobuf:"varint,10,rep,packed,name=output_token_ids,json=outputTokenIds,proto3" json:"output_token_ids,omitempty"`
 	// Taken from the logit of a token once for each time that it was generated, up
 	// to 32,767 times. In [-2, 2]. Default 0.
 	FrequencyPenalty float32 `protobuf:"fixed32,20,opt,name=frequency_penalty,json=frequencyPenalty,proto3" json:"frequency_penalty,omitempty"`
 	// By token, added to its logit, before the penalties. At most 1,024 tokens, each
-	// value is In [-100, 100].
+	// value in [-100, 100].
 	LogitBias map[int32]float32 `protobuf:"bytes,21,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed32,2,opt,name=value"`
 	// The only tokens that can be chosen, at most as many as the vocabulary has.
 	// Empty: all.
@@ -384,14 +674,22 @@ type SamplingParameters struct {
 	MinSequenceTokenCount int32 `protobuf:"varint,25,opt,name=min_sequence_token_count,json=minSequenceTokenCount,proto3" json:"min_sequence_token_count,omitempty"`
 	// For min_sequence_token_count: at most as many as the vocabulary has. It is
 	// INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
-	EndTokenIds   []int32 `protobuf:"varint,26,rep,packed,name=end_token_ids,json=endTokenIds,proto3" json:"end_token_ids,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	EndTokenIds []int32 `protobuf:"varint,26,rep,packed,name=end_token_ids,json=endTokenIds,proto3" json:"end_token_ids,omitempty"`
+	// What the generated tokens have to be. It goes with the sequence to its forks.
+	// Unset: anything. Refused together with allowed_token_ids, bad_words and
+	// min_sequence_token_count, which could leave no token to choose.
+	Grammar *Grammar `protobuf:"bytes,36,opt,name=grammar,proto3" json:"grammar,omitempty"`
+	// With a grammar: the position of the first generated token, which is the length
+	// of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar says
+	// nothing of tokens before it. Without a grammar: 0, or unset.
+	OutputBeginsAt int32 `protobuf:"varint,37,opt,name=output_begins_at,json=outputBeginsAt,proto3" json:"output_begins_at,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SamplingParameters) Reset() {
 	*x = SamplingParameters{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -403,7 +701,7 @@ func (x *SamplingParameters) String() string {
 func (*SamplingParameters) ProtoMessage() {}
 
 func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -416,7 +714,7 @@ func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingParameters.ProtoReflect.Descriptor instead.
 func (*SamplingParameters) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{2}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *SamplingParameters) GetTemperature() float32 {
@@ -538,6 +836,20 @@ func (x *SamplingParameters) GetEndTokenIds() []int32 {
 	return nil
 }
 
+func (x *SamplingParameters) GetGrammar() *Grammar {
+	if x != nil {
+		return x.Grammar
+	}
+	return nil
+}
+
+func (x *SamplingParameters) GetOutputBeginsAt() int32 {
+	if x != nil {
+		return x.OutputBeginsAt
+	}
+	return 0
+}
+
 // Some tokens, one behind the other.
 type TokenSequence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -549,7 +861,7 @@ type TokenSequence struct {
 
 func (x *TokenSequence) Reset() {
 	*x = TokenSequence{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -561,7 +873,7 @@ func (x *TokenSequence) String() string {
 func (*TokenSequence) ProtoMessage() {}
 
 func (x *TokenSequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -574,7 +886,7 @@ func (x *TokenSequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenSequence.ProtoReflect.Descriptor instead.
 func (*TokenSequence) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TokenSequence) GetTokenIds() []int32 {
@@ -607,7 +919,7 @@ type SequenceInput struct {
 
 func (x *SequenceInput) Reset() {
 	*x = SequenceInput{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -619,7 +931,7 @@ func (x *SequenceInput) String() string {
 func (*SequenceInput) ProtoMessage() {}
 
 func (x *SequenceInput) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -632,7 +944,7 @@ func (x *SequenceInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SequenceInput.ProtoReflect.Descriptor instead.
 func (*SequenceInput) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SequenceInput) GetSequenceId() int32 {
@@ -687,7 +999,7 @@ type RunStepRequest struct {
 
 func (x *RunStepRequest) Reset() {
 	*x = RunStepRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -699,7 +1011,7 @@ func (x *RunStepRequest) String() string {
 func (*RunStepRequest) ProtoMessage() {}
 
 func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -712,7 +1024,7 @@ func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepRequest.ProtoReflect.Descriptor instead.
 func (*RunStepRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RunStepRequest) GetGrant() *v1.SignedGrant {
@@ -757,13 +1069,17 @@ type RunStepResponse struct {
 	// Log-probabilities of given tokens, of the runs that asked for some, in the
 	// order of the request's inputs.
 	PromptLogprobs []*PromptLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Sequences whose grammar could not be followed in this step: the tokens before
+	// it do not match, or the text outgrew llguidance's limits. Each got an end
+	// token, which means nothing.
+	GrammarFailures []*GrammarFailure `protobuf:"bytes,36,rep,name=grammar_failures,json=grammarFailures,proto3" json:"grammar_failures,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *RunStepResponse) Reset() {
 	*x = RunStepResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -775,7 +1091,7 @@ func (x *RunStepResponse) String() string {
 func (*RunStepResponse) ProtoMessage() {}
 
 func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -788,7 +1104,7 @@ func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepResponse.ProtoReflect.Descriptor instead.
 func (*RunStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RunStepResponse) GetStepNumber() int64 {
@@ -847,6 +1163,13 @@ func (x *RunStepResponse) GetPromptLogprobs() []*PromptLogprobs {
 	return nil
 }
 
+func (x *RunStepResponse) GetGrammarFailures() []*GrammarFailure {
+	if x != nil {
+		return x.GrammarFailures
+	}
+	return nil
+}
+
 // Log-probabilities of one run's next_token_ids, natural logarithm. At most 41
 // numbers a token.
 type PromptLogprobs struct {
@@ -868,7 +1191,7 @@ type PromptLogprobs struct {
 
 func (x *PromptLogprobs) Reset() {
 	*x = PromptLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -880,7 +1203,7 @@ func (x *PromptLogprobs) String() string {
 func (*PromptLogprobs) ProtoMessage() {}
 
 func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -893,7 +1216,7 @@ func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptLogprobs.ProtoReflect.Descriptor instead.
 func (*PromptLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PromptLogprobs) GetSequenceId() int32 {
@@ -931,6 +1254,61 @@ func (x *PromptLogprobs) GetTopLogprobs() []float32 {
 	return nil
 }
 
+// See RunStepResponse.grammar_failures.
+type GrammarFailure struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sequence.
+	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	// What llguidance says.
+	Message       string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrammarFailure) Reset() {
+	*x = GrammarFailure{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrammarFailure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrammarFailure) ProtoMessage() {}
+
+func (x *GrammarFailure) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrammarFailure.ProtoReflect.Descriptor instead.
+func (*GrammarFailure) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *GrammarFailure) GetSequenceId() int32 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
+func (x *GrammarFailure) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
 // Log-probabilities of one sampled token, natural logarithm.
 type TokenLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -948,7 +1326,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -960,7 +1338,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -973,7 +1351,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TokenLogprobs) GetSequenceId() int32 {
@@ -1026,7 +1404,7 @@ type StepTimings struct {
 
 func (x *StepTimings) Reset() {
 	*x = StepTimings{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1038,7 +1416,7 @@ func (x *StepTimings) String() string {
 func (*StepTimings) ProtoMessage() {}
 
 func (x *StepTimings) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1051,7 +1429,7 @@ func (x *StepTimings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTimings.ProtoReflect.Descriptor instead.
 func (*StepTimings) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StepTimings) GetQueue() *durationpb.Duration {
@@ -1107,7 +1485,7 @@ type RunStepsRequest struct {
 
 func (x *RunStepsRequest) Reset() {
 	*x = RunStepsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1119,7 +1497,7 @@ func (x *RunStepsRequest) String() string {
 func (*RunStepsRequest) ProtoMessage() {}
 
 func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1132,7 +1510,7 @@ func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsRequest.ProtoReflect.Descriptor instead.
 func (*RunStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RunStepsRequest) GetStep() *RunStepRequest {
@@ -1158,7 +1536,7 @@ type RunStepsResponse struct {
 
 func (x *RunStepsResponse) Reset() {
 	*x = RunStepsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1170,7 +1548,7 @@ func (x *RunStepsResponse) String() string {
 func (*RunStepsResponse) ProtoMessage() {}
 
 func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1183,7 +1561,7 @@ func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsResponse.ProtoReflect.Descriptor instead.
 func (*RunStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RunStepsResponse) GetAnswer() isRunStepsResponse_Answer {
@@ -1238,7 +1616,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1250,7 +1628,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1263,7 +1641,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{17}
 }
 
 // See WorkerService.GetStatistics. Counters since the process started.
@@ -1311,7 +1689,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1323,7 +1701,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1336,7 +1714,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetStatisticsResponse) GetEpoch() int64 {
@@ -1476,7 +1854,7 @@ type ChecksumBlocksRequest struct {
 
 func (x *ChecksumBlocksRequest) Reset() {
 	*x = ChecksumBlocksRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1488,7 +1866,7 @@ func (x *ChecksumBlocksRequest) String() string {
 func (*ChecksumBlocksRequest) ProtoMessage() {}
 
 func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1501,7 +1879,7 @@ func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
@@ -1524,7 +1902,7 @@ type ChecksumBlocksResponse struct {
 
 func (x *ChecksumBlocksResponse) Reset() {
 	*x = ChecksumBlocksResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1914,7 @@ func (x *ChecksumBlocksResponse) String() string {
 func (*ChecksumBlocksResponse) ProtoMessage() {}
 
 func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1927,7 @@ func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ChecksumBlocksResponse) GetChecksums() []int64 {
@@ -1585,7 +1963,22 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\bgeometry\x18\n" +
 	" \x01(\v2\x1c.quire.cache.v1.PoolGeometryR\bgeometry\x12&\n" +
 	"\x0fmax_step_tokens\x18\v \x01(\x05R\rmaxStepTokens\x12*\n" +
-	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\"\xdf\x06\n" +
+	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\"\xd9\x01\n" +
+	"\aGrammar\x12!\n" +
+	"\vjson_schema\x18\x01 \x01(\tH\x00R\n" +
+	"jsonSchema\x12!\n" +
+	"\vjson_object\x18\x02 \x01(\bH\x00R\n" +
+	"jsonObject\x12\x16\n" +
+	"\x05regex\x18\x03 \x01(\tH\x00R\x05regex\x12\x14\n" +
+	"\x04lark\x18\x04 \x01(\tH\x00R\x04lark\x12\x14\n" +
+	"\x04ebnf\x18\x05 \x01(\tH\x00R\x04ebnf\x129\n" +
+	"\x06choice\x18\x06 \x01(\v2\x1f.quire.compute.v1.GrammarChoiceH\x00R\x06choiceB\t\n" +
+	"\agrammar\"%\n" +
+	"\rGrammarChoice\x12\x14\n" +
+	"\x05texts\x18\x01 \x03(\tR\x05texts\"J\n" +
+	"\x13CheckGrammarRequest\x123\n" +
+	"\agrammar\x18\x01 \x01(\v2\x19.quire.compute.v1.GrammarR\agrammar\"\x16\n" +
+	"\x14CheckGrammarResponse\"\xbe\a\n" +
 	"\x12SamplingParameters\x12%\n" +
 	"\vtemperature\x18\x01 \x01(\x02H\x00R\vtemperature\x88\x01\x01\x12\x13\n" +
 	"\x05top_k\x18\x02 \x01(\x05R\x04topK\x12\x18\n" +
@@ -1605,7 +1998,9 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\tbad_words\x18\x17 \x03(\v2\x1f.quire.compute.v1.TokenSequenceR\bbadWords\x12$\n" +
 	"\x0elast_token_ids\x18\x18 \x03(\x05R\flastTokenIds\x127\n" +
 	"\x18min_sequence_token_count\x18\x19 \x01(\x05R\x15minSequenceTokenCount\x12\"\n" +
-	"\rend_token_ids\x18\x1a \x03(\x05R\vendTokenIds\x1a<\n" +
+	"\rend_token_ids\x18\x1a \x03(\x05R\vendTokenIds\x123\n" +
+	"\agrammar\x18$ \x01(\v2\x19.quire.compute.v1.GrammarR\agrammar\x12(\n" +
+	"\x10output_begins_at\x18% \x01(\x05R\x0eoutputBeginsAt\x1a<\n" +
 	"\x0eLogitBiasEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x02R\x05value:\x028\x01B\x0e\n" +
@@ -1626,7 +2021,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xa8\x03\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xf5\x03\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
@@ -1636,14 +2031,19 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
 	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
 	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12I\n" +
-	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\"\xb1\x01\n" +
+	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\x12K\n" +
+	"\x10grammar_failures\x18$ \x03(\v2 .quire.compute.v1.GrammarFailureR\x0fgrammarFailures\"\xb1\x01\n" +
 	"\x0ePromptLogprobs\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
 	"\ttop_count\x18\x02 \x01(\x05R\btopCount\x12\x1a\n" +
 	"\blogprobs\x18\x03 \x03(\x02R\blogprobs\x12\"\n" +
 	"\rtop_token_ids\x18\x04 \x03(\x05R\vtopTokenIds\x12!\n" +
-	"\ftop_logprobs\x18\x05 \x03(\x02R\vtopLogprobs\"\xa0\x01\n" +
+	"\ftop_logprobs\x18\x05 \x03(\x02R\vtopLogprobs\"K\n" +
+	"\x0eGrammarFailure\x12\x1f\n" +
+	"\vsequence_id\x18\x01 \x01(\x05R\n" +
+	"sequenceId\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xa0\x01\n" +
 	"\rTokenLogprobs\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12'\n" +
@@ -1709,9 +2109,10 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x17ERROR_REASON_OVERLOADED\x104\x12$\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x12\x1f\n" +
 	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x12\x1d\n" +
-	"\x19ERROR_REASON_ROLE_MISSING\x10>2\xd0\x03\n" +
+	"\x19ERROR_REASON_ROLE_MISSING\x10>2\xaf\x04\n" +
 	"\rWorkerService\x12Q\n" +
-	"\bGetModel\x12!.quire.compute.v1.GetModelRequest\x1a\".quire.compute.v1.GetModelResponse\x12N\n" +
+	"\bGetModel\x12!.quire.compute.v1.GetModelRequest\x1a\".quire.compute.v1.GetModelResponse\x12]\n" +
+	"\fCheckGrammar\x12%.quire.compute.v1.CheckGrammarRequest\x1a&.quire.compute.v1.CheckGrammarResponse\x12N\n" +
 	"\aRunStep\x12 .quire.compute.v1.RunStepRequest\x1a!.quire.compute.v1.RunStepResponse\x12U\n" +
 	"\bRunSteps\x12!.quire.compute.v1.RunStepsRequest\x1a\".quire.compute.v1.RunStepsResponse(\x010\x01\x12`\n" +
 	"\rGetStatistics\x12&.quire.compute.v1.GetStatisticsRequest\x1a'.quire.compute.v1.GetStatisticsResponse\x12c\n" +
@@ -1730,69 +2131,80 @@ func file_quire_compute_v1_worker_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_compute_v1_worker_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(ErrorReason)(0),               // 0: quire.compute.v1.ErrorReason
 	(*GetModelRequest)(nil),        // 1: quire.compute.v1.GetModelRequest
 	(*GetModelResponse)(nil),       // 2: quire.compute.v1.GetModelResponse
-	(*SamplingParameters)(nil),     // 3: quire.compute.v1.SamplingParameters
-	(*TokenSequence)(nil),          // 4: quire.compute.v1.TokenSequence
-	(*SequenceInput)(nil),          // 5: quire.compute.v1.SequenceInput
-	(*RunStepRequest)(nil),         // 6: quire.compute.v1.RunStepRequest
-	(*RunStepResponse)(nil),        // 7: quire.compute.v1.RunStepResponse
-	(*PromptLogprobs)(nil),         // 8: quire.compute.v1.PromptLogprobs
-	(*TokenLogprobs)(nil),          // 9: quire.compute.v1.TokenLogprobs
-	(*StepTimings)(nil),            // 10: quire.compute.v1.StepTimings
-	(*RunStepsRequest)(nil),        // 11: quire.compute.v1.RunStepsRequest
-	(*RunStepsResponse)(nil),       // 12: quire.compute.v1.RunStepsResponse
-	(*GetStatisticsRequest)(nil),   // 13: quire.compute.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),  // 14: quire.compute.v1.GetStatisticsResponse
-	(*ChecksumBlocksRequest)(nil),  // 15: quire.compute.v1.ChecksumBlocksRequest
-	(*ChecksumBlocksResponse)(nil), // 16: quire.compute.v1.ChecksumBlocksResponse
-	nil,                            // 17: quire.compute.v1.SamplingParameters.LogitBiasEntry
-	nil,                            // 18: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	(*v1.PoolGeometry)(nil),        // 19: quire.cache.v1.PoolGeometry
-	(*v1.SignedGrant)(nil),         // 20: quire.cache.v1.SignedGrant
-	(*durationpb.Duration)(nil),    // 21: google.protobuf.Duration
-	(*v1.Error)(nil),               // 22: quire.cache.v1.Error
+	(*Grammar)(nil),                // 3: quire.compute.v1.Grammar
+	(*GrammarChoice)(nil),          // 4: quire.compute.v1.GrammarChoice
+	(*CheckGrammarRequest)(nil),    // 5: quire.compute.v1.CheckGrammarRequest
+	(*CheckGrammarResponse)(nil),   // 6: quire.compute.v1.CheckGrammarResponse
+	(*SamplingParameters)(nil),     // 7: quire.compute.v1.SamplingParameters
+	(*TokenSequence)(nil),          // 8: quire.compute.v1.TokenSequence
+	(*SequenceInput)(nil),          // 9: quire.compute.v1.SequenceInput
+	(*RunStepRequest)(nil),         // 10: quire.compute.v1.RunStepRequest
+	(*RunStepResponse)(nil),        // 11: quire.compute.v1.RunStepResponse
+	(*PromptLogprobs)(nil),         // 12: quire.compute.v1.PromptLogprobs
+	(*GrammarFailure)(nil),         // 13: quire.compute.v1.GrammarFailure
+	(*TokenLogprobs)(nil),          // 14: quire.compute.v1.TokenLogprobs
+	(*StepTimings)(nil),            // 15: quire.compute.v1.StepTimings
+	(*RunStepsRequest)(nil),        // 16: quire.compute.v1.RunStepsRequest
+	(*RunStepsResponse)(nil),       // 17: quire.compute.v1.RunStepsResponse
+	(*GetStatisticsRequest)(nil),   // 18: quire.compute.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),  // 19: quire.compute.v1.GetStatisticsResponse
+	(*ChecksumBlocksRequest)(nil),  // 20: quire.compute.v1.ChecksumBlocksRequest
+	(*ChecksumBlocksResponse)(nil), // 21: quire.compute.v1.ChecksumBlocksResponse
+	nil,                            // 22: quire.compute.v1.SamplingParameters.LogitBiasEntry
+	nil,                            // 23: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	(*v1.PoolGeometry)(nil),        // 24: quire.cache.v1.PoolGeometry
+	(*v1.SignedGrant)(nil),         // 25: quire.cache.v1.SignedGrant
+	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
+	(*v1.Error)(nil),               // 27: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
-	19, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	17, // 1: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
-	4,  // 2: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
-	3,  // 3: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	20, // 4: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
-	5,  // 5: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
-	9,  // 6: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
-	10, // 7: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	8,  // 8: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
-	21, // 9: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	21, // 10: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	21, // 11: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	21, // 12: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	21, // 13: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	21, // 14: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	6,  // 15: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	7,  // 16: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	22, // 17: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	18, // 18: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	21, // 19: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	21, // 20: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	1,  // 21: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	6,  // 22: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	11, // 23: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	13, // 24: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	15, // 25: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 26: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	7,  // 27: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	12, // 28: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	14, // 29: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	16, // 30: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	26, // [26:31] is the sub-list for method output_type
-	21, // [21:26] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	24, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	4,  // 1: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
+	3,  // 2: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
+	22, // 3: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	8,  // 4: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
+	3,  // 5: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
+	7,  // 6: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
+	25, // 7: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	9,  // 8: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
+	14, // 9: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
+	15, // 10: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
+	12, // 11: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	13, // 12: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
+	26, // 13: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	26, // 14: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	26, // 15: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	26, // 16: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	26, // 17: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	26, // 18: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	10, // 19: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	11, // 20: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	27, // 21: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	23, // 22: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	26, // 23: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	26, // 24: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	1,  // 25: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	5,  // 26: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	10, // 27: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	16, // 28: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	18, // 29: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	20, // 30: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 31: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	6,  // 32: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	11, // 33: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	17, // 34: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	19, // 35: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	21, // 36: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	31, // [31:37] is the sub-list for method output_type
+	25, // [25:31] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }
@@ -1800,9 +2212,17 @@ func file_quire_compute_v1_worker_service_proto_init() {
 	if File_quire_compute_v1_worker_service_proto != nil {
 		return
 	}
-	file_quire_compute_v1_worker_service_proto_msgTypes[2].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[4].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[11].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[2].OneofWrappers = []any{
+		(*Grammar_JsonSchema)(nil),
+		(*Grammar_JsonObject)(nil),
+		(*Grammar_Regex)(nil),
+		(*Grammar_Lark)(nil),
+		(*Grammar_Ebnf)(nil),
+		(*Grammar_Choice)(nil),
+	}
+	file_quire_compute_v1_worker_service_proto_msgTypes[6].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[8].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[16].OneofWrappers = []any{
 		(*RunStepsResponse_Step)(nil),
 		(*RunStepsResponse_Error)(nil),
 	}
@@ -1812,7 +2232,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_compute_v1_worker_service_proto_rawDesc), len(file_quire_compute_v1_worker_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

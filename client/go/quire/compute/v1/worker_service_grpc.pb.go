@@ -20,6 +20,7 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	WorkerService_GetModel_FullMethodName       = "/quire.compute.v1.WorkerService/GetModel"
+	WorkerService_CheckGrammar_FullMethodName   = "/quire.compute.v1.WorkerService/CheckGrammar"
 	WorkerService_RunStep_FullMethodName        = "/quire.compute.v1.WorkerService/RunStep"
 	WorkerService_RunSteps_FullMethodName       = "/quire.compute.v1.WorkerService/RunSteps"
 	WorkerService_GetStatistics_FullMethodName  = "/quire.compute.v1.WorkerService/GetStatistics"
@@ -39,6 +40,14 @@ const (
 type WorkerServiceClient interface {
 	// What the worker serves. Constant for an epoch.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
+	// Compiles a grammar and keeps it, so that a step that brings it finds it
+	// compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+	// can bring a grammar without this call: then the step, and those behind it on
+	// its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+	// call or for the sequence that brings it: a grammar that is wrong, that no text
+	// can match, that takes more than 5 s or 1 GiB to compile, or for a model
+	// without a tokenizer or an end token. Reasons: OVERLOADED.
+	CheckGrammar(ctx context.Context, in *CheckGrammarRequest, opts ...grpc.CallOption) (*CheckGrammarResponse, error)
 	// Runs one step and answers when its tokens are sampled. Steps of a lease run
 	// in the order of their numbers; send the next before this one is answered to
 	// keep the device busy. Not idempotent: a step number is accepted once, and a
@@ -73,6 +82,16 @@ func (c *workerServiceClient) GetModel(ctx context.Context, in *GetModelRequest,
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetModelResponse)
 	err := c.cc.Invoke(ctx, WorkerService_GetModel_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *workerServiceClient) CheckGrammar(ctx context.Context, in *CheckGrammarRequest, opts ...grpc.CallOption) (*CheckGrammarResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CheckGrammarResponse)
+	err := c.cc.Invoke(ctx, WorkerService_CheckGrammar_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -135,6 +154,14 @@ func (c *workerServiceClient) ChecksumBlocks(ctx context.Context, in *ChecksumBl
 type WorkerServiceServer interface {
 	// What the worker serves. Constant for an epoch.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
+	// Compiles a grammar and keeps it, so that a step that brings it finds it
+	// compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
+	// can bring a grammar without this call: then the step, and those behind it on
+	// its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
+	// call or for the sequence that brings it: a grammar that is wrong, that no text
+	// can match, that takes more than 5 s or 1 GiB to compile, or for a model
+	// without a tokenizer or an end token. Reasons: OVERLOADED.
+	CheckGrammar(context.Context, *CheckGrammarRequest) (*CheckGrammarResponse, error)
 	// Runs one step and answers when its tokens are sampled. Steps of a lease run
 	// in the order of their numbers; send the next before this one is answered to
 	// keep the device busy. Not idempotent: a step number is accepted once, and a
@@ -167,6 +194,9 @@ type UnimplementedWorkerServiceServer struct{}
 
 func (UnimplementedWorkerServiceServer) GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetModel not implemented")
+}
+func (UnimplementedWorkerServiceServer) CheckGrammar(context.Context, *CheckGrammarRequest) (*CheckGrammarResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckGrammar not implemented")
 }
 func (UnimplementedWorkerServiceServer) RunStep(context.Context, *RunStepRequest) (*RunStepResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RunStep not implemented")
@@ -215,6 +245,24 @@ func _WorkerService_GetModel_Handler(srv interface{}, ctx context.Context, dec f
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(WorkerServiceServer).GetModel(ctx, req.(*GetModelRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _WorkerService_CheckGrammar_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CheckGrammarRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(WorkerServiceServer).CheckGrammar(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: WorkerService_CheckGrammar_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(WorkerServiceServer).CheckGrammar(ctx, req.(*CheckGrammarRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -290,6 +338,10 @@ var WorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetModel",
 			Handler:    _WorkerService_GetModel_Handler,
+		},
+		{
+			MethodName: "CheckGrammar",
+			Handler:    _WorkerService_CheckGrammar_Handler,
 		},
 		{
 			MethodName: "RunStep",
