@@ -154,6 +154,9 @@ class InProcessWorker:
             pool=POOL, max_step_tokens=limits.max_step_tokens, max_logprob_count=limits.max_logprobs
         )
 
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
+        await self._services.steps.check_grammar(grammar)
+
     async def run(self, request: worker_service_pb2.RunStepRequest) -> InProcessAnswer:
         try:
             ended = self._services.steps.accept(request)

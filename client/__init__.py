@@ -5,6 +5,7 @@ from quire.client.credentials import Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import Outage
 from quire.client.engine.engine import Engine, EngineStatistics
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.llm import LLM
 from quire.client.engine.outputs import Chunk, Completion, Sample
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
@@ -48,6 +49,7 @@ __all__ = [
     "EngineStopped",
     "EpochChanged",
     "FinishReason",
+    "Grammar",
     "InvalidRequest",
     "LeaseLost",
     "NotFound",

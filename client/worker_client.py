@@ -9,6 +9,9 @@ from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2 as pb
 from quire.compute.v1 import worker_service_pb2_grpc
 
+# A grammar compiles in 5 s or is refused; others may be before it.
+_GRAMMAR_TIMEOUT_S = 60.0
+
 
 class StepAnswer(Protocol):
     """A step on its way. Raises QuireError and nothing else."""
@@ -22,6 +25,9 @@ class WorkerApi(Protocol):
 
     async def get_model(self) -> pb.GetModelResponse:
         """What the worker serves."""
+
+    async def check_grammar(self, grammar: pb.Grammar) -> None:
+        """Compile a grammar, so that a step that brings it finds it compiled."""
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """Send a step; returns when it is on its way. Steps are run and answered in the order they are sent."""
@@ -80,6 +86,11 @@ class WorkerClient:
     async def get_model(self) -> pb.GetModelResponse:
         """See WorkerService.GetModel. Raises Unavailable."""
         return await unary(self._stub.GetModel, pb.GetModelRequest(), timeout_s=self._timeout_s, policy=self._retry)
+
+    async def check_grammar(self, grammar: pb.Grammar) -> None:
+        """See WorkerService.CheckGrammar. Raises InvalidRequest, OutOfRoom, Unavailable."""
+        request = pb.CheckGrammarRequest(grammar=grammar)
+        await unary(self._stub.CheckGrammar, request, timeout_s=_GRAMMAR_TIMEOUT_S, policy=self._retry)
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """See WorkerService.RunStep; goes over the stream, never repeated.

@@ -305,6 +305,10 @@ def decode_following(
         raise invalid("sampling.output_begins_at", message.output_begins_at, limit, sequence_id=seq_id)
     if not most:
         return None
+    for name in ("allowed_token_ids", "bad_words", "min_sequence_token_count"):
+        if getattr(message, name):
+            limit = "unset with a grammar: together they could leave no token to choose"
+            raise invalid(f"sampling.{name}", "set", limit, sequence_id=seq_id)
     following = followed[seq_id]
     if isinstance(following, Refused):
         raise following

@@ -34,6 +34,7 @@ from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import Chunk, Completion
@@ -165,7 +166,13 @@ class Engine:
         self._tracing = tracing
         self._measured = Measured()
         self._wake = asyncio.Event()
-        self._requests = Requests(self._config, self._measured, tracing, on_request=self._wake.set)
+        self._requests = Requests(
+            self._config,
+            self._measured,
+            tracing,
+            on_request=self._wake.set,
+            check_grammar=self._check_grammar,
+        )
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self._flight: deque[_Sent] = deque()
         self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = []  # came at
@@ -593,6 +600,19 @@ class Engine:
             max_step_tokens=min(self._config.max_step_tokens, allowed),
             max_running_sequences=self._config.max_running_sequences,
         )
+
+    async def _check_grammar(self, grammar: Grammar) -> None:
+        """Let the worker compile a grammar before anything is planned. Raises InvalidRequest, OutOfRoom.
+
+        While the worker is away nothing is checked: the step that brings the grammar is refused if it is wrong.
+        """
+        session = self._connection.session
+        if session is None:
+            return
+        try:
+            await session.check_grammar(grammar)
+        except Unavailable as error:
+            _log.warning("a grammar was not checked: %s", error)
 
     async def _load_tokenizer(self, worker_says: str) -> None:
         source = self._tokenizer_source

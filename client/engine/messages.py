@@ -1,7 +1,11 @@
 """Between the scheduler's values and the contract's messages. Per running sequence only packed integers."""
 
+from dataclasses import fields
+from typing import Any
+
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.channel import decode_error
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
 from quire.client.engine.sequence import Sequence
 from quire.client.errors import ProtocolViolation
@@ -144,7 +148,8 @@ def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameter
     if params.has_penalty:  # which asks only whether a token occurred, or how often it was generated
         outputs = sequence.output_token_ids
         message.prompt_token_ids.extend(sorted(set(sequence.token_ids[: sequence.num_prompt_tokens])))
-        message.output_token_ids.extend(outputs if params.frequency_penalty else sorted(set(outputs)))
+        is_exact = params.frequency_penalty or params.grammar is not None
+        message.output_token_ids.extend(outputs if is_exact else sorted(set(outputs)))
     if params.bad_words:
         words = (worker_service_pb2.TokenSequence(token_ids=word) for word in params.bad_word_ids)
         message.bad_words.extend(words)
@@ -152,4 +157,17 @@ def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameter
     if params.min_tokens and sequence.end_token_ids:
         message.min_sequence_token_count = sequence.num_prompt_tokens + params.min_tokens
         message.end_token_ids.extend(sorted(sequence.end_token_ids))
+    if params.grammar is not None:
+        message.grammar.CopyFrom(encode_grammar(params.grammar))
+        message.output_begins_at = sequence.num_prompt_tokens
+        if not params.has_penalty:
+            message.output_token_ids.extend(sequence.output_token_ids)
     return message
+
+
+def encode_grammar(grammar: Grammar) -> worker_service_pb2.Grammar:
+    """A grammar as a message."""
+    if grammar.choice is not None:
+        return worker_service_pb2.Grammar(choice=worker_service_pb2.GrammarChoice(texts=grammar.choice))
+    given: dict[str, Any] = {field.name: getattr(grammar, field.name) for field in fields(grammar)}
+    return worker_service_pb2.Grammar(**{name: value for name, value in given.items() if value is not None})

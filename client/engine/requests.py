@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.client.engine.backlog import Backlog
 from quire.client.engine.config import EngineConfig
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.metrics import Measured, RequestTimes
 from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, complete
 from quire.client.engine.plans import Failed, Sampled, Step
@@ -87,14 +88,21 @@ class Requests:
     """The open requests. Takes none before start, and none after stop."""
 
     def __init__(
-        self, config: EngineConfig, measured: Measured, tracing: Tracing | None, *, on_request: abc.Callable[[], None]
+        self,
+        config: EngineConfig,
+        measured: Measured,
+        tracing: Tracing | None,
+        *,
+        on_request: abc.Callable[[], None],
+        check_grammar: abc.Callable[[Grammar], abc.Awaitable[None]],
     ) -> None:
-        """on_request is called when the scheduler has got a request."""
+        """on_request is called when the scheduler has got a request; check_grammar raises for a wrong grammar."""
         self.tokenizer: Tokenizer | None = None
         self._backlog = Backlog(config)
         self._measured = measured
         self._tracing = tracing
         self._on_request = on_request
+        self._check_grammar = check_grammar
         self._open: dict[int, Request] = {}
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
         self._end_token_ids: tuple[int, ...] = ()
@@ -175,7 +183,9 @@ class Requests:
         return self.tokenizer.encode(prompt)
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> abc.AsyncGenerator[Chunk, None]:
-        """Chunks of a checked request; closing the iterator cancels it."""
+        """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here."""
+        if params.grammar is not None:
+            await self._check_grammar(params.grammar)
         request_id, request = self._submit(token_ids, params)
         try:
             async with contextlib.aclosing(request.chunks()) as chunks:
@@ -297,7 +307,11 @@ class Requests:
     def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
         """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
         logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+        broken = {failure.sequence_id: failure.message for failure in response.grammar_failures}
         for event in events:
+            if event.seq_id in broken:
+                self.fail([Failed(event.sequence, _not_followed(broken[event.seq_id]))])
+                continue
             try:
                 self._deliver_one(event, logprobs.get(event.seq_id), at_s)
             except RequestFailed as error:
@@ -391,6 +405,11 @@ def _whole(logprobs: PromptLogprobs) -> PromptLogprobs:
             "no log-probabilities of the prompt: a part of it was found in the cache, though not asked for"
         )
     return logprobs
+
+
+def _not_followed(message: str) -> InvalidRequest:
+    metadata = {"field": "grammar", "limit": message}
+    return InvalidRequest(f"the grammar can't be followed any more: {message}", metadata=metadata)
 
 
 def _undeliverable(error: Exception) -> RequestFailed:

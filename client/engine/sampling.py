@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from quire.client.engine.grammar import Grammar
 from quire.client.errors import InvalidRequest
 from quire.compute.v1.sampling_ranges import (
     LOGIT_BIAS,
@@ -72,6 +73,8 @@ class SamplingParams:
     skip_special_tokens  leave special tokens out of the text
     logprobs             most probable tokens to report per token, beside the one chosen: 0 (that one only) to the
                          worker's max_logprob_count; None: none
+    grammar              what the text has to match; None: anything. The sample ends with the text, or at max_tokens
+                         before it is complete. Not with ignore_eos
     prompt_logprobs      likewise, to report for each token of the prompt but the first. Nothing of the prompt is taken
                          from the prefix cache then; None: none
     n                    samples of the prompt, 1 to 1024; sample i has seed + i
@@ -100,6 +103,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     n: int = 1
     priority: int = 0
@@ -134,6 +138,13 @@ class SamplingParams:
                 raise InvalidRequest.of_field(field, getattr(self, field), "a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest.of_field("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidRequest.of_field("grammar", self.grammar, "a Grammar")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest.of_field("ignore_eos", True, "False with a grammar, whose text ends at an end token")
+        if self.grammar is not None and (self.min_tokens or self.allowed_token_ids is not None or self.bad_words):
+            limit = "None beside min_tokens, allowed_token_ids or bad_words, which could leave no token to choose"
+            raise InvalidRequest.of_field("grammar", "a Grammar", limit)
 
     @property
     def has_penalty(self) -> bool:
@@ -145,7 +156,8 @@ class SamplingParams:
         """Token ids, and numbers of their size, that tell a worker of the parameters, those of the prompt left out."""
         ends = len(self.stop_token_ids) if self.min_tokens else 0
         words = sum(1 + len(word) for word in self.bad_words)
-        return len(self.allowed_token_ids or ()) + 3 * len(self.logit_bias) + words + ends
+        letters = 0 if self.grammar is None else self.grammar.num_letters
+        return len(self.allowed_token_ids or ()) + 3 * len(self.logit_bias) + words + ends + letters
 
     def token_ids_by_field(self) -> Iterator[tuple[str, Collection[int]]]:
         """The token ids of each field that has some."""

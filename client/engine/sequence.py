@@ -114,7 +114,8 @@ class Sequence:
     @property
     def num_sent_ids(self) -> int:
         """Token ids that tell a worker how it is sampled, at most."""
-        num_seen = len(self.token_ids) if self.params.has_penalty else 0
+        tells_tokens = self.params.has_penalty or self.params.grammar is not None
+        num_seen = len(self.token_ids) if tells_tokens else 0
         return self.params.num_sent_ids + num_seen
 
     @property

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy
-from quire.client.engine.messages import decode_outcome, encode_plan, encode_step
+from quire.client.engine.grammar import Grammar
+from quire.client.engine.messages import decode_outcome, encode_grammar, encode_plan, encode_step
 from quire.client.engine.plans import Plan, PlanOutcome, Step
 from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import StepAnswer, WorkerApi
@@ -111,6 +112,10 @@ class Session:
             except TimeoutError:
                 continue
         raise error
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Ask the worker to compile a grammar. Raises what WorkerApi.check_grammar raises."""
+        await self._worker.check_grammar(encode_grammar(grammar))
 
     async def run(self, step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
         """Send a step to the worker, to be run or to be skipped."""

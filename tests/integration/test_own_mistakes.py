@@ -147,6 +147,8 @@ def alone(services: LocalServices) -> list[list[int]]:
 SAMPLING_FIELDS = list(worker_service_pb2.SamplingParameters.DESCRIPTOR.fields)
 # No value of these is refused.
 WITHOUT_LIMIT = {"seed"}
+# Every value of these is refused: this model has no tokenizer.
+ALWAYS_REFUSED = {"grammar"}
 MOST_FLOAT = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 LEAST_FLOAT = struct.unpack("<f", b"\x01\x00\x00\x00")[0]
 ABOVE_1, ABOVE_2 = 1 + 2**-23, 2 + 2**-22
@@ -157,6 +159,12 @@ VALUES: dict[int, list[Any]] = {
     ],
     FieldDescriptor.CPPTYPE_INT32: [-(2**31), -1, 0, 1, 20, 21, VOCAB_SIZE - 1, VOCAB_SIZE, 2**31 - 1],
     FieldDescriptor.CPPTYPE_INT64: [-(2**63), -1, 0, 1, 2**63 - 1],
+    FieldDescriptor.CPPTYPE_MESSAGE: [
+        worker_service_pb2.Grammar(),
+        worker_service_pb2.Grammar(regex="a"),
+        worker_service_pb2.Grammar(json_object=False),
+        worker_service_pb2.Grammar(lark="x" * 65_537),
+    ],
 }
 
 
@@ -184,6 +192,9 @@ def put(entry: worker_service_pb2.SequenceInput, field: FieldDescriptor, value: 
         entry.sampling.bad_words.add(token_ids=value)
     elif field.is_repeated:
         getattr(entry.sampling, field.name).append(value)
+    elif field.name == "grammar":
+        entry.sampling.grammar.CopyFrom(value)
+        entry.sampling.output_begins_at = len(BAD_PROMPT)
     else:
         setattr(entry.sampling, field.name, value)
 
@@ -220,7 +231,7 @@ def test_a_value_that_the_worker_refuses_fails_its_own_request(
                 assert await run_innocents(engine, beside) == alone, value
             assert_no_recovery(engine, caplog)
         assert any(refused) == (field.name not in WITHOUT_LIMIT)
-        assert not all(refused)
+        assert all(refused) == (field.name in ALWAYS_REFUSED)
 
     asyncio.run(main())
 
@@ -355,6 +366,7 @@ AT_BOUNDS: dict[str, list[Any]] = {
     "stop_token_ids": [(), (0,), (VOCAB_SIZE - 1,)],
     "ignore_eos": [False, True],
     "logprobs": [0, 20, None],
+    "grammar": [None],  # there is no tokenizer here
     "n": [1, MAX_SAMPLES],
     "priority": [-(2**31), 2**31 - 1],
 }

@@ -44,8 +44,9 @@ PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry"),
     "client": (
         "errors",
-        *(f"engine.{name}" for name in ("drafting", "fairness", "flight", "plans", "policy", "prompt_logprobs")),
-        *(f"engine.{name}" for name in ("queues", "room", "sampling", "scheduler", "sequence", "tier")),
+        *(f"engine.{name}" for name in ("drafting", "fairness", "flight", "grammar", "plans", "policy")),
+        *(f"engine.{name}" for name in ("prompt_logprobs", "queues", "room", "sampling", "scheduler", "sequence")),
+        "engine.tier",
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.

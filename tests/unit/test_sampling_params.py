@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import InvalidRequest
 from quire.compute.v1 import worker_service_pb2
@@ -167,7 +168,7 @@ def test_a_field_has_the_range_that_the_contract_says() -> None:
         "last_token_ids",
         "end_token_ids",
     }
-    assert numbers - said.keys() == {"seed", "logprob_count", *lists}
+    assert numbers - said.keys() == {"seed", "logprob_count", "grammar", "output_begins_at", *lists}
     for most in (MAX_LOGIT_BIASES, MAX_BAD_WORDS):
         assert f"At most {most:,}" in body
     assert f"at most {MAX_BAD_WORD_TOKENS - 1}." in body
@@ -209,3 +210,11 @@ def test_a_mapping_of_biases_becomes_a_value() -> None:
     assert params.logit_bias == ((3, -2.5), (7, 1.0))
     assert SamplingParams(logit_bias=params.logit_bias) == params
     assert len({params, SamplingParams(logit_bias={3: -2.5, 7: 1.0})}) == 1
+
+
+@pytest.mark.parametrize(
+    "beside", [{"min_tokens": 1}, {"allowed_token_ids": (1,)}, {"bad_words": ("x",)}, {"ignore_eos": True}]
+)
+def test_a_grammar_is_refused_beside_what_could_leave_no_token(beside: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="grammar"):
+        SamplingParams(grammar=Grammar(regex="x"), **beside)
