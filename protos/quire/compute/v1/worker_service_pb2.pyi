@@ -464,8 +464,8 @@ class SamplingParameters(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """By token, added to its logit, before the penalties. At most 1,024 tokens, each
-        value in [-100, 100].
+        """By token, added to its logit, before the penalties. At most 1,024 tokens. Each
+        value: In [-100, 100].
         """
 
     @_builtins.property

@@ -656,8 +656,8 @@ type SamplingParameters struct {
 	// Taken from the logit of a token once for each time that it was generated, up
 	// to 32,767 times. In [-2, 2]. Default 0.
 	FrequencyPenalty float32 `protobuf:"fixed32,20,opt,name=frequency_penalty,json=frequencyPenalty,proto3" json:"frequency_penalty,omitempty"`
-	// By token, added to its logit, before the penalties. At most 1,024 tokens, each
-	// value in [-100, 100].
+	// By token, added to its logit, before the penalties. At most 1,024 tokens. Each
+	// value: In [-100, 100].
 	LogitBias map[int32]float32 `protobuf:"bytes,21,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed32,2,opt,name=value"`
 	// The only tokens that can be chosen, at most as many as the vocabulary has.
 	// Empty: all.
