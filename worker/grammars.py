@@ -37,6 +37,8 @@ MAX_WAITING = 64
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 4 * 2**20
 """Of the texts of compiled grammars."""
+MAX_STUCK = 2
+"""Threads that may be at work that was given up; while they are so many, no other grammar is compiled."""
 
 
 class GrammarRefused(Exception):
@@ -144,6 +146,15 @@ class Following:
         del self.tokens[num_tokens:]
 
 
+_given_up: set[Future[None]] = set()
+
+
+def num_stuck() -> int:
+    """Return the number of threads of this process that are at work that was given up."""
+    _given_up.difference_update([work for work in list(_given_up) if work.done()])
+    return len(_given_up)
+
+
 class Threads:
     """Threads for work that may never end. They don't keep the process from ending."""
 
@@ -151,6 +162,7 @@ class Threads:
         self._num_threads = num_threads
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._open: set[Future[None]] = set()
 
     def submit(self, work: Callable[[], object]) -> Future[None]:
         """Run `work` on the next free thread; the future is done when it has ended, or has what it raised."""
@@ -159,6 +171,8 @@ class Threads:
             for _ in range(self._num_threads):
                 threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True).start()
         future: Future[None] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
 
         def run() -> None:
             try:
@@ -177,6 +191,7 @@ class Threads:
             assert self._queue is not None
             self._queue.put(None)
         self._queue = None
+        _given_up.update(list(self._open))
 
 
 def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -287,6 +302,8 @@ class Grammars:
         grammar.check()
         key = grammar.key
         kept = self._find(key)
+        if kept is None and num_stuck() >= MAX_STUCK:
+            raise GrammarRefused("the worker is still at tokens of grammars that it gave up", is_temporary=True)
         compiled = await asyncio.shield(self._begin(key, grammar)) if kept is None else kept
         if isinstance(compiled, GrammarRefused):
             raise GrammarRefused(str(compiled), is_temporary=compiled.is_temporary)

@@ -318,6 +318,21 @@ def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_made(
     goes_on.set()
 
 
+def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(patient: Grammars) -> None:
+    goes_on = threading.Event()
+    asyncio.run(patient.compile(Grammar("regex", "kept")))
+    threads = [grammars.Threads(1, "stuck") for _ in range(grammars.MAX_STUCK)]
+    works = [each.submit(lambda: goes_on.wait(DEADLINE_S)) for each in threads]
+    for each in threads:
+        each.give_up()
+    assert "gave up" in refusal(patient, "regex", "another")
+    asyncio.run(patient.compile(Grammar("regex", "kept")))
+    goes_on.set()
+    for work in works:
+        work.result(DEADLINE_S)
+    asyncio.run(patient.compile(Grammar("regex", "another")))
+
+
 def test_a_grammar_found_slow_is_refused_from_then_on(patient: Grammars) -> None:
     grammar = Grammar("regex", "x")
     asyncio.run(patient.compile(grammar)).is_slow = True
