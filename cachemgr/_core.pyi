@@ -44,6 +44,11 @@ MAX_SALT_BYTES: int
 MAX_RANGES: int
 """Of an admission's retention."""
 
+MAX_RETENTION_S: float
+MAX_EXPECTED_S: float
+LEAST_PRIORITY: int
+MOST_PRIORITY: int
+
 NUM_CLASSES: int
 NUM_TIMES: int
 """Sizes of what the default policy plans."""
@@ -109,6 +114,12 @@ class SequenceView:
     def is_offloaded(self) -> bool: ...
     @property
     def host_blocks(self) -> list[int]: ...
+    @property
+    def cache_use(self) -> int: ...
+
+@final
+class Reset:
+    """A reset of the prefix cache that was begun."""
 
 @final
 class Lease:
@@ -470,6 +481,18 @@ class Ledger:
 
         From the first block on it takes all pins back, too.
         """
+
+    def begin_reset(self, tenant: str, *, salt: bytes | None = None, tokens: bytes = b"") -> Reset:
+        """Begins a reset of a tenant's content: all of it, what is under a salt, or what begins with tokens under it.
+
+        Only the full blocks of the tokens count. Sequences in the host tier do not publish what is computed of them.
+        """
+
+    def go_on_with_reset(self, reset: Reset, *, now: float = 0.0) -> tuple[int, int] | None:
+        """Drops the next part: how many blocks and pins. None if all is done."""
+
+    def num_pins(self) -> int:
+        """Pins of all tenants."""
 
     # -- checking -----------------------------------------------------------------------------------------------------
 

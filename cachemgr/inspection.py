@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import grpc
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
+from quire.cachemgr._core import Ledger, Reset
 from quire.cachemgr.bounds import MAX_WATCHES, Places
 from quire.cachemgr.catalog import AttachedPool, Catalog, leases_from
 from quire.cachemgr.errors import CallRefused, sequence_not_found
@@ -193,11 +194,20 @@ class Inspection:
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
         ledger = self._pools.pool(request.pool).ledger
-        firsts = range(0, ledger.geometry.num_blocks, RESET_SLICE)
-        reset = partial(ledger.reset_prefix_cache, now=self._clock())
-        slices = (partial(reset, first, first + RESET_SLICE) for first in firsts)
-        dropped = [dropped async for dropped in in_turns(slices)]
-        return cache_service_pb2.ResetPrefixCacheResponse(dropped_block_count=sum(dropped))
+        salt, tokens = messages.decode_reset_scope(request, ledger.geometry)
+        if request.HasField("tenant") or salt is not None:
+            tenant = request.tenant if request.HasField("tenant") else caller().name
+            if tenant != caller().name:
+                require_role("ResetPrefixCache", Role.OPERATOR)
+            parts = parts_of_reset(ledger, ledger.begin_reset(tenant, salt=salt, tokens=tokens), self._clock())
+        else:
+            require_role("ResetPrefixCache", Role.OPERATOR)
+            parts = parts_of_whole_reset(ledger, self._clock())
+        dropped = [dropped async for dropped in in_turns(parts)]
+        return cache_service_pb2.ResetPrefixCacheResponse(
+            dropped_block_count=sum(num_blocks for num_blocks, _ in dropped),
+            dropped_pin_count=sum(num_pins for _, num_pins in dropped),
+        )
 
     # -- prefixes -------------------------------------------------------------------------------------------------
 
@@ -243,6 +253,30 @@ def prefix_asked_for(
         require_role(method, Role.OPERATOR)
     geometries = [pool.ledger.geometry for pool in pools]
     return messages.decode_prefix(request.token_ids, request.salt, geometries), tenant
+
+
+def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Drop everything, a slice at a time: how many blocks and pins."""
+
+    def drop(first: int) -> tuple[int, int]:
+        num_pins = 0 if first else ledger.num_pins()
+        return ledger.reset_prefix_cache(first, first + RESET_SLICE, now=now), num_pins
+
+    return (partial(drop, first) for first in range(0, ledger.geometry.num_blocks, RESET_SLICE))
+
+
+def parts_of_reset(ledger: Ledger, reset: Reset, now: float) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Drop what a reset is about, a part at a time: how many blocks and pins."""
+    is_done = False
+
+    def drop() -> tuple[int, int]:
+        nonlocal is_done
+        dropped = ledger.go_on_with_reset(reset, now=now)
+        is_done = dropped is None
+        return dropped or (0, 0)
+
+    while not is_done:
+        yield drop
 
 
 def match_of(pool: AttachedPool, tokens: bytes, *, salt: bytes, tenant: str) -> cache_service_pb2.PrefixMatch:

@@ -244,6 +244,7 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         offloaded=sequence.is_offloaded,
         host_block_ids=sequence.host_blocks if with_blocks else (),
         host_block_count=len(sequence.host_blocks),
+        cache_use=cache_service_pb2.CacheUse.ValueType(sequence.cache_use),
     )
 
 
@@ -357,6 +358,23 @@ def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometr
     tokens = int32_bytes(token_ids)
     check_vocabulary(tokens, max(geometry.vocab_size for geometry in pools))
     return tokens
+
+
+def decode_reset_scope(
+    request: cache_service_pb2.ResetPrefixCacheRequest, geometry: Geometry
+) -> tuple[bytes | None, bytes]:
+    """The salt, None if any, and the tokens of what is to be reset, at least a full block of them if there are any.
+
+    Raises CallRefused (INVALID_ARGUMENT, TOKEN_OUT_OF_RANGE).
+    """
+    salt = request.salt if request.HasField("salt") or request.token_ids else None
+    check_salt("salt", salt or b"")
+    if not request.token_ids:
+        return salt, b""
+    if len(request.token_ids) < geometry.block_size:
+        limit = f"none, or at least {geometry.block_size} tokens, a full block"
+        raise CallRefused(invalid("token_ids", f"{len(request.token_ids)} tokens", limit))
+    return salt, decode_prefix(request.token_ids, request.salt, [geometry])
 
 
 def check_vocabulary(tokens: bytes, vocab_size: int) -> None:

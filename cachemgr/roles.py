@@ -20,12 +20,14 @@ ROLES: dict[str, Roles] = {
     for methods, roles in (
         (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
         (("LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix", "UnpinPrefix"), CLIENT | OPERATOR),
+        # A client resets its own tenant's content only.
+        (("ResetPrefixCache",), CLIENT | OPERATOR),
         (("GetPool", "ListPools"), CLIENT | OPERATOR),
         # Of these a client sees its own tenant's, an operator everybody's.
         (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
         (("ListTenants", "ListPins"), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
-        (("GetStatistics", "AuditPool", "ResetPrefixCache"), OPERATOR),
+        (("GetStatistics", "AuditPool"), OPERATOR),
     )
     for method in methods
 }
@@ -36,7 +38,10 @@ MESSAGE_LIMITS: dict[str, int] = {
     for methods, limit in (
         (("AttachPool",), MAX_MESSAGE_BYTES),
         (
-            ("PlanStep", "PlanSteps", "LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"),
+            (
+                *("PlanStep", "PlanSteps", "LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix"),
+                "ResetPrefixCache",
+            ),
             PROMPT_MESSAGE_BYTES,
         ),
     )

@@ -2,6 +2,7 @@
 
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.credentials import Credentials
+from quire.client.engine.caching import CacheParams, CacheUse, Retention
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import Outage
 from quire.client.engine.engine import Engine, EngineStatistics
@@ -38,6 +39,8 @@ __all__ = [
     "AccessDenied",
     "CacheApi",
     "CacheClient",
+    "CacheParams",
+    "CacheUse",
     "Chunk",
     "Completion",
     "Credentials",
@@ -62,6 +65,7 @@ __all__ = [
     "ProtocolViolation",
     "QuireError",
     "RequestFailed",
+    "Retention",
     "Sample",
     "SamplingParams",
     "Sequence",

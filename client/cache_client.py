@@ -22,7 +22,7 @@ from quire.client.channel import (
     unary,
 )
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import LeaseLost, ProtocolViolation, QuireError
+from quire.client.errors import InvalidRequest, LeaseLost, ProtocolViolation, QuireError
 
 _BLOCK_PAGE_SIZE = 10_000
 """The most that cachemgr gives."""
@@ -201,11 +201,22 @@ class CacheClient:
         pages = self._pages(self._stub.ListPins, pb.ListPinsRequest(pool=pool))
         return [each async for page in pages for each in page.pins]
 
-    async def reset_prefix_cache(self, pool: str = "") -> int:
-        """See CacheService.ResetPrefixCache. Returns how many blocks lost their content. Raises NotFound."""
-        request = pb.ResetPrefixCacheRequest(pool=pool)
-        answer = await unary(self._stub.ResetPrefixCache, request, timeout_s=self._timeout_s, policy=self._retry)
-        return answer.dropped_block_count
+    async def reset_prefix_cache(
+        self,
+        pool: str = "",
+        *,
+        tenant: str | None = None,
+        salt: bytes | None = None,
+        token_ids: Iterable[int] | None = None,
+    ) -> pb.ResetPrefixCacheResponse:
+        """See CacheService.ResetPrefixCache: of the pool, a tenant, a salt, or what begins with tokens.
+
+        Raises NotFound, InvalidRequest (also for tokens that are none: they would reset the pool), AccessDenied.
+        """
+        request = pb.ResetPrefixCacheRequest(pool=pool, tenant=tenant, salt=salt, token_ids=token_ids or ())
+        if token_ids is not None and not request.token_ids:
+            raise InvalidRequest.of_field("token_ids", [], "at least a full block of tokens", reason="EMPTY_PROMPT")
+        return await unary(self._stub.ResetPrefixCache, request, timeout_s=self._timeout_s, policy=self._retry)
 
     async def audit_pool(self, pool: str = "") -> pb.AuditPoolResponse:
         """See CacheService.AuditPool. Raises NotFound."""

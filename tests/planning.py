@@ -53,6 +53,14 @@ class PlanItem(Enum):
     ADMISSION = pb.PLAN_ITEM_ADMISSION
 
 
+class CacheUse(Enum):
+    """What a sequence does with the prefix cache."""
+
+    READ_AND_WRITE = pb.CACHE_USE_READ_AND_WRITE
+    WRITE_ONLY = pb.CACHE_USE_WRITE_ONLY
+    NONE = pb.CACHE_USE_NONE
+
+
 @dataclass(frozen=True, slots=True)
 class Trim:
     seq_id: int
@@ -110,6 +118,7 @@ class Admission:
     """A range of tokens that is worth keeping, from the first token on."""
     resumed: bool = False
     """It was here before, and was released to make room."""
+    cache_use: CacheUse = CacheUse.READ_AND_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +218,7 @@ def message_of(admission: Admission) -> pb.Admission:
         salt=admission.salt,
         reserved_token_count=admission.reserved_tokens,
         resumed=admission.resumed,
+        cache_use=admission.cache_use.value,
     )
     for part in admission.retention:
         added = message.retention.add(token_count=part.num_tokens, priority=part.priority)

@@ -244,10 +244,51 @@ BUGS = [
         "a prefix of a model with a state is found and published without the state",
         (
             "num_sharable",
-            "if self.geometry.has_recurrent_state { 0 } else { (num_tokens - 1) / self.geometry.block_size }",
-            "(num_tokens - 1) / self.geometry.block_size",
+            "let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;",
+            "let is_read = cache_use.reads();",
         ),
         ("enter_computed", "&& !self.geometry.has_recurrent_state", ""),
+    ),
+    # -- what a sequence does with the prefix cache
+    rust(
+        "cache use",
+        "a fork of a sequence that publishes nothing publishes",
+        ("fork", "cache_use: self.cache_use,", "cache_use: CacheUse::default(),"),
+    ),
+    rust(
+        "cache use",
+        "a sequence that comes back from the host tier forgets that it publishes nothing",
+        ("offload", "cache_use: self.cache_use,", "cache_use: CacheUse::default(),"),
+    ),
+    rust(
+        "cache use",
+        "a sequence that only writes takes what is found",
+        ("num_sharable", "cache_use.reads()", "cache_use.writes()"),
+    ),
+    rust(
+        "cache use",
+        "blocks that a sequence fills and does not publish are shared while a step fills them",
+        ("schedule", "if sequence.cache_use.writes()", "if sequence.num_scheduled > 0"),
+    ),
+    # -- resets
+    rust(
+        "resets",
+        "content behind a block that is gone outlives a reset of what it continues",
+        ("continues", "None => break true,", "None => break false,"),
+    ),
+    rust(
+        "resets",
+        "a sequence that comes back from the host tier publishes what a reset has dropped",
+        ("restore", "self.num_published = num_found.max(self.num_withheld);", "self.num_published = num_found;"),
+    ),
+    rust(
+        "resets",
+        "a reset drops what was published after it had begun",
+        (
+            "next_part",
+            "if is_old && self.is_wanted(books.pool(), block)",
+            "let _ = is_old;\nif self.is_wanted(books.pool(), block)",
+        ),
     ),
     # -- steps and their reports
     rust(

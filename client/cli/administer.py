@@ -1,4 +1,4 @@
-"""`quire leases`, `lookup`, `explain`, `pin` and `audit`: what people ask who administer a pool."""
+"""`quire leases`, `lookup`, `explain`, `pin`, `reset` and `audit`: what people ask who administer a pool."""
 
 import asyncio
 import json
@@ -121,6 +121,21 @@ def run_pins(place: Place, *, as_json: bool) -> None:
 def run_unpin(place: Place, pin_id: str) -> None:
     """Take a pin back; one that is gone is fine."""
     _ask(place, lambda cache: cache.unpin_prefix(pin_id, pool=place.pool))
+
+
+def run_reset(place: Place, prefix: Prefix | None, *, tenant: str | None, salt: str | None, as_json: bool) -> None:
+    """Make cached content unfindable, and print how much: of a prefix, a salt, a tenant, or with none of them all."""
+
+    async def reset(cache: CacheClient) -> pb.ResetPrefixCacheResponse:
+        token_ids = None if prefix is None else await _tokens_of(place, prefix)
+        salt_bytes = None if salt is None else salt.encode()
+        return await cache.reset_prefix_cache(place.pool, tenant=tenant, salt=salt_bytes, token_ids=token_ids)
+
+    answer = _ask(place, reset)
+    table = Table.grid("", "", padding=(0, 2))
+    table.add_row("dropped blocks", str(answer.dropped_block_count))
+    table.add_row("dropped pins", str(answer.dropped_pin_count))
+    _print(answer, table, as_json=as_json)
 
 
 def run_audit(place: Place, *, as_json: bool) -> bool:

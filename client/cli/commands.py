@@ -460,7 +460,12 @@ def _prefix_options(command: Any) -> Any:
         given = {name: values.pop(name) for name in ("are_token_ids", "salt", "tokenizer")}
         return command(*args, prefix=None if prompt is None else Prefix(_read_prompt(prompt), **given), **values)
 
-    decorated: Any = with_prefix
+    return _prompt_options(with_prefix)
+
+
+def _prompt_options(command: Any) -> Any:
+    """Adds how a prompt is to be read, and its salt."""
+    decorated = command
     text = "Where the tokenizer is. Default: as the worker says."
     decorated = option("--tokenizer", metavar="PATH_OR_HUB_ID", help=text)(decorated)
     text = "The salt of the admissions that it is about."
@@ -554,6 +559,43 @@ def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, as_json:
         run_pins(place, as_json=as_json)
     else:
         run_pin(place, prefix, ttl_s=ttl, as_json=as_json)
+
+
+@quire.command()
+@click.argument("prompt", required=False)
+@_prompt_options
+@option("--tenant", metavar="NAME", show_default="the caller's", help="Of this tenant; another's for operators only.")
+@option("--all", "everything", is_flag=True, help="All of the pool, instead of a part; for operators only.")
+@_json_option
+@_place_options
+def reset(
+    place: Any,
+    prompt: str | None,
+    are_token_ids: bool,
+    salt: str,
+    tokenizer: str | None,
+    tenant: str | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Make cached content unfindable: what begins with PROMPT, what is under a salt, a tenant's, or all.
+
+    Only the full blocks of PROMPT count. Sequences that run keep their blocks.
+
+    \b
+    Examples:
+      quire reset "Once upon a time"
+      quire reset --salt s1
+      quire reset --tenant team-a
+      quire reset --all
+    """
+    from quire.client.cli.administer import Prefix, run_reset
+
+    is_part = prompt is not None or bool(salt) or tenant is not None
+    if is_part == everything:
+        raise click.UsageError("say what to reset: PROMPT, --salt or --tenant; or --all")
+    prefix = None if prompt is None else Prefix(_read_prompt(prompt), are_token_ids, salt, tokenizer)
+    run_reset(place, prefix, tenant=tenant, salt=salt or None, as_json=as_json)
 
 
 @quire.command()

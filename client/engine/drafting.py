@@ -61,9 +61,11 @@ class Draft:
 
     def plan(self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int]) -> Plan:
         """Return the plan that was drafted."""
+        released, hints = tuple(release_ids), self._queues.expected_back_s
         newcomers = [*self._restores, *(admission.seq_id for admission in self._admissions)]
         return Plan(
-            release_ids=tuple(release_ids),
+            release_ids=released,
+            expected_back_s={seq_id: hints[seq_id] for seq_id in released if seq_id in hints} if hints else {},
             offload_ids=tuple(offload_ids),
             forks=tuple(self._forks),
             extend_ids=tuple(self._ids),
@@ -159,7 +161,13 @@ class Draft:
         if sequence.host_id is None:
             seq_id = self._fresh_id()
             self._admissions.append(
-                Admission(seq_id, sequence.token_ids, resumed=sequence.was_admitted, computes_all=sequence.computes_all)
+                Admission(
+                    seq_id,
+                    sequence.token_ids,
+                    resumed=sequence.was_admitted,
+                    cache=sequence.cache_params,
+                    reserved_tokens=sequence.num_reserved_tokens,
+                )
             )
         elif sequence.host_id in self._queues.offloads or self._admissions:
             return False  # it is on its way there; or it would be let in before those above it in rank
@@ -173,4 +181,4 @@ class Draft:
         num_tokens = len(newcomer.token_ids)
         if newcomer.host_id is not None:
             return num_tokens - newcomer.num_host_tokens
-        return num_tokens * (1.0 - self._room.cached_ratio)
+        return num_tokens * (1.0 - self._room.cached_ratio) if newcomer.cache_params.reads_cache else num_tokens

@@ -32,6 +32,7 @@ from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
 from quire.client.engine.grammar import Grammar
@@ -280,38 +281,48 @@ class Engine:
         return await self._connection.next_outage(seen)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+        **fields: Any,
     ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
 
         The prompt is text or token ids. fields are those of SamplingParams: `generate(prompt, max_tokens=3)`; given
-        beside params they replace what params says.
+        beside params they replace what params says. cache is what the request asks of the pool and its prefix cache;
+        None: CacheParams().
 
         Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises
         RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each says how
         many tokens it has given out, in delivered_token_counts. Work begins with the first item asked for; closing the
         iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
-        wanted = params_of(params, fields)
-        return self._requests.generate(*self._requests.check(prompt, wanted))
+        wanted, caching = params_of(params, fields), cache_params_of(cache)
+        return self._requests.generate(*self._requests.check(prompt, wanted), caching)
 
     async def complete(
         self,
         prompts: Prompt | abc.Iterable[Prompt],
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        *,
+        cache: CacheParams | None = None,
         **fields: Any,
     ) -> list[Completion]:
         """All samples of all prompts, in the prompts' order.
 
-        params are for all prompts, or one for each; fields are as in generate, for all prompts. A string is
+        params are for all prompts, or one for each; fields and cache are as in generate, for all prompts. A string is
         one prompt, and so is a list of integers: token ids. The answer is a list of one then.
 
         Raises what generate raises; then the other prompts are cancelled.
         """
-        several = prompts_of(prompts)
+        several, caching = prompts_of(prompts), cache_params_of(cache)
         each = [params_of(one, fields) for one in one_for_each(params, len(several))]
         checked = [self._requests.check(prompt, wanted) for prompt, wanted in zip(several, each, strict=True)]
-        tasks = [asyncio.create_task(self._requests.complete(token_ids, wanted)) for token_ids, wanted in checked]
+        tasks = [
+            asyncio.create_task(self._requests.complete(token_ids, wanted, caching)) for token_ids, wanted in checked
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

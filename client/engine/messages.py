@@ -1,10 +1,14 @@
 """Between the scheduler's values and the contract's messages. Per running sequence only packed integers."""
 
+import math
 from dataclasses import fields
 from typing import Any
 
+from google.protobuf import duration_pb2
+
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.channel import decode_error
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
 from quire.client.engine.sequence import Sequence
@@ -18,6 +22,12 @@ _ITEMS = {
     cache_service_pb2.PLAN_ITEM_FORK: PlanItem.FORK,
     cache_service_pb2.PLAN_ITEM_EXTEND: PlanItem.EXTEND,
     cache_service_pb2.PLAN_ITEM_ADMISSION: PlanItem.ADMISSION,
+}
+
+_CACHE_USES = {
+    CacheUse.READ_AND_WRITE: cache_service_pb2.CACHE_USE_READ_AND_WRITE,
+    CacheUse.WRITE_ONLY: cache_service_pb2.CACHE_USE_WRITE_ONLY,
+    CacheUse.NONE: cache_service_pb2.CACHE_USE_NONE,
 }
 
 
@@ -44,6 +54,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         epoch=epoch,
         request_id=request_id,
         release_sequence_ids=plan.release_ids,
+        return_hints=[_encode_hint(seq_id, seconds) for seq_id, seconds in plan.expected_back_s.items()],
         offload_sequence_ids=plan.offload_ids,
         forks=[
             cache_service_pb2.Fork(
@@ -53,19 +64,40 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         ],
         extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
         restores=[cache_service_pb2.Restore(sequence_id=seq_id) for seq_id in plan.restore_ids],
-        admissions=[_encode_admission(admission, lease_id=lease_id) for admission in plan.admissions],
+        admissions=map(_encode_admission, plan.admissions),
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
     )
 
 
-def _encode_admission(admission: Admission, *, lease_id: str) -> cache_service_pb2.Admission:
+def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
     message = cache_service_pb2.Admission(
         sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
     )
-    if admission.computes_all:
-        message.salt = f"{lease_id}/{admission.seq_id}".encode()  # no other sequence has it, so nothing is found
+    cache = admission.cache
+    if cache is not NO_CACHE_PARAMS:
+        message.salt = cache.salt
+        message.cache_use = _CACHE_USES[cache.cache_use]
+        message.reserved_token_count = admission.reserved_tokens
+        message.retention.extend(map(_encode_retention, cache.retention))
     return message
+
+
+def _encode_retention(part: Retention) -> cache_service_pb2.Retention:
+    ttl = None if part.ttl_s is None else _duration_of(part.ttl_s)
+    return cache_service_pb2.Retention(token_count=part.num_tokens, priority=part.priority, ttl=ttl)
+
+
+def _encode_hint(seq_id: int, expected_back_s: float) -> cache_service_pb2.ReturnHint:
+    if expected_back_s == math.inf:
+        return cache_service_pb2.ReturnHint(sequence_id=seq_id, not_expected=True)
+    return cache_service_pb2.ReturnHint(sequence_id=seq_id, expected_in=_duration_of(expected_back_s))
+
+
+def _duration_of(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
 
 
 def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:

@@ -6,6 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.errors import InvalidRequest, QuireError
 
@@ -84,8 +85,9 @@ class Admission:
     token_ids: abc.Sequence[int]
     resumed: bool = False
     """It was in a pool before, and was preempted or lost."""
-    computes_all: bool = False
-    """Nothing of it is to be found in the cache, since the computation of each token gives something to report."""
+    cache: CacheParams = NO_CACHE_PARAMS
+    reserved_tokens: int = 0
+    """The most tokens that are computed of it, guaranteed; 0: best effort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Plan:
     """The request for the next step. extend_ids and extend_counts are parallel; sequences maps ids to sequences."""
 
     release_ids: tuple[int, ...] = ()
+    expected_back_s: abc.Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Of those released, the ones of which it is known when they come back: in so many seconds, or never."""
     offload_ids: tuple[int, ...] = ()
     forks: tuple[Fork, ...] = ()
     extend_ids: tuple[int, ...] = ()

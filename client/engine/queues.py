@@ -5,7 +5,7 @@
     DRAINING    draining
     FOLLOWING   followers    by the sequence whose prompt they share
 
-    releases    ids that the next plans give back
+    releases    ids that the next plans give back, and when their tokens will be asked for again, if that was said
     offloads    ids that the next plan moves to the host tier
 
 A method moves a sequence and its id together, so an id is held, released or offloaded, and never lost. Which sequence
@@ -52,6 +52,7 @@ class Queues:
         self.suspects: list[Sequence] = []  # by rank; of any state
         self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
         self.offloads: dict[int, Sequence] = {}
+        self.expected_back_s: dict[int, float] = {}  # of ids to be released, those whose sequence has ended
 
     @property
     def are_empty(self) -> bool:
@@ -136,6 +137,7 @@ class Queues:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a living sequence; samples that followed it wait for admissions of their own."""
+        self.hint_return(sequence, sequence.seq_id if sequence.state is SequenceState.RUNNING else sequence.host_id)
         self._leave(sequence)
         self.leave_host(sequence)
         sequence.finish(reason)
@@ -144,9 +146,15 @@ class Queues:
         for follower in self.followers.pop(sequence, ()):
             self.wait_alone(follower)
 
+    def hint_return(self, sequence: Sequence, seq_id: int | None) -> None:
+        """Say with the release of an ended sequence's id when its tokens will be asked for again, if that is known."""
+        if seq_id is not None and sequence.cache.expected_back_s is not None:
+            self.expected_back_s[seq_id] = sequence.cache.expected_back_s
+
     def forget_pool(self) -> None:
         """Let all sequences that ran wait with their known tokens: no id stands for anything any more."""
         self.releases.clear()
+        self.expected_back_s.clear()
         self.offloads.clear()
         for sequence in self.waiting:
             sequence.host_id = None
@@ -220,6 +228,7 @@ class Queues:
         ids = [id_of(sequence) for sequence in self.running]
         require(len(set(ids)) == len(ids), "an id stands for one sequence")
         require(not set(ids) & self.releases.keys(), "what runs is not released")
+        require(self.expected_back_s.keys() <= self.releases.keys(), "hints are about what is released")
         require(not set(ids) & self.offloads.keys(), "what runs does not leave for the host tier")
         require(not self.offloads.keys() & self.releases.keys(), "what is kept in the host tier is not released")
         require(all(s.host_id == i for i, s in self.offloads.items()), "who leaves knows under which id")

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from quire.client.engine.backlog import Backlog
+from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.metrics import Measured, RequestTimes
@@ -182,11 +183,13 @@ class Requests:
             raise InvalidRequest.of_field("prompt", "text", "token ids, since there is no tokenizer")
         return self.tokenizer.encode(prompt)
 
-    async def generate(self, token_ids: list[int], params: SamplingParams) -> abc.AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, token_ids: list[int], params: SamplingParams, cache: CacheParams
+    ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here."""
         if params.grammar is not None:
             await self._check_grammar(params.grammar)
-        request_id, request = self._submit(token_ids, params)
+        request_id, request = self._submit(token_ids, params, cache)
         try:
             async with contextlib.aclosing(request.chunks()) as chunks:
                 async for chunk in chunks:
@@ -225,12 +228,12 @@ class Requests:
             reasons = [sequence.finish_reason for sequence in request.sequences]
             request.span.end(num_tokens=num_tokens, reasons=reasons, error=request.error)
 
-    async def complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
+    async def complete(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> Completion:
         """All samples of a checked request."""
-        async with contextlib.aclosing(self.generate(token_ids, params)) as stream:
+        async with contextlib.aclosing(self.generate(token_ids, params, cache)) as stream:
             return complete(token_ids, [chunk async for chunk in stream])
 
-    def _submit(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Request]:
+    def _submit(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> tuple[int, Request]:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
@@ -248,7 +251,9 @@ class Requests:
         ]
         self._backlog.enter(params.tenant, len(token_ids))
         try:
-            sequences = self._scheduler.add(token_ids, params, end_token_ids=self._end_token_ids, seed=seed)
+            sequences = self._scheduler.add(
+                token_ids, params, end_token_ids=self._end_token_ids, seed=seed, cache=cache
+            )
         except BaseException:
             self._backlog.leave(params.tenant, len(token_ids))
             raise

@@ -39,6 +39,7 @@ from collections import abc
 from dataclasses import dataclass, fields
 from itertools import islice
 
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.drafting import Draft
 from quire.client.engine.flight import Flight
 from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
@@ -134,6 +135,7 @@ class Scheduler:
         *,
         end_token_ids: abc.Iterable[int],
         seed: int,
+        cache: CacheParams = NO_CACHE_PARAMS,
     ) -> list[Sequence]:
         """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
 
@@ -159,6 +161,7 @@ class Scheduler:
                 end_token_ids=ends,
                 params=params,
                 prompt_logprobs=logprobs,
+                cache=cache,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
             )
@@ -284,6 +287,7 @@ class Scheduler:
     def _take_releases(self, plan: Plan, refused: Refusals) -> None:
         for seq_id in plan.release_ids:
             self._queues.releases.pop(seq_id, None)
+            self._queues.expected_back_s.pop(seq_id, None)
         for seq_id in plan.offload_ids:
             is_refused = (PlanItem.OFFLOAD, seq_id) in refused
             self._counters.offloads += not is_refused
@@ -322,6 +326,7 @@ class Scheduler:
         """Let a sequence run under the id it got; if it ended while the plan was under way, release the id."""
         if sequence.state not in (SequenceState.WAITING, SequenceState.FOLLOWING):
             self._queues.releases[seq_id] = self._queues.blocks_of(sequence) if num_blocks is None else num_blocks
+            self._queues.hint_return(sequence, seq_id)
             return False
         self._queues.begin(sequence, seq_id, num_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
         return True
@@ -344,7 +349,8 @@ class Scheduler:
         self._counters.admissions += 1
         self._counters.admitted_tokens += num_tokens
         self._counters.cached_tokens += num_cached
-        self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
+        if sequence.cache_params.reads_cache:
+            self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
         self._begin(sequence, seq_id, num_tokens=num_cached)
 
     def _begin_restores(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> None:

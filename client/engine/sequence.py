@@ -13,10 +13,11 @@ value is known or not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
 
@@ -72,6 +73,7 @@ class Sequence:
     end_token_ids: frozenset[int]
     params: SamplingParams
     seed: int
+    cache: CacheParams = NO_CACHE_PARAMS
     # Of the request's prompt, if they were asked for; shared by its samples.
     prompt_logprobs: PromptLogprobs | None = None
     state: SequenceState = SequenceState.WAITING
@@ -107,9 +109,12 @@ class Sequence:
         return self.params.tenant
 
     @property
-    def computes_all(self) -> bool:
-        """True if nothing of it may be found in the cache: log-probabilities of its prompt have not come yet."""
-        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
+    def cache_params(self) -> CacheParams:
+        """Those of its next admission: it computes every token while log-probabilities of its prompt are awaited."""
+        awaits_logprobs = self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
+        if awaits_logprobs and self.cache.reads_cache:
+            return replace(self.cache, cache_use=CacheUse.WRITE_ONLY)
+        return self.cache
 
     @property
     def num_sent_ids(self) -> int:
@@ -117,6 +122,11 @@ class Sequence:
         tells_tokens = self.params.has_penalty or self.params.grammar is not None
         num_seen = len(self.token_ids) if tells_tokens else 0
         return self.params.num_sent_ids + num_seen
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Tokens that are computed of it at most, if these are to be guaranteed; else 0. The last is not computed."""
+        return self.num_prompt_tokens + self.max_tokens - 1 if self.cache.reserve else 0
 
     @property
     def is_suspect(self) -> bool:

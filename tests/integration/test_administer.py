@@ -132,6 +132,8 @@ def test_leases_and_audit(cachemgr: str) -> None:
         (("pin", "text", "--remove", "pin"), "not both"),
         (("pin", "text", "--ttl", "0"), "--ttl"),
         (("audit", "--pool", "none"), "POOL_NOT_FOUND"),
+        (("reset", "--token-ids", "1,2,3"), "at least 16 tokens"),
+        (("reset", "--token-ids", ""), "at least a full block"),
     ],
 )
 def test_a_wrong_value_is_named(cachemgr: str, arguments: tuple[str, ...], says: str) -> None:
@@ -140,8 +142,47 @@ def test_a_wrong_value_is_named(cachemgr: str, arguments: tuple[str, ...], says:
     assert says in done.output
 
 
-@pytest.mark.parametrize("command", [("leases",), ("audit",), ("pin",), ("lookup", "--token-ids", "1")])
+@pytest.mark.parametrize(
+    "command", [("leases",), ("audit",), ("pin",), ("reset", "--all"), ("lookup", "--token-ids", "1")]
+)
 def test_a_cachemgr_that_is_away_is_said(tmp_path: Path, command: tuple[str, ...]) -> None:
     done = run(f"unix:{tmp_path}/none.sock", *command)
     assert done.exit_code == 1
     assert "no cachemgr answers" in done.output
+
+
+def filled(cachemgr: str, *prompts: list[int]) -> None:
+    with LLM(cachemgr) as llm:
+        llm.generate(prompts, max_tokens=1, ignore_eos=True)
+
+
+def test_what_begins_with_a_prompt_is_reset_with_its_pins(cachemgr: str) -> None:
+    longer, other = [*PROMPT[:32], *range(60, 80)], [*PROMPT[:16], *range(80, 100)]
+    filled(cachemgr, longer, other)
+    ask(cachemgr, lambda cache: cache.pin_prefix(longer))
+    ask(cachemgr, lambda cache: cache.pin_prefix(PROMPT[:16]))
+    answer = ask(cachemgr, lambda cache: cache.reset_prefix_cache(token_ids=PROMPT))
+    assert (answer.dropped_block_count, answer.dropped_pin_count) == (2, 1)
+    cached = [ask(cachemgr, lambda cache: cache.lookup_prefix(p)).matches[0] for p in (PROMPT, longer, other)]  # noqa: B023
+    assert [match.cached_token_count for match in cached] == [16, 16, 32]
+    assert ask(cachemgr, lambda cache: cache.reset_prefix_cache(salt=b"none")).dropped_block_count == 0
+    for wrong, says in (
+        ({"token_ids": PROMPT[:15]}, "16"),
+        ({"token_ids": []}, "token_ids"),
+        ({"salt": b"s" * 65}, "64"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            ask(cachemgr, lambda cache: cache.reset_prefix_cache(**wrong))  # noqa: B023
+        assert says in refused.value.message
+    assert ask(cachemgr, lambda cache: cache.reset_prefix_cache(salt=b"")).dropped_pin_count == 1
+    filled(cachemgr, PROMPT)
+
+
+def test_the_command_that_resets(cachemgr: str) -> None:
+    assert as_json(cachemgr, "reset", "--salt", "none")["dropped_block_count"] == 0
+    assert as_json(cachemgr, "reset", "--token-ids", ids(PROMPT[:32]))["dropped_block_count"] == 1
+    assert "dropped blocks  1" in run(cachemgr, "reset", "--all").stdout
+    for arguments in ((), ("--all", "--salt", "s"), ("--all", "text")):
+        done = run(cachemgr, "reset", *arguments)
+        assert (done.exit_code, "say what to reset" in done.output) == (2, True)
+    filled(cachemgr, PROMPT)

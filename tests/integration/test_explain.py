@@ -224,6 +224,7 @@ def test_prefixes_of_others_are_for_operators(scene: Scene, cachemgr: LoneCachem
     for method, message in (
         ("LookupPrefix", cache_service_pb2.LookupPrefixRequest),
         ("ExplainPrefix", cache_service_pb2.ExplainPrefixRequest),
+        ("ResetPrefixCache", cache_service_pb2.ResetPrefixCacheRequest),
     ):
         with pytest.raises(RefusedError) as raised:
             ask(getattr(cachemgr.stub("alice"), method), message(pool=POOL, token_ids=PROMPT, tenant="bob"))

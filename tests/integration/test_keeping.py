@@ -224,6 +224,16 @@ def test_a_pin_ends_with_its_time_and_with_a_reset(cachemgr: LoneCachemgr, worke
     tenant.delete()
 
 
+def test_a_tenant_resets_its_own_content_only(cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin) -> None:
+    tenant = begin()
+    tenant.cache(1, prompt(1, 3))
+    assert call(cachemgr, "bob", "ResetPrefixCache", pool=worker.pool, salt=b"").dropped_block_count == 0
+    assert cached(cachemgr, worker, prompt(1, 3)) > 0
+    assert call(cachemgr, "alice", "ResetPrefixCache", pool=worker.pool, salt=b"").dropped_block_count > 0
+    assert cached(cachemgr, worker, prompt(1, 3)) == 0
+    tenant.delete()
+
+
 # -- advice -------------------------------------------------------------------------------------------------------
 
 

@@ -44,13 +44,13 @@ PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry"),
     "client": (
         "errors",
-        *(f"engine.{name}" for name in ("drafting", "fairness", "flight", "grammar", "plans", "policy")),
+        *(f"engine.{name}" for name in ("caching", "drafting", "fairness", "flight", "grammar", "plans", "policy")),
         *(f"engine.{name}" for name in ("prompt_logprobs", "queues", "room", "sampling", "scheduler", "sequence")),
         "engine.tier",
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.
-PURE_PROTOS = ("quire.compute.v1.sampling_ranges",)
+PURE_PROTOS = ("quire.cache.v1.admission_bounds", "quire.compute.v1.sampling_ranges")
 # Built from Rust; no less pure, but for the module that Python calls.
 CORE = "quire.cachemgr._core"
 ACTING_IN_CORE = {

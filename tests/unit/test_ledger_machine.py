@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from planning import (
     Admission,
+    CacheUse,
     Fork,
     PlanItem,
     Planned,
@@ -262,6 +263,9 @@ class BookSequence:
     reserved_tokens: int = 0
     promised: int = 0
     """Blocks that are kept for its reservation, as they were counted last."""
+    cache_use: CacheUse = CacheUse.READ_AND_WRITE
+    withheld: int = 0
+    """Leading blocks that a reset was about: they are not published when it comes back from the host tier."""
 
     @property
     def known(self) -> int:
@@ -334,6 +338,8 @@ class Books:
         self.index: dict[tuple, int] = {}
         self.sealed: set[int] = set()
         self.lru: list[int] = []
+        self.new: set[int] = set()
+        """Blocks that were published since a reset was begun."""
         self.generations: Counter[int] = Counter()
         self.let_go: dict[int, int] = {}
         self.ticks = itertools.count()
@@ -477,6 +483,20 @@ class Books:
     taken: set[int] = set()  # noqa: RUF012 - replaced for each item
     """Blocks handed out for the present item, in no table yet."""
 
+    # resets
+
+    def withhold(self, tags: Collection[int]) -> None:
+        """Sequences in the host tier will not publish what is computed of them."""
+        for sequence in (s for lease in self.leases.values() for s in lease.sequences.values()):
+            if sequence.host is not None and sequence.tag in tags:
+                sequence.withheld = sequence.computed // self.size
+
+    def begins_with(self, key: tuple, stem: tuple) -> bool:
+        """True if content continues the stem, or if a block between them is gone."""
+        ends = range(len(key) - self.size, len(stem), -self.size)
+        is_holed = len(key) > len(stem) and any(key[:end] not in self.index for end in ends)
+        return is_holed or key[: len(stem)] == stem
+
     # planning
 
     def plan(self, lease: BookLease, request: StepRequest, plan: Planned) -> list[PlannedRun]:
@@ -578,6 +598,10 @@ class Books:
             assert states[block] == "free", f"host block {block} handed out, {states[block]}"
             self.generations[-1 - block] += 1
         heir = replace(old, table=[], published=0, sampled_at=None, host=host, promised=0)
+        is_dropped = lambda block: block in self.sealed and block not in self.index.values()  # noqa: E731
+        heir.withheld = max(
+            [old.withheld, *(i for i, block in enumerate(old.table[: old.published], 1) if is_dropped(block))]
+        )
         old.released = True
         self.step.num_released += 1
         del self.lease.sequences[seq_id]
@@ -602,7 +626,8 @@ class Books:
             return Reason.SEQUENCE_TOO_LONG
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
-        keys = [sequence.key((i + 1) * self.size) for i in range((sequence.known - 1) // self.size)]
+        is_read = sequence.cache_use is CacheUse.READ_AND_WRITE
+        keys = [sequence.key((i + 1) * self.size) for i in range(is_read * ((sequence.known - 1) // self.size))]
         found = [self.index[key] for key in itertools.takewhile(self.index.__contains__, keys)]
         now = -(-sequence.known // self.size)
         need, later = now - len(found), max(0, -(-sequence.reserved_tokens // self.size) - now)
@@ -612,7 +637,7 @@ class Books:
         copied = slice(len(found), -(-sequence.scheduled // self.size))
         self.expected_restores += zip(sequence.host[copied], sequence.table[copied], strict=True)
         self.host_touched_now = {*self.host_touched_now, *sequence.host}
-        sequence.host, sequence.published = None, len(found)
+        sequence.host, sequence.published = None, max(len(found), sequence.withheld)
         sequence.computed = max(sequence.computed, len(found) * self.size)
         start = sequence.scheduled = max(sequence.scheduled, len(found) * self.size)
         self.promise(sequence)
@@ -641,7 +666,7 @@ class Books:
         sequence.tokens = sequence.tokens[:count]
         sequence.computed = min(sequence.computed, count)
         sequence.scheduled = min(sequence.scheduled, count)
-        sequence.published = min(sequence.published, full)
+        sequence.published, sequence.withheld = min(sequence.published, full), min(sequence.withheld, full)
         if sequence.sampled_at is not None and sequence.sampled_at >= count:
             sequence.sampled_at = None
         for step in self.lease.steps:
@@ -678,7 +703,9 @@ class Books:
             scheduled=scheduled,
             published=min(parent.published, scheduled // self.size),
             sampled_at=at if at is not None and at < count else None,
+            cache_use=parent.cache_use,
         )
+        child.withheld = min(parent.withheld, child.published)
         assert self.writes.take(child_id, 0, len(child.table)) == child.table
         self.lease.sequences[child_id] = child
         self.promise(parent)
@@ -788,7 +815,7 @@ class Books:
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
         tag = self.lease.tag_base + SALTS.index(admission.salt)
-        found, published = self.find(tag, tokens)
+        found, published = self.find(tag, tokens) if admission.cache_use is CacheUse.READ_AND_WRITE else ([], 0)
         now = -(-len(tokens) // self.size)
         later = -(-admission.reserved_tokens // self.size) - now + len(found) - published
         later = (later if admission.reserved_tokens else 0) + sum(
@@ -807,6 +834,7 @@ class Books:
             scheduled=cached,
             published=published,
             reserved_tokens=admission.reserved_tokens,
+            cache_use=admission.cache_use,
         )
         self.lease.sequences[admission.seq_id] = sequence
         if later or admission.reserved_tokens:
@@ -848,6 +876,8 @@ class Books:
         pending: dict[tuple, int] = {}
         for step in [*self.lease.steps, self.step]:
             for run in step.runs if not step.is_doomed else ():
+                if run.sequence.cache_use is CacheUse.NONE:
+                    continue
                 for index in run.fills:
                     if (index + 1) * self.size <= run.covers:
                         pending.setdefault(run.sequence.key((index + 1) * self.size), run.sequence.table[index])
@@ -885,12 +915,15 @@ class Books:
         self.rest()
 
     def publish(self, lease: BookLease, sequence: BookSequence) -> None:
+        if sequence.cache_use is CacheUse.NONE:
+            return
         while (end := (sequence.published + 1) * self.size) <= min(sequence.computed, sequence.known):
             key, block = sequence.key(end), sequence.table[sequence.published]
             standing = self.index.setdefault(key, block)
             self.knows_parents &= standing == block
             if standing == block:
                 self.sealed.add(block)
+                self.new.add(block)
             elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
                 sequence.table[sequence.published] = standing
                 lease.changes.append((sequence, sequence.published))
@@ -931,7 +964,11 @@ SEED = st.integers(0, 2**32 - 1)
 
 PLANS = ["items"] * 5 + ["decode"] * 3 + ["again", "rewrite"]
 WORK = ["run"] * 5 + ["report"] * 4 + ["catch up"] * 3 + ["fail", "skip", "report wrongly"]
-EVENTS = ["open lease"] * 3 + ["look up"] * 3 + ["end lease", "fence", "fence", "expire", "reset prefix cache"]
+EVENTS = (
+    ["open lease"] * 3
+    + ["look up"] * 3
+    + ["end lease", "fence", "fence", "expire", "reset prefix cache", "reset some", "reset some"]
+)
 
 
 class Client:
@@ -981,6 +1018,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
+        self.resetting = None
         self.open(0)
 
     def open(self, slot):
@@ -1031,6 +1069,7 @@ class LedgerMachine(RuleBasedStateMachine):
                         max_compute=rng.choice([0, 0, 0, 1, 3]),
                         salt=salt,
                         reserved_tokens=self.reservation(len(tokens), rng),
+                        cache_use=rng.choices([*CacheUse], [6, 1, 2])[0],
                     )
                 )
             elif seq_id not in counts:
@@ -1303,12 +1342,58 @@ class LedgerMachine(RuleBasedStateMachine):
         """All of it, or a slice of it, as other calls may find it."""
         num_blocks = self.geometry.num_blocks
         first = rng.choice([0, rng.randrange(num_blocks)])
-        end = rng.choice([num_blocks, rng.randint(first, num_blocks)])
+        self.reset_slice(first, rng.choice([num_blocks, rng.randint(first, num_blocks)]))
+
+    def reset_slice(self, first, end):
         left = {key: block for key, block in self.books.index.items() if not first <= block < end}
         assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
+        if not first:
+            self.books.withhold(range(len(TENANTS) * len(SALTS)))
+        self.lose_to_reset(left)
+
+    def lose_to_reset(self, left):
         self.books.index = left
         self.books.knows_parents = False
         self.books.rest()
+
+    def reset_some(self, rng):
+        """Of a tenant, a salt, or a prefix; other calls come between its beginning and its end."""
+        if self.resetting is not None:
+            self.go_on_with_reset()
+            return
+        away = [s.tag for lease in self.books.leases.values() for s in lease.sequences.values() if s.host is not None]
+        tag = rng.choice([rng.randrange(len(TENANTS) * len(SALTS)), *away, *(key[0] for key in self.books.index)])
+        tenant, salt = divmod(tag, len(SALTS))
+        size, kind = self.geometry.block_size, rng.choice(["tenant", "salt", "prefix", "prefix"])
+        tags = [tag] if kind != "tenant" else range(tenant * len(SALTS), (tenant + 1) * len(SALTS))
+        keys = sorted(key for key in self.books.index if key[0] == tag)
+        if keys and rng.random() < 0.3:
+            hole = self.books.index[keys.pop(rng.randrange(len(keys)))]
+            self.reset_slice(hole, hole + 1)
+        key = min(rng.choices(keys, k=2), key=len) if kind == "prefix" and keys else (tag,)
+        is_wanted = lambda other: other[0] in tags if kind == "tenant" else self.books.begins_with(other, key)  # noqa: E731
+        tail = [0] * rng.randrange(size) if len(key) > 1 else []
+        before = self.ledger.counts()
+        reset = self.ledger.begin_reset(
+            TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*key[1:], *tail])
+        )
+        assert self.ledger.counts() == before
+        self.books.withhold(tags)
+        self.books.new = set()
+        self.resetting = reset, tenant, is_wanted
+        if rng.random() < 0.5:
+            self.go_on_with_reset()
+
+    def go_on_with_reset(self):
+        (reset, tenant, is_wanted), self.resetting = self.resetting, None
+        is_of_tenant = lambda key: key[0] // len(SALTS) == tenant  # noqa: E731
+        index, new = self.books.index, self.books.new
+        left = {
+            key: block for key, block in index.items() if not is_of_tenant(key) or block in new or not is_wanted(key)
+        }
+        dropped = list(iter(lambda: self.ledger.go_on_with_reset(reset), None))
+        assert (sum(blocks for blocks, _ in dropped), sum(pins for _, pins in dropped)) == (len(index) - len(left), 0)
+        self.lose_to_reset(left)
 
     def look_up(self, rng):
         client = self.pick(rng)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from planning import decode_plan
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cache.v1 import admission_bounds, attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import _core, messages
 from quire.cachemgr._core import Ledger
 from quire.cachemgr.errors import CallRefused
@@ -71,6 +71,11 @@ def admission(named: str, **fields: Any) -> Beyond:
 def prefix(**fields: Any) -> Beyond:
     values = {"token_ids": [1], "salt": b""} | fields
     return lambda: messages.decode_prefix(values["token_ids"], values["salt"], [GEOMETRY]), next(iter(fields))
+
+
+def reset(**fields: Any) -> Beyond:
+    request = cache_service_pb2.ResetPrefixCacheRequest(**fields)
+    return lambda: messages.decode_reset_scope(request, GEOMETRY), next(iter(fields))
 
 
 def registration(named: str, **fields: Any) -> Beyond:
@@ -143,6 +148,8 @@ LISTS: dict[str, Beyond] = {
     "ExplainPrefixRequest.salt": prefix(salt=bytes(65)),
     "PinPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
     "PinPrefixRequest.salt": prefix(salt=bytes(65)),
+    "ResetPrefixCacheRequest.token_ids": reset(token_ids=TOO_LONG),
+    "ResetPrefixCacheRequest.salt": reset(salt=bytes(65)),
     "RegisterPool.open_leases": registration("open_leases", open_leases=[{}] * (messages.MAX_OPEN_LEASES + 1)),
     "RegisterPool.pool": registration("pool", pool="x" * 129),
     "RegisterPool.worker_address": registration("worker_address", worker_address="x" * 1_025),
@@ -291,3 +298,8 @@ def test_no_grant_is_larger_than_the_largest() -> None:
         given_token_digests=bytes(16 * 6),
     )
     assert len(grant.SerializeToString()) <= max_grant_bytes(geometry)
+
+
+def test_a_client_checks_with_the_numbers_of_the_core() -> None:
+    names = ("MAX_SALT_BYTES", "MAX_RANGES", "LEAST_PRIORITY", "MOST_PRIORITY", "MAX_RETENTION_S", "MAX_EXPECTED_S")
+    assert [getattr(admission_bounds, name) for name in names] == [getattr(_core, name) for name in names]

@@ -21,6 +21,7 @@ use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, Request
 use crate::books::looking::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, RefusedItem, StepPlan};
+use crate::books::resetting::Reset;
 use crate::books::sequences::Row;
 use crate::cache::accounts::Share;
 use crate::cache::host::HostBlockId;
@@ -35,7 +36,8 @@ use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
 use crate::wire::answers::{
-    Grantor, encode_answer, encode_blocks, encode_counts, encode_events, encode_grant, encode_statistics, item_number,
+    Grantor, cache_use_number, encode_answer, encode_blocks, encode_counts, encode_events, encode_grant,
+    encode_statistics, item_number,
 };
 use crate::wire::{bounds, messages, requests};
 
@@ -184,6 +186,8 @@ struct SequenceView {
     block_table: Vec<BlockId>,
     is_offloaded: bool,
     host_blocks: Vec<HostBlockId>,
+    /// The number of a CacheUse.
+    cache_use: i32,
 }
 
 /// A lease as it was when it was asked for, one that has ended included.
@@ -233,6 +237,10 @@ struct PinView {
     num_tokens: usize,
     until: f64,
 }
+
+/// A reset of the prefix cache that was begun.
+#[pyclass(name = "Reset", module = "quire.cachemgr._core")]
+struct PyReset(Reset);
 
 /// Why a prefix is not found.
 #[pyclass(name = "Explanation", module = "quire.cachemgr._core", frozen, get_all)]
@@ -376,6 +384,7 @@ impl PyLedger {
             block_table: sequence.block_table.clone(),
             is_offloaded: sequence.is_offloaded(),
             host_blocks: sequence.host_blocks.clone().unwrap_or_default(),
+            cache_use: cache_use_number(sequence.cache_use),
         }
     }
 }
@@ -866,6 +875,25 @@ impl PyLedger {
         self.telling(py, |books| books.reset_prefix_cache(first, end, now))
     }
 
+    /// Begins a reset of a tenant's content: of all of it; with a salt, of what is under it; with tokens too, of what
+    /// begins with their full blocks.
+    #[pyo3(signature = (tenant, *, salt = None, tokens = b"".as_slice()))]
+    fn begin_reset(&mut self, py: Python<'_>, tenant: &str, salt: Option<&[u8]>, tokens: &[u8]) -> PyResult<PyReset> {
+        let tokens = ids(tokens)?;
+        self.changing(py, |books| books.begin_reset(tenant.as_bytes(), salt, &tokens)).map(PyReset)
+    }
+
+    /// Drops the next part of what a reset is about: how many blocks and pins; None if all is done.
+    #[pyo3(signature = (reset, *, now = 0.0))]
+    fn go_on_with_reset(&mut self, py: Python<'_>, reset: &mut PyReset, now: f64) -> PyResult<Option<(usize, usize)>> {
+        self.telling(py, |books| books.go_on_with_reset(&mut reset.0, now))
+    }
+
+    /// How many pins there are.
+    fn num_pins(&self) -> usize {
+        self.stored.books().pins().len()
+    }
+
     /// A serialised PoolStatistics.
     fn statistics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &encode_statistics(&self.stored))
@@ -920,8 +948,8 @@ impl PyLedger {
 mod _core {
     #[pymodule_export]
     use super::{
-        AdmissionCheckView, LeaseView, PinView, PyAdmission, PyExplanation, PyLedger, PyStepPlan, SequenceView,
-        StepView, TenantUse,
+        AdmissionCheckView, LeaseView, PinView, PyAdmission, PyExplanation, PyLedger, PyReset, PyStepPlan,
+        SequenceView, StepView, TenantUse,
     };
 
     use super::*;
@@ -944,6 +972,10 @@ mod _core {
         module.add("MAX_REQUEST_ID_BYTES", bounds::MAX_REQUEST_ID_BYTES)?;
         module.add("MAX_SALT_BYTES", bounds::MAX_SALT_BYTES)?;
         module.add("MAX_RANGES", bounds::MAX_RANGES)?;
+        module.add("MAX_RETENTION_S", bounds::MAX_RETENTION_S)?;
+        module.add("MAX_EXPECTED_S", bounds::MAX_EXPECTED_S)?;
+        module.add("LEAST_PRIORITY", crate::cache::advice::LEAST_WORTH)?;
+        module.add("MOST_PRIORITY", crate::cache::advice::MOST_WORTH)?;
         module.add("NUM_CLASSES", crate::cache::retention::NUM_CLASSES)?;
         module.add("NUM_TIMES", crate::cache::retention::NUM_TIMES)
     }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::books::Books;
 use crate::books::room::Room;
 use crate::books::sequences::Sequence;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Past};
 
 impl Books {
     /// What is wrong, one sentence each. Cost: O(blocks + table entries).
@@ -26,6 +26,7 @@ impl Books {
         self.check_references(blocks, &mut wrong);
         self.check_pins(blocks, &mut wrong);
         self.check_sharing(blocks, &mut wrong);
+        self.check_unpublished(blocks, &mut wrong);
         wrong
     }
 
@@ -107,6 +108,19 @@ impl Books {
             let references = self.pool.ref_count(block);
             if references != holders {
                 wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
+            }
+        }
+    }
+
+    /// A sequence that publishes nothing has no block that can be found, or could be.
+    fn check_unpublished(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        for sequence in self.sequences().filter(|sequence| !sequence.cache_use.writes()) {
+            let held = sequence.block_table.iter().filter(|block| blocks.contains(block));
+            for block in held.filter(|block| self.pool.index().past(**block) != Past::None) {
+                wrong.push(format!(
+                    "block {block} of sequence {}, which publishes nothing, was published",
+                    sequence.seq_id
+                ));
             }
         }
     }
@@ -205,7 +219,7 @@ fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<
 fn bounds(sequence: &Sequence) -> impl Debug {
     let Sequence { seq_id, number, root, block_table, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
-    let positions = (sequence.num_writable, sequence.sampled_position);
+    let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_withheld, sequence.cache_use);
     let tables = (block_table, &sequence.host_blocks, tokens, root, sequence.last_hash());
     (seq_id, number, released, num_tokens, num_cached, num_computed, num_scheduled, num_published, positions, tables)
 }

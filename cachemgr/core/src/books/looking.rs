@@ -371,6 +371,7 @@ mod tests {
 
     #[test]
     fn who_applies_what_it_is_told_knows_what_is_listed() {
+        let mut num_contents = 0;
         for (seed, policy) in (0..20).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
             let (mut bench, mut random) = (bench(policy, 14), Random(seed));
             let mut replicas = Vec::new();
@@ -403,10 +404,11 @@ mod tests {
                     replica.go_on(&bench.0, 4);
                 }
                 assert_eq!(replica.blocks, replica.listed(&bench.0));
-                assert!(!replica.reads || replica.num_contents > 0);
+                num_contents += replica.num_contents;
             }
             assert_eq!(replicas[0].kinds, BTreeSet::from([1, 2, 3]), "it gets somewhere");
         }
+        assert!(num_contents > 100, "it gets somewhere: {num_contents}");
     }
 
     #[test]

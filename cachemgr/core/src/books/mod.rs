@@ -14,6 +14,7 @@ pub mod pinning;
 pub mod pins;
 pub mod planner;
 pub mod plans;
+pub mod resetting;
 pub mod room;
 pub mod sequences;
 pub mod settle;
@@ -197,7 +198,11 @@ impl Books {
         let tenant_id = self.enter_tenant(tenant);
         let Books { geometry, pool, .. } = &*self;
         let room = Room { geometry, pool, tenant: tenant_id };
-        let found = self.find_cached(&admission.tokens, &admission.salt, tenant);
+        let found = if admission.cache_use.reads() {
+            self.find_cached(&admission.tokens, &admission.salt, tenant)
+        } else {
+            Vec::new()
+        };
         let num_parked = pool.num_parked(&found);
         let needed = geometry.num_blocks_for(admission.tokens.len().max(admission.reserved_tokens)) - found.len();
         let refusal = room
@@ -216,10 +221,12 @@ impl Books {
         Ok(())
     }
 
-    /// Makes the blocks from `first` to before `end` unfindable; returns how many were. The first ones: takes all pins back.
+    /// Makes the blocks from `first` to before `end` unfindable; returns how many were. The first ones: takes all pins
+    /// back, and what is in the host tier is not published when it comes back.
     pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
         if first == 0 {
             self.drop_pins()?;
+            self.withhold(None, None);
         }
         Ok(self.pool.drop_cached(first, end, now))
     }
@@ -344,7 +351,7 @@ pub(crate) mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::books::plans::{Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
+    use crate::books::plans::{CacheUse, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::cache::advice::Level;
     use crate::cache::policies::POLICIES;
@@ -583,6 +590,8 @@ pub(crate) mod tests {
                 reserved_tokens,
                 retention,
                 resumed,
+                cache_use: [CacheUse::ReadAndWrite, CacheUse::WriteOnly, CacheUse::None]
+                    [random.below(8).saturating_sub(5)],
                 ..Admission::default()
             }
         };

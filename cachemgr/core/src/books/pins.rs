@@ -34,6 +34,10 @@ impl Pins {
         self.by_id.get(id)
     }
 
+    pub fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
     pub fn all(&self) -> impl Iterator<Item = &Pin> {
         self.by_id.values()
     }

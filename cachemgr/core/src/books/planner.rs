@@ -15,7 +15,8 @@ use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
 use crate::books::leases::Lease;
 use crate::books::plans::{
-    Admission, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest, Trim,
+    Admission, CacheUse, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest,
+    Trim,
 };
 use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
@@ -505,7 +506,10 @@ impl<'a> StepPlanner<'a> {
         plan.run_samples.push(samples);
         let (seq_id, receives) = (sequence.seq_id, samples);
         self.step.runs.push(Run { row, seq_id, sampled_position: end, end, samples, receives });
-        self.step.expect_fill(row, self.table.get(row), start, end, self.geometry.block_size);
+        let sequence = self.table.get(row);
+        if sequence.cache_use.writes() {
+            self.step.expect_fill(row, sequence, start, end, self.geometry.block_size);
+        }
     }
 
     // -- the host tier ------------------------------------------------------------------------------------------------
@@ -526,7 +530,7 @@ impl<'a> StepPlanner<'a> {
         self.plan.offload_targets.extend_from_slice(&host_blocks);
         self.counters.offloads += 1;
         self.counters.offloaded_blocks += num_copied as u64;
-        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(host_blocks));
+        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(host_blocks, self.pool.index()));
         let blocks = self.end(row);
         let heir = self.table.enter(offloaded);
         self.lease.sequences.insert(seq_id as i32, heir);
@@ -556,14 +560,17 @@ impl<'a> StepPlanner<'a> {
         refuse_if!(self.refuse_over_budget(seq_id));
         let mut hashes = Vec::new();
         chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
-        let found = self.pool.index().find(&hashes[..self.num_sharable(num_tokens)]);
+        let found = self.pool.index().find(&hashes[..self.num_sharable(num_tokens, sequence.cache_use)]);
+        let cache_use = sequence.cache_use;
         let (num_found, num_now) = (found.len(), geometry.num_blocks_for(num_tokens));
         let num_guaranteed = geometry.num_blocks_for(sequence.reserved_tokens).saturating_sub(num_now);
         let num_needed = num_now - num_found;
         refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, self.pool.num_parked(&found), reserve));
         self.pool.acquire(&found, 1)?;
         let fresh = self.pool.allocate(num_needed, &self.asker)?;
-        self.pool.enter_admission(&found, &fresh, &hashes);
+        if cache_use.writes() {
+            self.pool.enter_admission(&found, &fresh, &hashes);
+        }
         self.advise_tail(row, &fresh);
         self.copy_back(row, num_found, &fresh)?;
         let sequence = self.table.get_mut(row);
@@ -603,17 +610,20 @@ impl<'a> StepPlanner<'a> {
         let root = self.lease.root(&admission.salt, &geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, tokens, geometry.block_size, &mut hashes);
-        let (found, num_published) = self.find_prefix(&hashes, tokens.len());
+        let (cache_use, num_sharable) = (admission.cache_use, self.num_sharable(tokens.len(), admission.cache_use));
+        let (found, num_published) = self.find_prefix(&hashes[..num_sharable]);
         let num_needed = geometry.num_blocks_for(tokens.len()) - found.len();
         let num_guaranteed = self.num_guaranteed(admission, &found, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
-        let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..self.num_sharable(tokens.len())]);
+        let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..num_sharable]);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
-        self.pool.enter_root(&root, self.asker.tenant, &admission.salt);
         self.pool.acquire(&found, 1)?;
         let fresh = self.pool.allocate(num_needed, &self.asker)?;
-        self.pool.enter_admission(&found, &fresh, &hashes);
+        if cache_use.writes() {
+            self.pool.enter_root(&root, self.asker.tenant, &admission.salt);
+            self.pool.enter_admission(&found, &fresh, &hashes);
+        }
         let num_found = found.len();
         let block_table = [found, fresh].concat();
         let num_writable = geometry.num_slots(block_table.len(), admission.reserved_tokens);
@@ -631,6 +641,7 @@ impl<'a> StepPlanner<'a> {
         sequence.reserved_tokens = admission.reserved_tokens;
         sequence.tail_advice = self.advise(&admission.retention, &sequence.block_table);
         sequence.salt = admission.salt.clone();
+        sequence.cache_use = cache_use;
         let row = self.enter(sequence);
         if num_guaranteed > 0 || admission.reserved_tokens > 0 {
             self.lease.reserved.extend((admission.reserved_tokens > 0).then_some(row));
@@ -686,12 +697,11 @@ impl<'a> StepPlanner<'a> {
 
     /// The longest known prefix: its blocks, and how many of them the index has; the rest are being filled.
     ///
-    /// At least one token is left to compute.
-    fn find_prefix(&mut self, hashes: &[Hash], num_tokens: usize) -> (Vec<BlockId>, usize) {
-        let most = self.num_sharable(num_tokens);
-        let mut found = self.pool.index().find(&hashes[..most]);
+    /// `hashes` are those of the blocks that may be found.
+    fn find_prefix(&mut self, hashes: &[Hash]) -> (Vec<BlockId>, usize) {
+        let mut found = self.pool.index().find(hashes);
         let num_published = found.len();
-        for (index, hash) in hashes[..most].iter().enumerate().skip(num_published) {
+        for (index, hash) in hashes.iter().enumerate().skip(num_published) {
             match self.pool.index().lookup(hash).or_else(|| self.find_filled(index, hash)) {
                 Some(block) if self.is_shareable(block) => found.push(block),
                 _ => break,
@@ -700,9 +710,11 @@ impl<'a> StepPlanner<'a> {
         (found, num_published)
     }
 
-    /// Blocks of a prompt that may be found: at least one token is left to compute. None where a state goes with them.
-    fn num_sharable(&self, num_tokens: usize) -> usize {
-        if self.geometry.has_recurrent_state { 0 } else { (num_tokens - 1) / self.geometry.block_size }
+    /// Blocks of a prompt that may be found: at least one token is left to compute. None where a state goes with them,
+    /// and of a sequence that does not read the cache.
+    fn num_sharable(&self, num_tokens: usize, cache_use: CacheUse) -> usize {
+        let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;
+        if is_read { (num_tokens - 1) / self.geometry.block_size } else { 0 }
     }
 
     /// The block at this index of a table that a step in flight of the lease, or this one, fills: the first such block.
@@ -899,6 +911,57 @@ mod tests {
     }
 
     #[test]
+    fn who_only_writes_computes_all_and_takes_the_block_that_stands() {
+        let mut bench = Bench::new(20);
+        let using = |seq_id, cache_use| Admission { cache_use, ..admission(seq_id, &[1, 2, 3, 4, 5]) };
+        let admit = |bench: &mut Bench, admission| {
+            bench.plan(StepRequest { admissions: vec![admission], ..StepRequest::default() }).admitted_cached_counts
+        };
+        assert_eq!(admit(&mut bench, using(1, CacheUse::None)), [0]);
+        assert_eq!(admit(&mut bench, using(2, CacheUse::WriteOnly)), [0], "in flight");
+        assert_eq!(admit(&mut bench, using(3, CacheUse::ReadAndWrite)), [4], "of the second one, which publishes");
+        assert_eq!(bench.blocks(3)[..2], bench.blocks(2)[..2]);
+        bench.settle();
+        let own = bench.blocks(2)[..2].to_vec();
+        for cache_use in [CacheUse::WriteOnly, CacheUse::None] {
+            let check = bench.0.check_admission(b"", &using(9, cache_use), 0);
+            assert_eq!((check.num_cached_tokens, check.needed), (0, 3));
+            assert_eq!(admit(&mut bench, using(4, cache_use)), [0]);
+            assert!(bench.blocks(4)[..2] != own);
+            bench.settle();
+            assert_eq!(bench.blocks(4)[..2] == own, cache_use == CacheUse::WriteOnly, "one block stands");
+            bench.release(&[4]);
+            bench.settle();
+        }
+        assert_eq!((bench.0.pool().index().num_published(), bench.0.counters().recomputed_tokens), (2, 0));
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn nothing_of_who_uses_no_cache_can_be_found_whatever_becomes_of_it() {
+        let mut bench = Bench::new(20);
+        let private = Admission { cache_use: CacheUse::None, ..admission(1, &[1, 2, 3]) };
+        bench.plan(StepRequest { admissions: vec![private], ..StepRequest::default() });
+        bench.settle();
+        bench.fork(1, &[2], 4);
+        bench.settle();
+        bench.extend(2, 2, &[7]);
+        bench.settle();
+        bench.offload(2);
+        bench.settle();
+        bench.restore(2);
+        bench.settle();
+        bench.extend(2, 1, &[]);
+        bench.release(&[1]);
+        bench.settle();
+        assert_eq!(bench.sequence(2).cache_use, CacheUse::None);
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!((bench.0.pool().index().num_published(), bench.0.pool().counts().free), (0, 20));
+        assert_eq!((bench.0.pool().roots().iter().count(), bench.0.violations()), (0, vec![]));
+    }
+
+    #[test]
     fn a_block_being_filled_is_shared_only_if_all_before_it_is_the_same() {
         let mut bench = Bench::new(20);
         bench.admit(1, &[1, 2, 3, 4, 5]);
@@ -1070,7 +1133,8 @@ mod tests {
         assert_eq!(plan.given_run_indexes, [0], "the worker has forgotten the token");
         assert_eq!((blocks.len(), bench.sequence(1).num_writable, host_counts(&bench)), (3, 0, (4, 0, 2)));
         bench.settle();
-        assert_eq!((host_counts(&bench), bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], b"", b"")), ((6, 0, 0), 4));
+        let num_cached = bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], b"", b"");
+        assert_eq!((host_counts(&bench), num_cached), ((6, 0, 0), 0), "a reset was about these blocks");
         assert_eq!(reasons(&bench.extend(1, 1, &[])), []);
         bench.settle();
         assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 4, 9, 9, 9], 6));

@@ -63,6 +63,27 @@ pub struct Restore {
     pub max_compute: usize,
 }
 
+/// What a sequence does with the prefix cache.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CacheUse {
+    #[default]
+    ReadAndWrite,
+    WriteOnly,
+    None,
+}
+
+impl CacheUse {
+    /// True if it takes blocks that are found.
+    pub fn reads(self) -> bool {
+        self == CacheUse::ReadAndWrite
+    }
+
+    /// True if its blocks may be found.
+    pub fn writes(self) -> bool {
+        self != CacheUse::None
+    }
+}
+
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Admission {
     pub seq_id: i64,
@@ -76,6 +97,7 @@ pub struct Admission {
     pub retention: Vec<Retention>,
     /// It was here before, and was released to make room.
     pub resumed: bool,
+    pub cache_use: CacheUse,
 }
 
 /// How much a range of a sequence is worth keeping.

@@ -10,10 +10,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::books::plans::CacheUse;
 use crate::cache::advice::Advice;
 use crate::cache::contents::Content;
 use crate::cache::host::HostBlockId;
-use crate::cache::prefix::{BlockId, Hash, PrefixIndex, chain_hashes};
+use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
 
 /// Where a sequence is kept; its own until no step in flight needs it any more.
 pub type Row = u32;
@@ -27,6 +28,7 @@ pub struct Sequence {
     /// Root of its prefix hashes: tenant, salt and model.
     pub root: Hash,
     pub salt: Vec<u8>,
+    pub cache_use: CacheUse,
     pub block_table: Vec<BlockId>,
     /// Those that are known.
     pub tokens: Vec<i32>,
@@ -39,6 +41,8 @@ pub struct Sequence {
     pub num_scheduled: usize,
     /// Leading blocks whose hash the index has seen.
     pub num_published: usize,
+    /// Leading blocks that a reset of the cache was about: they are not published again.
+    pub num_withheld: usize,
     /// Slots before this one, from the scheduled ones on, are known to be the sequence's own to write.
     pub num_writable: usize,
     /// Where the token stands that the worker sampled last, or is sampling: it can be run without being named.
@@ -75,6 +79,7 @@ impl Sequence {
             number: 0,
             root,
             salt: Vec::new(),
+            cache_use: CacheUse::default(),
             block_table,
             num_tokens: tokens.len(),
             tokens,
@@ -82,6 +87,7 @@ impl Sequence {
             num_computed: num_published * block_size,
             num_scheduled: num_cached_blocks * block_size,
             num_published,
+            num_withheld: 0,
             num_writable: 0,
             sampled_position: None,
             oldest_state: 0,
@@ -112,6 +118,7 @@ impl Sequence {
             number: 0,
             root: self.root,
             salt: self.salt.clone(),
+            cache_use: self.cache_use,
             block_table: self.blocks_of(num_tokens, block_size).to_vec(),
             tokens: self.tokens[..num_known].to_vec(),
             num_tokens,
@@ -119,6 +126,7 @@ impl Sequence {
             num_computed: self.num_computed.min(num_scheduled),
             num_scheduled,
             num_published,
+            num_withheld: self.num_withheld.min(num_published),
             num_writable: 0,
             sampled_position: self.sampled_position.filter(|position| *position < num_tokens),
             oldest_state: self.oldest_state,
@@ -134,12 +142,16 @@ impl Sequence {
 
     /// The same sequence in the host tier, where its blocks are these: no published ones, and no token that the worker
     /// would remember.
-    pub fn offload(&self, host_blocks: Vec<HostBlockId>) -> Sequence {
+    pub fn offload(&self, host_blocks: Vec<HostBlockId>, index: &PrefixIndex) -> Sequence {
+        let published = &self.block_table[..self.num_published];
+        let num_dropped =
+            published.iter().rposition(|block| index.past(*block) == Past::Dropped).map_or(0, |last| last + 1);
         Sequence {
             seq_id: self.seq_id,
             number: 0,
             root: self.root,
             salt: self.salt.clone(),
+            cache_use: self.cache_use,
             block_table: Vec::new(),
             tokens: self.tokens.clone(),
             num_tokens: self.num_tokens,
@@ -147,6 +159,7 @@ impl Sequence {
             num_computed: self.num_computed,
             num_scheduled: self.num_scheduled,
             num_published: 0,
+            num_withheld: self.num_withheld.max(num_dropped),
             num_writable: 0,
             sampled_position: None,
             oldest_state: self.oldest_state,
@@ -167,9 +180,14 @@ impl Sequence {
         self.block_table = block_table;
         self.num_computed = self.num_computed.max(num_valid);
         self.num_scheduled = self.num_scheduled.max(num_valid);
-        self.num_published = num_found;
-        self.last_hash = if num_found > 0 { hashes[num_found - 1] } else { self.root };
-        self.hashes = hashes[num_found..].to_vec();
+        self.num_published = num_found.max(self.num_withheld);
+        self.last_hash = if self.num_published > 0 { hashes[self.num_published - 1] } else { self.root };
+        self.hashes = hashes[self.num_published..].to_vec();
+    }
+
+    /// In the host tier, when the cache is reset: what is computed of it is not published when it comes back.
+    pub fn withhold(&mut self, block_size: usize) {
+        self.num_withheld = self.num_computed / block_size;
     }
 
     pub fn is_offloaded(&self) -> bool {
@@ -216,6 +234,7 @@ impl Sequence {
         } else {
             self.hashes.truncate(num_full - self.num_published);
         }
+        self.num_withheld = self.num_withheld.min(num_full);
         self.tokens.truncate(num_tokens);
         self.num_tokens = num_tokens;
         self.num_cached = self.num_cached.min(num_tokens);

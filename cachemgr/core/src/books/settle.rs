@@ -11,7 +11,7 @@ use crate::books::leases::Lease;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Origin};
 use crate::errors::{Failure, Refusal, Result, invalid};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -157,7 +157,8 @@ impl Settlement<'_> {
             self.counters.computed_tokens += end.saturating_sub(sequence.num_computed) as u64;
             sequence.num_computed = sequence.num_computed.max(*end);
             let num_full = sequence.num_computed.min(sequence.num_known()) / self.geometry.block_size;
-            if num_full > sequence.num_published && !self.geometry.has_recurrent_state {
+            let is_published = sequence.cache_use.writes() && !self.geometry.has_recurrent_state;
+            if is_published && num_full > sequence.num_published {
                 published.push((*row, num_full));
             }
         }
@@ -173,15 +174,18 @@ impl Settlement<'_> {
             let hashes = sequence.take_hashes(num_full, self.geometry.block_size);
             self.pool.index().warm(&hashes);
             for (index, hash) in (first..num_full).zip(&hashes) {
-                let standing = self.pool.publish(hash, sequence.block_table[index]);
-                if standing == sequence.block_table[index] && self.pool.contents().is_read() {
-                    let content = sequence.content(index, self.geometry.block_size, parent);
-                    self.pool.contents_mut().enter(standing, content);
-                }
-                parent = *hash;
-                if standing != sequence.block_table[index] && !sequence.released {
+                let block = sequence.block_table[index];
+                let standing = self.pool.publish(hash, block);
+                if standing == block {
+                    self.pool.enter_origin(block, Origin { parent, index: index as u32 });
+                    if self.pool.contents().is_read() {
+                        let content = sequence.content(index, self.geometry.block_size, parent);
+                        self.pool.contents_mut().enter(block, content);
+                    }
+                } else if !sequence.released {
                     duplicates.push((row, index, standing));
                 }
+                parent = *hash;
             }
         }
         duplicates.into_iter().try_for_each(|(row, index, standing)| self.swap(row, index, standing))

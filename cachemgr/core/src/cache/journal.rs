@@ -75,6 +75,11 @@ impl Journal {
         self.content_at[block as usize] = self.num_changes;
     }
 
+    /// The number behind the last change of the block's content.
+    pub fn content_changed_at(&self, block: BlockId) -> u64 {
+        self.content_at[block as usize]
+    }
+
     /// The next blocks that changed from number `first` on, each once and at most `most`, and the number to go on from.
     /// `tenant`: whose blocks to tell of that they were. None if what came next is not known any more.
     ///

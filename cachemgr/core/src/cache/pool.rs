@@ -22,7 +22,7 @@ use crate::cache::journal::Journal;
 use crate::cache::losses::{Losses, Roots};
 use crate::cache::parking::Parking;
 use crate::cache::policies::Policy;
-use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK, Past, PrefixIndex};
+use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK, Origin, Past, PrefixIndex};
 use crate::cache::tenants::{Asker, TenantId};
 use crate::errors::{Result, broken};
 
@@ -322,29 +322,40 @@ impl BlockPool {
         standing
     }
 
+    /// What a block continues that was published.
+    pub fn enter_origin(&mut self, block: BlockId, origin: Origin) {
+        self.index.enter_origin(block, origin);
+    }
+
     /// Makes the blocks from `first` to before `end` unfindable; returns how many were findable.
     ///
     /// Held blocks stay with their holders; pinned ones stay findable.
     pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
-        let mut dropped = 0;
-        for block in first.max(1)..end.min(self.refs.len() as BlockId) {
-            if !self.index.is_findable(block) || self.is_kept(block) {
-                continue;
-            }
-            dropped += 1;
-            if let Some(hash) = self.index.hash(block) {
-                self.losses.reset(hash, now);
-            }
-            self.contents.forget(block);
-            self.touch_content(block);
-            self.index.drop_hash(block);
-            if self.is_idle(block) {
-                self.parking.unpark(&[block]);
-                self.accounts.uncache(self.owners[block as usize], 1);
-                self.push_free(&[block]);
-            }
+        let blocks = first.max(1)..end.min(self.refs.len() as BlockId);
+        blocks.filter(|block| self.drop_one(*block, now)).count()
+    }
+
+    /// The same of some blocks.
+    pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64) -> usize {
+        blocks.iter().filter(|block| self.drop_one(**block, now)).count()
+    }
+
+    fn drop_one(&mut self, block: BlockId, now: f64) -> bool {
+        if !self.index.is_findable(block) || self.is_kept(block) {
+            return false;
         }
-        dropped
+        if let Some(hash) = self.index.hash(block) {
+            self.losses.reset(hash, now);
+        }
+        self.contents.forget(block);
+        self.touch_content(block);
+        self.index.drop_hash(block);
+        if self.is_idle(block) {
+            self.parking.unpark(&[block]);
+            self.accounts.uncache(self.owners[block as usize], 1);
+            self.push_free(&[block]);
+        }
+        true
     }
 
     /// What is wrong with the blocks of a range: lists and index against their states. Cost: O(range + free blocks).

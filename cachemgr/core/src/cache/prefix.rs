@@ -65,6 +65,15 @@ pub enum Past {
     Dropped,
 }
 
+/// What a findable block continues.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// The prefix hash of the block before it, or the root.
+    pub parent: Hash,
+    /// Blocks before it.
+    pub index: u32,
+}
+
 /// From prefix hash to block and back. Holds only blocks whose content was computed.
 ///
 /// A hash table with open addressing, twice the slots of what it can hold: it never grows. An entry is 32 bits of the
@@ -74,6 +83,7 @@ pub enum Past {
 #[serde(from = "SavedIndex")]
 pub struct PrefixIndex {
     hashes: Vec<Hash>,
+    origins: Vec<Origin>,
     past: Vec<Past>,
     #[serde(skip)]
     entries: Vec<u64>,
@@ -89,6 +99,7 @@ pub struct PrefixIndex {
 #[derive(Deserialize)]
 struct SavedIndex {
     hashes: Vec<Hash>,
+    origins: Vec<Origin>,
     past: Vec<Past>,
     num_indexed: usize,
     num_forgotten: u64,
@@ -96,9 +107,9 @@ struct SavedIndex {
 
 impl From<SavedIndex> for PrefixIndex {
     fn from(saved: SavedIndex) -> PrefixIndex {
-        let SavedIndex { hashes, past, num_indexed, num_forgotten } = saved;
+        let SavedIndex { hashes, origins, past, num_indexed, num_forgotten } = saved;
         let mut index = PrefixIndex { num_indexed, num_forgotten, ..PrefixIndex::new(past.len()) };
-        (index.hashes, index.past) = (hashes, past);
+        (index.hashes, index.origins, index.past) = (hashes, origins, past);
         for block in 0..index.past.len().min(index.hashes.len()) as BlockId {
             if index.is_findable(block) {
                 index.enter(&index.hashes[block as usize].clone(), block);
@@ -113,6 +124,7 @@ impl PrefixIndex {
         let num_entries = (2 * num_blocks).next_power_of_two();
         PrefixIndex {
             hashes: vec![[0; 32]; num_blocks],
+            origins: vec![Origin::default(); num_blocks],
             past: vec![Past::None; num_blocks],
             entries: vec![0; num_entries],
             mask: num_entries - 1,
@@ -138,6 +150,16 @@ impl PrefixIndex {
     /// The hash by which the block can be found.
     pub fn hash(&self, block: BlockId) -> Option<&Hash> {
         self.is_findable(block).then(|| &self.hashes[block as usize])
+    }
+
+    /// What the block continues, since it was published.
+    pub fn origin(&self, block: BlockId) -> &Origin {
+        &self.origins[block as usize]
+    }
+
+    /// Enters what a block continues that was published.
+    pub fn enter_origin(&mut self, block: BlockId, origin: Origin) {
+        self.origins[block as usize] = origin;
     }
 
     pub fn num_indexed(&self) -> usize {

@@ -74,6 +74,16 @@ pub enum Change<'a> {
         end: BlockId,
         now: f64,
     },
+    /// A reset of a tenant's content, or of some of it, begins.
+    Withhold {
+        tenant: Cow<'a, [u8]>,
+        salt: Option<Cow<'a, [u8]>>,
+    },
+    /// What it drops.
+    Drop {
+        blocks: Cow<'a, [BlockId]>,
+        now: f64,
+    },
 }
 
 impl Change<'_> {
@@ -104,6 +114,8 @@ impl Change<'_> {
                 books.pin_prefix(tenant, tokens, salt, *until)?.map_err(Failure::Refused)?;
             }
             Change::Unpin { pin_id } => drop(books.unpin_prefix(None, pin_id)?),
+            Change::Withhold { tenant, salt } => books.withhold_for(tenant, salt.as_deref()),
+            Change::Drop { blocks, now } => drop(books.drop_blocks(blocks, *now)),
             Change::Reset { first, end, now } => drop(books.reset_prefix_cache(*first, *end, *now)?),
         }
         Ok(())

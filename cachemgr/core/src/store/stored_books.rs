@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::books::leases::RequestKey;
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, StepPlan, StepRequest};
+use crate::books::resetting::{Reset, ResetPart};
 use crate::books::settle::StepReport;
 use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
@@ -243,6 +244,26 @@ impl StoredBooks {
         let num_dropped = self.books.reset_prefix_cache(first, end, now)?;
         self.write(&Change::Reset { first, end, now })?;
         Ok(num_dropped)
+    }
+
+    /// See Books::begin_reset. Sequences in the host tier do not publish what is computed of them from here on.
+    pub fn begin_reset(&mut self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Result<Reset> {
+        self.make(&Change::Withhold { tenant: tenant.into(), salt: salt.map(Cow::from) })?;
+        Ok(self.books.begin_reset(tenant, salt, tokens))
+    }
+
+    /// Drops the next part of what a reset is about: how many blocks and pins. None if all is done.
+    pub fn go_on_with_reset(&mut self, reset: &mut Reset, now: f64) -> Result<Option<(usize, usize)>> {
+        let Some(ResetPart { pins, blocks }) = reset.next_part(&self.books) else { return Ok(None) };
+        for pin in &pins {
+            self.unpin_prefix(None, pin)?;
+        }
+        if blocks.is_empty() {
+            return Ok(Some((0, pins.len())));
+        }
+        let num_dropped = self.books.drop_blocks(&blocks, now);
+        self.write(&Change::Drop { blocks: blocks.into(), now })?;
+        Ok(Some((num_dropped, pins.len())))
     }
 
     /// A tenant that only asks is known from then on.

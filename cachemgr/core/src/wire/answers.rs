@@ -2,7 +2,7 @@
 
 use prost::Message;
 
-use crate::books::plans::{PlanItem, StepPlan};
+use crate::books::plans::{CacheUse, PlanItem, StepPlan};
 use crate::cache::host::HostBlockCounts as HostCounts;
 use crate::cache::pool::BlockCounts as Counts;
 use crate::store::stored_books::StoredBooks;
@@ -149,6 +149,16 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),
     };
     statistics.encode_to_vec()
+}
+
+/// The number of a use of the cache.
+pub fn cache_use_number(cache_use: CacheUse) -> i32 {
+    let cache_use = match cache_use {
+        CacheUse::ReadAndWrite => messages::CacheUse::ReadAndWrite,
+        CacheUse::WriteOnly => messages::CacheUse::WriteOnly,
+        CacheUse::None => messages::CacheUse::None,
+    };
+    cache_use as i32
 }
 
 /// The number of a kind of item.

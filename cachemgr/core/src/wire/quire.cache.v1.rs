@@ -514,6 +514,8 @@ pub struct Admission {
     pub retention: ::prost::alloc::vec::Vec<Retention>,
     #[prost(bool, tag="7")]
     pub resumed: bool,
+    #[prost(enumeration="CacheUse", tag="8")]
+    pub cache_use: i32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Restore {
@@ -726,6 +728,8 @@ pub struct Sequence {
     pub host_block_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, tag="12")]
     pub host_block_count: i32,
+    #[prost(enumeration="CacheUse", tag="13")]
+    pub cache_use: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListSequencesRequest {
@@ -1021,11 +1025,19 @@ pub struct PrefixMatch {
 pub struct ResetPrefixCacheRequest {
     #[prost(string, tag="1")]
     pub pool: ::prost::alloc::string::String,
+    #[prost(string, optional, tag="2")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes="vec", optional, tag="3")]
+    pub salt: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
+    #[prost(int32, repeated, tag="4")]
+    pub token_ids: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResetPrefixCacheResponse {
     #[prost(int32, tag="1")]
     pub dropped_block_count: i32,
+    #[prost(int32, tag="2")]
+    pub dropped_pin_count: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AuditPoolRequest {
@@ -1129,6 +1141,35 @@ pub struct PoolStatistics {
     pub computed_token_count: i64,
     #[prost(int64, tag="43")]
     pub generated_token_count: i64,
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum CacheUse {
+    ReadAndWrite = 0,
+    WriteOnly = 1,
+    None = 2,
+}
+impl CacheUse {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::ReadAndWrite => "CACHE_USE_READ_AND_WRITE",
+            Self::WriteOnly => "CACHE_USE_WRITE_ONLY",
+            Self::None => "CACHE_USE_NONE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "CACHE_USE_READ_AND_WRITE" => Some(Self::ReadAndWrite),
+            "CACHE_USE_WRITE_ONLY" => Some(Self::WriteOnly),
+            "CACHE_USE_NONE" => Some(Self::None),
+            _ => None,
+        }
+    }
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -3,7 +3,7 @@
 use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
-use crate::books::plans::{Admission, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim};
+use crate::books::plans::{Admission, CacheUse, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim};
 use crate::books::settle::{StepOutcome, StepReport};
 use crate::errors::Result;
 use crate::wire::bounds::{
@@ -167,7 +167,17 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
         reserved_tokens,
         retention: retention(&message.retention, &format!("{field}.retention"))?,
         resumed: message.resumed,
+        cache_use: cache_use(message.cache_use, &format!("{field}.cache_use"))?,
     })
+}
+
+fn cache_use(value: i32, field: &str) -> Result<CacheUse> {
+    match messages::CacheUse::try_from(value) {
+        Ok(messages::CacheUse::ReadAndWrite) => Ok(CacheUse::ReadAndWrite),
+        Ok(messages::CacheUse::WriteOnly) => Ok(CacheUse::WriteOnly),
+        Ok(messages::CacheUse::None) => Ok(CacheUse::None),
+        Err(_) => refused(field, value, "a number of CacheUse, 0 to 2"),
+    }
 }
 
 fn retention(ranges: &[messages::Retention], field: &str) -> Result<Vec<Retention>> {

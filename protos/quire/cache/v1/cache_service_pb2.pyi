@@ -24,6 +24,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CacheUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_USE_READ_AND_WRITE: _CacheUse.ValueType  # 0
+    """Takes what is found, and publishes the full blocks that it computes."""
+    CACHE_USE_WRITE_ONLY: _CacheUse.ValueType  # 1
+    """Takes nothing, so that every token is computed, and publishes. Of equal
+    blocks the one that was published first stays: the sequence gets that one in
+    place of its own.
+    """
+    CACHE_USE_NONE: _CacheUse.ValueType  # 2
+    """Takes nothing and publishes nothing, also of the tokens that it gets later.
+    Its blocks are free when it is released. In the host tier it is kept as any
+    other sequence. Retention and return hints have no effect.
+    """
+
+class CacheUse(_CacheUse, metaclass=_CacheUseEnumTypeWrapper):
+    """What a sequence does with the prefix cache."""
+
+CACHE_USE_READ_AND_WRITE: CacheUse.ValueType  # 0
+"""Takes what is found, and publishes the full blocks that it computes."""
+CACHE_USE_WRITE_ONLY: CacheUse.ValueType  # 1
+"""Takes nothing, so that every token is computed, and publishes. Of equal
+blocks the one that was published first stays: the sequence gets that one in
+place of its own.
+"""
+CACHE_USE_NONE: CacheUse.ValueType  # 2
+"""Takes nothing and publishes nothing, also of the tokens that it gets later.
+Its blocks are free when it is released. In the host tier it is kept as any
+other sequence. Retention and return hints have no effect.
+"""
+Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015
+
 class _PlanItem:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -159,11 +195,13 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_NONE: _MissReason.ValueType  # 1
     """All that can be found is."""
     MISS_REASON_NEVER_COMPUTED: _MissReason.ValueType  # 2
-    """Nobody computed it, or so long ago that its eviction is forgotten."""
+    """Nobody computed it, or so long ago that its eviction is forgotten; or only
+    sequences that publish nothing (CACHE_USE_NONE).
+    """
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
     """It was evicted to make room."""
     MISS_REASON_RESET: _MissReason.ValueType  # 4
-    """It was dropped by ResetPrefixCache."""
+    """It was dropped by ResetPrefixCache, of any scope."""
     MISS_REASON_BEING_COMPUTED: _MissReason.ValueType  # 5
     """A step in flight computes it."""
     MISS_REASON_OTHER_SALT: _MissReason.ValueType  # 6
@@ -179,11 +217,13 @@ MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
 MISS_REASON_NONE: MissReason.ValueType  # 1
 """All that can be found is."""
 MISS_REASON_NEVER_COMPUTED: MissReason.ValueType  # 2
-"""Nobody computed it, or so long ago that its eviction is forgotten."""
+"""Nobody computed it, or so long ago that its eviction is forgotten; or only
+sequences that publish nothing (CACHE_USE_NONE).
+"""
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
 """It was evicted to make room."""
 MISS_REASON_RESET: MissReason.ValueType  # 4
-"""It was dropped by ResetPrefixCache."""
+"""It was dropped by ResetPrefixCache, of any scope."""
 MISS_REASON_BEING_COMPUTED: MissReason.ValueType  # 5
 """A step in flight computes it."""
 MISS_REASON_OTHER_SALT: MissReason.ValueType  # 6
@@ -663,6 +703,7 @@ class Admission(_message.Message):
     RESERVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    CACHE_USE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
@@ -681,6 +722,10 @@ class Admission(_message.Message):
     resumed: _builtins.bool
     """The sequence was here before, and was released to make room: its tokens
     count as resumed, not as those of a new prompt.
+    """
+    cache_use: Global___CacheUse.ValueType
+    """What the sequence does with the prefix cache, for its whole life. Forks of it
+    do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -705,10 +750,11 @@ class Admission(_message.Message):
         reserved_token_count: _builtins.int = ...,
         retention: _abc.Iterable[Global___Retention] | None = ...,
         resumed: _builtins.bool = ...,
+        cache_use: Global___CacheUse.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_use", b"cache_use", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1363,6 +1409,7 @@ class Sequence(_message.Message):
     OFFLOADED_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHE_USE_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
@@ -1383,6 +1430,8 @@ class Sequence(_message.Message):
     """Whether it is in the host tier; then it has no block_ids."""
     host_block_count: _builtins.int
     """Number of its host blocks."""
+    cache_use: Global___CacheUse.ValueType
+    """What it does with the prefix cache."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order. Empty in lists."""
@@ -1406,10 +1455,11 @@ class Sequence(_message.Message):
         offloaded: _builtins.bool = ...,
         host_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         host_block_count: _builtins.int = ...,
+        cache_use: Global___CacheUse.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2406,18 +2456,49 @@ class ResetPrefixCacheRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
+    tenant: _builtins.str
+    """Only what is cached for this tenant. Unset: the caller's if salt or token_ids
+    are given, else everybody's. Another's and everybody's are for operators only
+    (PERMISSION_DENIED, ROLE_MISSING).
+    """
+    salt: _builtins.bytes
+    """Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:
+    the empty salt if token_ids are given, else any.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only what begins with the full blocks of these tokens: the last of these
+        blocks, and all that continue it. Those before it stay, since others may
+        share them. Empty: any tokens; else at least a block, and at most as many as
+        a sequence of the pool can have. Content that can't be found because blocks
+        before it are gone may be dropped too, with a salt or tokens.
+        """
+
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
+        salt: _builtins.bytes | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_salt", b"_salt", "_tenant", b"_tenant", "salt", b"salt", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_salt", b"_salt", "_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__salt: _TypeAlias = _typing.Literal["salt"]  # noqa: Y015
+    _WhichOneofArgType__salt: _TypeAlias = _typing.Literal["_salt", b"_salt"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__salt) -> _WhichOneofReturnType__salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
 
@@ -2428,16 +2509,20 @@ class ResetPrefixCacheResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DROPPED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DROPPED_PIN_COUNT_FIELD_NUMBER: _builtins.int
     dropped_block_count: _builtins.int
     """Blocks whose content can't be found any more."""
+    dropped_pin_count: _builtins.int
+    """Pins that ended."""
     def __init__(
         self,
         *,
         dropped_block_count: _builtins.int = ...,
+        dropped_pin_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_block_count", b"dropped_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_block_count", b"dropped_block_count", "dropped_pin_count", b"dropped_pin_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

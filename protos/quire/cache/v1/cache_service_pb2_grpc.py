@@ -327,7 +327,8 @@ class CacheServiceServicer:
         """Keeps what is cached of a prefix from being evicted, until it is unpinned
         or its ttl is over. Pinned blocks count against the tenant's pin budget.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-        anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+        anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+        keeps. Reasons:
         POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
         EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
@@ -352,8 +353,14 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Drops cached content that nobody holds. Blocks that are held keep theirs
-        and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+        """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+        begins with some tokens. Blocks that nobody holds are free then; sequences go
+        on with those that they hold. Pins of such content end. It is about what can
+        be found when the call begins: what is computed later is published as ever,
+        and what is pinned meanwhile stays. Runs in slices, with other calls between
+        them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+        A caller that is no operator may reset its own tenant's content only.
+        Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

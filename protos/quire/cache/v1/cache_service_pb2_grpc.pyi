@@ -124,7 +124,8 @@ class CacheServiceStub:
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
     or its ttl is over. Pinned blocks count against the tenant's pin budget.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-    anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+    anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+    keeps. Reasons:
     POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
     EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
@@ -137,8 +138,14 @@ class CacheServiceStub:
     tenant's only. Reasons: POOL_NOT_FOUND.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]
-    """Drops cached content that nobody holds. Blocks that are held keep theirs
-    and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+    """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+    begins with some tokens. Blocks that nobody holds are free then; sequences go
+    on with those that they hold. Pins of such content end. It is about what can
+    be found when the call begins: what is computed later is published as ever,
+    and what is pinned meanwhile stays. Runs in slices, with other calls between
+    them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+    A caller that is no operator may reset its own tenant's content only.
+    Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]
     """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND."""
@@ -240,7 +247,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
     or its ttl is over. Pinned blocks count against the tenant's pin budget.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-    anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+    anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+    keeps. Reasons:
     POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
     EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
@@ -253,8 +261,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
     tenant's only. Reasons: POOL_NOT_FOUND.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops cached content that nobody holds. Blocks that are held keep theirs
-    and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+    """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+    begins with some tokens. Blocks that nobody holds are free then; sequences go
+    on with those that they hold. Pins of such content end. It is about what can
+    be found when the call begins: what is computed later is published as ever,
+    and what is pinned meanwhile stays. Runs in slices, with other calls between
+    them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+    A caller that is no operator may reset its own tenant's content only.
+    Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]  # type: ignore[assignment]
     """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND."""
@@ -461,7 +475,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """Keeps what is cached of a prefix from being evicted, until it is unpinned
         or its ttl is over. Pinned blocks count against the tenant's pin budget.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-        anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+        anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+        keeps. Reasons:
         POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
         EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
@@ -492,8 +507,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_cache_service_pb2.ResetPrefixCacheResponse]]:
-        """Drops cached content that nobody holds. Blocks that are held keep theirs
-        and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+        """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+        begins with some tokens. Blocks that nobody holds are free then; sequences go
+        on with those that they hold. Pins of such content end. It is about what can
+        be found when the call begins: what is computed later is published as ever,
+        and what is pinned meanwhile stays. Runs in slices, with other calls between
+        them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+        A caller that is no operator may reset its own tenant's content only.
+        Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod

@@ -23,6 +23,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// What a sequence does with the prefix cache.
+type CacheUse int32
+
+const (
+	// Takes what is found, and publishes the full blocks that it computes.
+	CacheUse_CACHE_USE_READ_AND_WRITE CacheUse = 0
+	// Takes nothing, so that every token is computed, and publishes. Of equal
+	// blocks the one that was published first stays: the sequence gets that one in
+	// place of its own.
+	CacheUse_CACHE_USE_WRITE_ONLY CacheUse = 1
+	// Takes nothing and publishes nothing, also of the tokens that it gets later.
+	// Its blocks are free when it is released. In the host tier it is kept as any
+	// other sequence. Retention and return hints have no effect.
+	CacheUse_CACHE_USE_NONE CacheUse = 2
+)
+
+// Enum value maps for CacheUse.
+var (
+	CacheUse_name = map[int32]string{
+		0: "CACHE_USE_READ_AND_WRITE",
+		1: "CACHE_USE_WRITE_ONLY",
+		2: "CACHE_USE_NONE",
+	}
+	CacheUse_value = map[string]int32{
+		"CACHE_USE_READ_AND_WRITE": 0,
+		"CACHE_USE_WRITE_ONLY":     1,
+		"CACHE_USE_NONE":           2,
+	}
+)
+
+func (x CacheUse) Enum() *CacheUse {
+	p := new(CacheUse)
+	*p = x
+	return p
+}
+
+func (x CacheUse) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (CacheUse) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_cache_service_proto_enumTypes[0].Descriptor()
+}
+
+func (CacheUse) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[0]
+}
+
+func (x CacheUse) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use CacheUse.Descriptor instead.
+func (CacheUse) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{0}
+}
+
 // The kind of an item of a plan.
 type PlanItem int32
 
@@ -76,11 +133,11 @@ func (x PlanItem) String() string {
 }
 
 func (PlanItem) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[0].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[1].Descriptor()
 }
 
 func (PlanItem) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[0]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[1]
 }
 
 func (x PlanItem) Number() protoreflect.EnumNumber {
@@ -89,7 +146,7 @@ func (x PlanItem) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PlanItem.Descriptor instead.
 func (PlanItem) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{0}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{1}
 }
 
 // A lease's life.
@@ -129,11 +186,11 @@ func (x LeaseState) String() string {
 }
 
 func (LeaseState) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[1].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[2].Descriptor()
 }
 
 func (LeaseState) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[1]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[2]
 }
 
 func (x LeaseState) Number() protoreflect.EnumNumber {
@@ -142,7 +199,7 @@ func (x LeaseState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LeaseState.Descriptor instead.
 func (LeaseState) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{1}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{2}
 }
 
 // A block's state.
@@ -190,11 +247,11 @@ func (x BlockState) String() string {
 }
 
 func (BlockState) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[2].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[3].Descriptor()
 }
 
 func (BlockState) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[2]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[3]
 }
 
 func (x BlockState) Number() protoreflect.EnumNumber {
@@ -203,7 +260,7 @@ func (x BlockState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockState.Descriptor instead.
 func (BlockState) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{2}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
 }
 
 // What happened to a block since it was told of last.
@@ -247,11 +304,11 @@ func (x BlockEventKind) String() string {
 }
 
 func (BlockEventKind) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[3].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[4].Descriptor()
 }
 
 func (BlockEventKind) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[3]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[4]
 }
 
 func (x BlockEventKind) Number() protoreflect.EnumNumber {
@@ -260,7 +317,7 @@ func (x BlockEventKind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockEventKind.Descriptor instead.
 func (BlockEventKind) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
 }
 
 // Why a block of a prefix is not found.
@@ -271,11 +328,12 @@ const (
 	MissReason_MISS_REASON_UNSPECIFIED MissReason = 0
 	// All that can be found is.
 	MissReason_MISS_REASON_NONE MissReason = 1
-	// Nobody computed it, or so long ago that its eviction is forgotten.
+	// Nobody computed it, or so long ago that its eviction is forgotten; or only
+	// sequences that publish nothing (CACHE_USE_NONE).
 	MissReason_MISS_REASON_NEVER_COMPUTED MissReason = 2
 	// It was evicted to make room.
 	MissReason_MISS_REASON_EVICTED MissReason = 3
-	// It was dropped by ResetPrefixCache.
+	// It was dropped by ResetPrefixCache, of any scope.
 	MissReason_MISS_REASON_RESET MissReason = 4
 	// A step in flight computes it.
 	MissReason_MISS_REASON_BEING_COMPUTED MissReason = 5
@@ -320,11 +378,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[4].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[5].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[4]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[5]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -333,7 +391,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{5}
 }
 
 // See CacheService.CreateLease.
@@ -1199,7 +1257,10 @@ type Admission struct {
 	Retention []*Retention `protobuf:"bytes,6,rep,name=retention,proto3" json:"retention,omitempty"`
 	// The sequence was here before, and was released to make room: its tokens
 	// count as resumed, not as those of a new prompt.
-	Resumed       bool `protobuf:"varint,7,opt,name=resumed,proto3" json:"resumed,omitempty"`
+	Resumed bool `protobuf:"varint,7,opt,name=resumed,proto3" json:"resumed,omitempty"`
+	// What the sequence does with the prefix cache, for its whole life. Forks of it
+	// do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
+	CacheUse      CacheUse `protobuf:"varint,8,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1281,6 +1342,13 @@ func (x *Admission) GetResumed() bool {
 		return x.Resumed
 	}
 	return false
+}
+
+func (x *Admission) GetCacheUse() CacheUse {
+	if x != nil {
+		return x.CacheUse
+	}
+	return CacheUse_CACHE_USE_READ_AND_WRITE
 }
 
 // Brings a sequence back from the host tier into fresh blocks of the pool; what
@@ -2550,8 +2618,10 @@ type Sequence struct {
 	HostBlockIds []int32 `protobuf:"varint,11,rep,packed,name=host_block_ids,json=hostBlockIds,proto3" json:"host_block_ids,omitempty"`
 	// Number of its host blocks.
 	HostBlockCount int32 `protobuf:"varint,12,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// What it does with the prefix cache.
+	CacheUse      CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Sequence) Reset() {
@@ -2666,6 +2736,13 @@ func (x *Sequence) GetHostBlockCount() int32 {
 		return x.HostBlockCount
 	}
 	return 0
+}
+
+func (x *Sequence) GetCacheUse() CacheUse {
+	if x != nil {
+		return x.CacheUse
+	}
+	return CacheUse_CACHE_USE_READ_AND_WRITE
 }
 
 // See CacheService.ListSequences.
@@ -4610,7 +4687,20 @@ func (x *PrefixMatch) GetWorkerAddress() string {
 type ResetPrefixCacheRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
-	Pool          string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
+	// Only what is cached for this tenant. Unset: the caller's if salt or token_ids
+	// are given, else everybody's. Another's and everybody's are for operators only
+	// (PERMISSION_DENIED, ROLE_MISSING).
+	Tenant *string `protobuf:"bytes,2,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:
+	// the empty salt if token_ids are given, else any.
+	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3,oneof" json:"salt,omitempty"`
+	// Only what begins with the full blocks of these tokens: the last of these
+	// blocks, and all that continue it. Those before it stay, since others may
+	// share them. Empty: any tokens; else at least a block, and at most as many as
+	// a sequence of the pool can have. Content that can't be found because blocks
+	// before it are gone may be dropped too, with a salt or tokens.
+	TokenIds      []int32 `protobuf:"varint,4,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4652,13 +4742,36 @@ func (x *ResetPrefixCacheRequest) GetPool() string {
 	return ""
 }
 
+func (x *ResetPrefixCacheRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
+func (x *ResetPrefixCacheRequest) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *ResetPrefixCacheRequest) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
 // See CacheService.ResetPrefixCache.
 type ResetPrefixCacheResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Blocks whose content can't be found any more.
 	DroppedBlockCount int32 `protobuf:"varint,1,opt,name=dropped_block_count,json=droppedBlockCount,proto3" json:"dropped_block_count,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Pins that ended.
+	DroppedPinCount int32 `protobuf:"varint,2,opt,name=dropped_pin_count,json=droppedPinCount,proto3" json:"dropped_pin_count,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ResetPrefixCacheResponse) Reset() {
@@ -4694,6 +4807,13 @@ func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
 	if x != nil {
 		return x.DroppedBlockCount
+	}
+	return 0
+}
+
+func (x *ResetPrefixCacheResponse) GetDroppedPinCount() int32 {
+	if x != nil {
+		return x.DroppedPinCount
 	}
 	return 0
 }
@@ -5352,7 +5472,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x01 \x03(\x05R\vsequenceIds\x12!\n" +
 	"\ftoken_counts\x18\x02 \x03(\x05R\vtokenCounts\x12.\n" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
-	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\x99\x02\n" +
+	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\xd0\x02\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
@@ -5361,7 +5481,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04salt\x18\x04 \x01(\fR\x04salt\x120\n" +
 	"\x14reserved_token_count\x18\x05 \x01(\x05R\x12reservedTokenCount\x127\n" +
 	"\tretention\x18\x06 \x03(\v2\x19.quire.cache.v1.RetentionR\tretention\x12\x18\n" +
-	"\aresumed\x18\a \x01(\bR\aresumed\"a\n" +
+	"\aresumed\x18\a \x01(\bR\aresumed\x125\n" +
+	"\tcache_use\x18\b \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\"a\n" +
 	"\aRestore\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x125\n" +
@@ -5457,7 +5578,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xe6\x03\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\x9d\x04\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -5474,7 +5595,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\toffloaded\x18\n" +
 	" \x01(\bR\toffloaded\x12$\n" +
 	"\x0ehost_block_ids\x18\v \x03(\x05R\fhostBlockIds\x12(\n" +
-	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\"\xa9\x01\n" +
+	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\x125\n" +
+	"\tcache_use\x18\r \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\"\xa9\x01\n" +
 	"\x14ListSequencesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\tR\aleaseId\x12\x1b\n" +
@@ -5623,11 +5745,17 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12>\n" +
 	"\fblock_counts\x18\x03 \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
-	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\"-\n" +
+	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\"\x94\x01\n" +
 	"\x17ResetPrefixCacheRequest\x12\x12\n" +
-	"\x04pool\x18\x01 \x01(\tR\x04pool\"J\n" +
+	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
+	"\x06tenant\x18\x02 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x17\n" +
+	"\x04salt\x18\x03 \x01(\fH\x01R\x04salt\x88\x01\x01\x12\x1b\n" +
+	"\ttoken_ids\x18\x04 \x03(\x05R\btokenIdsB\t\n" +
+	"\a_tenantB\a\n" +
+	"\x05_salt\"v\n" +
 	"\x18ResetPrefixCacheResponse\x12.\n" +
-	"\x13dropped_block_count\x18\x01 \x01(\x05R\x11droppedBlockCount\"&\n" +
+	"\x13dropped_block_count\x18\x01 \x01(\x05R\x11droppedBlockCount\x12*\n" +
+	"\x11dropped_pin_count\x18\x02 \x01(\x05R\x0fdroppedPinCount\"&\n" +
 	"\x10AuditPoolRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"{\n" +
 	"\x11AuditPoolResponse\x12\x1e\n" +
@@ -5685,7 +5813,11 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*\xaa\x01\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*V\n" +
+	"\bCacheUse\x12\x1c\n" +
+	"\x18CACHE_USE_READ_AND_WRITE\x10\x00\x12\x18\n" +
+	"\x14CACHE_USE_WRITE_ONLY\x10\x01\x12\x12\n" +
+	"\x0eCACHE_USE_NONE\x10\x02*\xaa\x01\n" +
 	"\bPlanItem\x12\x19\n" +
 	"\x15PLAN_ITEM_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0ePLAN_ITEM_TRIM\x10\x01\x12\x12\n" +
@@ -5762,194 +5894,197 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_cache_service_proto_rawDescData
 }
 
-var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
 var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
-	(PlanItem)(0),                    // 0: quire.cache.v1.PlanItem
-	(LeaseState)(0),                  // 1: quire.cache.v1.LeaseState
-	(BlockState)(0),                  // 2: quire.cache.v1.BlockState
-	(BlockEventKind)(0),              // 3: quire.cache.v1.BlockEventKind
-	(MissReason)(0),                  // 4: quire.cache.v1.MissReason
-	(*CreateLeaseRequest)(nil),       // 5: quire.cache.v1.CreateLeaseRequest
-	(*CreateLeaseResponse)(nil),      // 6: quire.cache.v1.CreateLeaseResponse
-	(*RenewLeaseRequest)(nil),        // 7: quire.cache.v1.RenewLeaseRequest
-	(*RenewLeaseResponse)(nil),       // 8: quire.cache.v1.RenewLeaseResponse
-	(*DeleteLeaseRequest)(nil),       // 9: quire.cache.v1.DeleteLeaseRequest
-	(*DeleteLeaseResponse)(nil),      // 10: quire.cache.v1.DeleteLeaseResponse
-	(*PlanStepRequest)(nil),          // 11: quire.cache.v1.PlanStepRequest
-	(*ReturnHint)(nil),               // 12: quire.cache.v1.ReturnHint
-	(*Retention)(nil),                // 13: quire.cache.v1.Retention
-	(*Fork)(nil),                     // 14: quire.cache.v1.Fork
-	(*Extends)(nil),                  // 15: quire.cache.v1.Extends
-	(*Admission)(nil),                // 16: quire.cache.v1.Admission
-	(*Restore)(nil),                  // 17: quire.cache.v1.Restore
-	(*Refusal)(nil),                  // 18: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 19: quire.cache.v1.PlanStepResponse
-	(*BlockCounts)(nil),              // 20: quire.cache.v1.BlockCounts
-	(*HostBlockCounts)(nil),          // 21: quire.cache.v1.HostBlockCounts
-	(*PlanStepsRequest)(nil),         // 22: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 23: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 24: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 25: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 26: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 27: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 28: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 29: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 30: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 31: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 32: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 33: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 34: quire.cache.v1.Sequence
-	(*ListSequencesRequest)(nil),     // 35: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 36: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 37: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 38: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 39: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 40: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 41: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 42: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 43: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 44: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 45: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 46: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 47: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 48: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 49: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 50: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 51: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 52: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 53: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 54: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 55: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 56: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 57: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 58: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 59: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 60: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 61: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 62: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 63: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 64: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 65: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 66: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 67: quire.cache.v1.PoolStatistics
-	nil,                              // 68: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 69: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 70: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 71: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 72: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 73: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 74: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 75: quire.cache.v1.AttachPoolResponse
+	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
+	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
+	(LeaseState)(0),                  // 2: quire.cache.v1.LeaseState
+	(BlockState)(0),                  // 3: quire.cache.v1.BlockState
+	(BlockEventKind)(0),              // 4: quire.cache.v1.BlockEventKind
+	(MissReason)(0),                  // 5: quire.cache.v1.MissReason
+	(*CreateLeaseRequest)(nil),       // 6: quire.cache.v1.CreateLeaseRequest
+	(*CreateLeaseResponse)(nil),      // 7: quire.cache.v1.CreateLeaseResponse
+	(*RenewLeaseRequest)(nil),        // 8: quire.cache.v1.RenewLeaseRequest
+	(*RenewLeaseResponse)(nil),       // 9: quire.cache.v1.RenewLeaseResponse
+	(*DeleteLeaseRequest)(nil),       // 10: quire.cache.v1.DeleteLeaseRequest
+	(*DeleteLeaseResponse)(nil),      // 11: quire.cache.v1.DeleteLeaseResponse
+	(*PlanStepRequest)(nil),          // 12: quire.cache.v1.PlanStepRequest
+	(*ReturnHint)(nil),               // 13: quire.cache.v1.ReturnHint
+	(*Retention)(nil),                // 14: quire.cache.v1.Retention
+	(*Fork)(nil),                     // 15: quire.cache.v1.Fork
+	(*Extends)(nil),                  // 16: quire.cache.v1.Extends
+	(*Admission)(nil),                // 17: quire.cache.v1.Admission
+	(*Restore)(nil),                  // 18: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 19: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 20: quire.cache.v1.PlanStepResponse
+	(*BlockCounts)(nil),              // 21: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 22: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 23: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 24: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 25: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 26: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 27: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 28: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 29: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 30: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 31: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 32: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 33: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 34: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 35: quire.cache.v1.Sequence
+	(*ListSequencesRequest)(nil),     // 36: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 37: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 38: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 39: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 40: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 41: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 42: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 43: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 44: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 45: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 46: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 47: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 48: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 49: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 50: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 51: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 52: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 53: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 54: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 55: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 56: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 57: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 58: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 59: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 60: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 61: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 62: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 63: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 64: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 65: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 66: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 67: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 68: quire.cache.v1.PoolStatistics
+	nil,                              // 69: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 70: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 71: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 72: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 73: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 74: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 75: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 76: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	69, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	70, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	71, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	70, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	12, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
-	14, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	15, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	16, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	17, // 8: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	69, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	69, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	13, // 11: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
-	0,  // 12: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	72, // 13: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	73, // 14: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	18, // 15: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	20, // 16: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	21, // 17: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	11, // 18: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	19, // 19: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	72, // 20: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	26, // 21: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	71, // 22: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	20, // 23: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	21, // 24: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	26, // 25: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	1,  // 26: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	31, // 27: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	1,  // 28: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	69, // 29: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	70, // 30: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	34, // 31: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	34, // 32: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	2,  // 33: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	2,  // 34: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	37, // 35: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	42, // 36: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	45, // 37: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	3,  // 38: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	37, // 39: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	4,  // 40: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	70, // 41: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	16, // 42: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	50, // 43: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	72, // 44: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	20, // 45: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	69, // 46: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	70, // 47: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	57, // 48: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	70, // 49: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	60, // 50: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	20, // 51: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	67, // 52: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	20, // 53: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	21, // 54: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	68, // 55: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	5,  // 56: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	7,  // 57: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	9,  // 58: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	11, // 59: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	22, // 60: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	74, // 61: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	24, // 62: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	27, // 63: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	29, // 64: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	32, // 65: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	35, // 66: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	38, // 67: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	40, // 68: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	43, // 69: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	58, // 70: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	46, // 71: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	48, // 72: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	51, // 73: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	53, // 74: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	55, // 75: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	61, // 76: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	63, // 77: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	65, // 78: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	6,  // 79: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	8,  // 80: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	10, // 81: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	19, // 82: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	23, // 83: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	75, // 84: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	25, // 85: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	28, // 86: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	30, // 87: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	33, // 88: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	36, // 89: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	39, // 90: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	41, // 91: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	44, // 92: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	59, // 93: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	47, // 94: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	49, // 95: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	52, // 96: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	54, // 97: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	56, // 98: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	62, // 99: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	64, // 100: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	66, // 101: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	79, // [79:102] is the sub-list for method output_type
-	56, // [56:79] is the sub-list for method input_type
-	56, // [56:56] is the sub-list for extension type_name
-	56, // [56:56] is the sub-list for extension extendee
-	0,  // [0:56] is the sub-list for field type_name
+	70, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	71, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	72, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	71, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	13, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
+	15, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	16, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	17, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	18, // 8: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	70, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	70, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	14, // 11: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	0,  // 12: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
+	1,  // 13: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	73, // 14: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	74, // 15: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	19, // 16: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	21, // 17: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	22, // 18: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	12, // 19: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	20, // 20: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	73, // 21: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	27, // 22: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	72, // 23: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	21, // 24: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	22, // 25: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	27, // 26: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	2,  // 27: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	32, // 28: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	2,  // 29: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	70, // 30: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	71, // 31: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	35, // 32: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	0,  // 33: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	35, // 34: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 35: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 36: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	38, // 37: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	43, // 38: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	46, // 39: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 40: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	38, // 41: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 42: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	71, // 43: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	17, // 44: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	51, // 45: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	73, // 46: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	21, // 47: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	70, // 48: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	71, // 49: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	58, // 50: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	71, // 51: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	61, // 52: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	21, // 53: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	68, // 54: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	21, // 55: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	22, // 56: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	69, // 57: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	6,  // 58: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	8,  // 59: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	10, // 60: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	12, // 61: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	23, // 62: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	75, // 63: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	25, // 64: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	28, // 65: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	30, // 66: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	33, // 67: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	36, // 68: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	39, // 69: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	41, // 70: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	44, // 71: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	59, // 72: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	47, // 73: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	49, // 74: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	52, // 75: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	54, // 76: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	56, // 77: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	62, // 78: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	64, // 79: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	66, // 80: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	7,  // 81: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	9,  // 82: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	11, // 83: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	20, // 84: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	24, // 85: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	76, // 86: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	26, // 87: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	29, // 88: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	31, // 89: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	34, // 90: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	37, // 91: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	40, // 92: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	42, // 93: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	45, // 94: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	60, // 95: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	48, // 96: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	50, // 97: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	53, // 98: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	55, // 99: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	57, // 100: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	63, // 101: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	65, // 102: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	67, // 103: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	81, // [81:104] is the sub-list for method output_type
+	58, // [58:81] is the sub-list for method input_type
+	58, // [58:58] is the sub-list for extension type_name
+	58, // [58:58] is the sub-list for extension extendee
+	0,  // [0:58] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -5974,12 +6109,13 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	file_quire_cache_v1_cache_service_proto_msgTypes[41].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[53].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[56].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
-			NumEnums:      5,
+			NumEnums:      6,
 			NumMessages:   64,
 			NumExtensions: 0,
 			NumServices:   1,

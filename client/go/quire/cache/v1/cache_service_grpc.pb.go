@@ -125,7 +125,8 @@ type CacheServiceClient interface {
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+	// anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+	// keeps. Reasons:
 	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
 	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	PinPrefix(ctx context.Context, in *PinPrefixRequest, opts ...grpc.CallOption) (*PinPrefixResponse, error)
@@ -135,8 +136,14 @@ type CacheServiceClient interface {
 	// The pins of a pool, by id; a caller that is no operator sees its own
 	// tenant's only. Reasons: POOL_NOT_FOUND.
 	ListPins(ctx context.Context, in *ListPinsRequest, opts ...grpc.CallOption) (*ListPinsResponse, error)
-	// Drops cached content that nobody holds. Blocks that are held keep theirs
-	// and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+	// begins with some tokens. Blocks that nobody holds are free then; sequences go
+	// on with those that they hold. Pins of such content end. It is about what can
+	// be found when the call begins: what is computed later is published as ever,
+	// and what is pinned meanwhile stays. Runs in slices, with other calls between
+	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+	// A caller that is no operator may reset its own tenant's content only.
+	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
 	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
 	AuditPool(ctx context.Context, in *AuditPoolRequest, opts ...grpc.CallOption) (*AuditPoolResponse, error)
@@ -478,7 +485,8 @@ type CacheServiceServer interface {
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
-	// anew. A pin ends with the pool's epoch and with ResetPrefixCache. Reasons:
+	// anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
+	// keeps. Reasons:
 	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
 	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	PinPrefix(context.Context, *PinPrefixRequest) (*PinPrefixResponse, error)
@@ -488,8 +496,14 @@ type CacheServiceServer interface {
 	// The pins of a pool, by id; a caller that is no operator sees its own
 	// tenant's only. Reasons: POOL_NOT_FOUND.
 	ListPins(context.Context, *ListPinsRequest) (*ListPinsResponse, error)
-	// Drops cached content that nobody holds. Blocks that are held keep theirs
-	// and are no longer found. Idempotent. Reasons: POOL_NOT_FOUND.
+	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
+	// begins with some tokens. Blocks that nobody holds are free then; sequences go
+	// on with those that they hold. Pins of such content end. It is about what can
+	// be found when the call begins: what is computed later is published as ever,
+	// and what is pinned meanwhile stays. Runs in slices, with other calls between
+	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
+	// A caller that is no operator may reset its own tenant's content only.
+	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
 	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
 	AuditPool(context.Context, *AuditPoolRequest) (*AuditPoolResponse, error)

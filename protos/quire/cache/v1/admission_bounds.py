@@ -1,0 +1,14 @@
+"""Bounds of what a request says to the prefix cache, as the comments of cache_service.proto have them.
+
+The client checks a request with them before it sends it. cachemgr checks what it gets with the same numbers in its
+core; a test compares the two. No gRPC: any side may import this.
+"""
+
+MAX_SALT_BYTES = 64
+MAX_RANGES = 16
+"""Of an admission's retention."""
+LEAST_PRIORITY, MOST_PRIORITY = 1, 9
+"""Of a range."""
+MAX_RETENTION_S = 86_400.0
+MAX_EXPECTED_S = 86_400.0
+"""Of a return hint."""
