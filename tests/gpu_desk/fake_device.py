@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from quire.worker import fusion_trial, graphs, model, probe, self_check
+from quire.worker import capture, fusion_trial, graphs, model, probe, self_check
 
 TOTAL_BYTES = 80 << 30
 NUM_GPUS = 2
@@ -401,7 +401,7 @@ class FakeGPU:
         yield probe, "classify_mask", self._classify_mask
         yield masking_utils, "find_packed_sequence_indices", lambda position_ids: None  # tokens of one sequence
         yield self_check, "_relative_error", _difference_of_kind
-        yield graphs, "_line_of", _line_outside
+        yield capture, "_line_of", _line_outside
         yield fusion_trial.Trial, "differ", _differ_in_kind
 
 
@@ -430,7 +430,7 @@ def _zero_of(dtype: torch.dtype) -> Any:
 
 _real_tolist = torch.Tensor.tolist
 _REAL_CLASSIFY_MASK = probe.classify_mask
-_REAL_LINE_OF = graphs._line_of
+_REAL_LINE_OF = capture._line_of
 
 
 def _tolist(tensor: torch.Tensor) -> Any:

@@ -369,6 +369,8 @@ AT_BOUNDS: dict[str, list[Any]] = {
     "grammar": [None],  # there is no tokenizer here
     "n": [1, MAX_SAMPLES],
     "priority": [-(2**31), 2**31 - 1],
+    "tenant": ["", "x" * 128],
+    "timeout_s": [1e-9, 604_800, None],
 }
 
 
