@@ -1,4 +1,4 @@
-"""What grammars cost: steps of 64 sequences of which 16 follow a JSON schema, in turns with steps without a grammar."""
+"""Measure grammars: steps of 64 sequences of which 16 follow a JSON schema, in turns with steps without a grammar."""
 
 from __future__ import annotations
 

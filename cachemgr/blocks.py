@@ -1,4 +1,4 @@
-"""What a block of a pool can be, and how many a tenant may take."""
+"""The states of a pool's blocks, and a tenant's share of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BlockState(StrEnum):
 
 
 class BlockShare(NamedTuple):
-    """What a tenant may take of a pool, in blocks."""
+    """A tenant's share of a pool, in blocks."""
 
     floor: int
     """It can always hold as many."""

@@ -19,7 +19,7 @@ from quire.serving.access import Role, caller
 
 
 class VisiblePools:
-    """What every part of the service reaches the pools through."""
+    """The access of every part of the service to the pools."""
 
     def __init__(self, catalog: Catalog, clock: Callable[[], float]) -> None:
         self._catalog = catalog
@@ -70,7 +70,7 @@ class VisiblePools:
         return found[0] if len(found) == 1 else given
 
     def wall_clock_offset_s(self) -> float:
-        """What the wall clock is ahead of the clock."""
+        """The seconds by which the wall clock is ahead of the clock."""
         return time.time() - self._clock()
 
 

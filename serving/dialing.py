@@ -19,7 +19,7 @@ ChannelOptions = Sequence[tuple[str, int | str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialOptions:
-    """What to show, and whom to trust. Addresses "unix:/path" are never TLS.
+    """Credentials to show, and authorities to trust. Addresses "unix:/path" are never TLS.
 
     tls_ca             authorities of the server's certificate, PEM; given: TLS to every host:port
     tls_cert, tls_key  a client certificate's chain and its private key, PEM

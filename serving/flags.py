@@ -58,7 +58,7 @@ def add_flags(flags: Sequence[Flag]) -> Flag:
 
 
 def options_of(flags: Sequence[Flag]) -> list[click.Option]:
-    """What click makes of these flags, in this order."""
+    """Return the values that click reads of these flags, in this order."""
     made: click.Command = click.command(add_flags(flags)(lambda: None))
     return [each for each in made.params if isinstance(each, click.Option)]
 

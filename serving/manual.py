@@ -1,4 +1,4 @@
-"""What `--help` of a server says: its flags by what they are about, then addresses, signals, …"""
+"""The text of a server's `--help`: its flags by what they are about, then addresses, signals, …"""
 
 from collections.abc import Iterable
 

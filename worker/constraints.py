@@ -35,7 +35,7 @@ _Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraints:
-    """What one row may choose, for rows that may not choose everything.
+    """The tokens that one row may choose, for rows that may not choose everything.
 
     allowed_token_ids   the only tokens that can be chosen; empty: all
     bad_words           the last token of each can't be chosen behind the others; 1 to MAX_BAD_WORD_TOKENS tokens each
@@ -123,7 +123,7 @@ class _Biases:
 
 @dataclass(slots=True)
 class ConstraintPlan:
-    """What the constraints of one batch of rows need, on the device; it serves until the rows change."""
+    """The constraints of one batch of rows, on the device; it serves until the rows change."""
 
     masked: _Masked | None
     delayed: _Delayed | None
@@ -187,7 +187,7 @@ class ConstraintTable:
         self._rows[child_row] = constraints
 
     def plan(self, rows: Sequence[int]) -> ConstraintPlan | None:
-        """What this batch needs, None if no row has constraints."""
+        """Return the plan of this batch, None if no row has constraints."""
         if self._rows.keys().isdisjoint(rows):
             return None
         given = {place: self._rows[row] for place, row in enumerate(rows) if row in self._rows}

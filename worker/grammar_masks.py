@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What is allowed in a step.
+    """The tokens that are allowed in a step.
 
     rows        [n]     the sequences that follow a grammar and get a token
     bits        [n, W]  uint8, of W >= vocab_size / 8 bytes: bit i of byte j is token 8 j + i

@@ -55,7 +55,7 @@ class TooManyGrammars(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a client sent: the kind is the field's name in the contract; of a choice the text is a list as JSON."""
+    """A grammar as a client sent it: kind is the field of the contract; the text of a choice is a list as JSON."""
 
     kind: str
     text: str
@@ -385,7 +385,7 @@ class Grammars:
 
 
 class NoGrammars:
-    """What stands for Grammars where none can be followed."""
+    """Stands for Grammars where none can be followed."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -95,7 +95,7 @@ def decode_step(
     max_logprobs: int,
     followed: Mapping[int, Following | Refused] = MappingProxyType({}),
 ) -> Step:
-    """What the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
+    """Decode what the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
 
     followed has an entry for each sequence that brings a grammar: why it is refused, if it is.
     """
@@ -227,7 +227,7 @@ def decode_scored(
 
 
 def _decode_constraints(message: worker_service_pb2.SamplingParameters, check: _InputCheck) -> Constraints | None:
-    """What the parameters forbid, and add to logits; None for nothing."""
+    """Return what the parameters forbid, and add to logits; None for nothing."""
     most = check.vocab_size
     allowed = check.tokens("sampling.allowed_token_ids", message.allowed_token_ids, most=most)
     ends = check.tokens("sampling.end_token_ids", message.end_token_ids, most=most)

@@ -117,7 +117,7 @@ class StaticDecode:
             )
         self._prepared: StepBatch | None = None
         self.pieces: StaticPieces | None = None
-        """What runs steps that it does not take, if graphs do."""
+        """The graphs of steps that it does not take; None if there are none."""
         self._graphs: dict[tuple[Stage | Way, int], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None
         """The torch.cuda.graph_pool_handle() of the graphs, once there is one."""

@@ -120,7 +120,7 @@ class PagedModel:
             return logits.float() if out is None else out.copy_(logits)
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
-        """What runs the attention of one step."""
+        """Return the attention of one step."""
         return self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
 
     def forward_base(self, batch: StepBatch, step: AttentionStep) -> Any:

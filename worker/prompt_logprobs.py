@@ -44,7 +44,7 @@ class PromptLogprobs:
 
 
 class HiddenStates:
-    """What a causal language model's base model gives in one step."""
+    """The output of a causal language model's base model in one step."""
 
     def __init__(self, model: Any, base: Any, order: Sequence[int] | None) -> None:
         """See kept_hidden_states()."""

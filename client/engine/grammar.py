@@ -1,4 +1,4 @@
-"""What the text of a sample has to match. Pure."""
+"""Grammars: the texts that a sample may have. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ MAX_CHOICES = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of a sample has to match, from its first token to its end. Exactly one field is given.
+    """A grammar that the text of a sample matches, from its first token to its end. Exactly one field is given.
 
     Raises InvalidRequest naming field, value and limit. The worker compiles the grammar, and may refuse it
     (docs/grammars.md).

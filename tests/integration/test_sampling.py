@@ -1,4 +1,4 @@
-"""What a request can ask of its tokens, through both real processes, with chunks of prompts, forks and preemptions."""
+"""Sampling parameters through both real processes, with chunks of prompts, forks and preemptions."""
 
 from __future__ import annotations
 

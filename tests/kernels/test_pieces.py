@@ -105,7 +105,7 @@ def make_batches(model: PagedModel) -> list[StepBatch]:
 
 
 def fill_with_nan(pieces: StaticPieces) -> None:
-    """What earlier steps left in the buffers must not matter."""
+    """Fill the buffers with values that no step may read."""
     for buffer in pieces._buffers._buffers.values():
         buffer.fill_(torch.nan)
 

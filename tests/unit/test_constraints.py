@@ -1,4 +1,4 @@
-"""What a row may not choose, and what is added to its logits, against transformers' logits processors."""
+"""Constraints and biases of a row, against transformers' logits processors."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ struct TenantUse {
     num_pinned: usize,
 }
 
-/// What would become of an admission.
+/// The outcome that an admission would have now.
 #[pyclass(name = "AdmissionCheck", module = "quire.cachemgr._core", frozen, get_all)]
 struct AdmissionCheckView {
     num_cached_tokens: usize,
@@ -271,9 +271,9 @@ struct PyLedger {
     stored: StoredBooks,
     #[pyo3(get)]
     geometry: Py<PyAny>,
-    /// Whether the books are checked after every change.
+    /// True if the books are checked after every change.
     verify: bool,
-    /// What is called after every change.
+    /// The functions that are called after every change.
     listeners: Py<PyAny>,
 }
 
@@ -520,7 +520,7 @@ impl PyLedger {
         self.stored.books().lease(lease_id).map(|lease| self.lease_view(lease_id, lease))
     }
 
-    /// Whose lease it is, one that has ended included.
+    /// The tenant of a lease, also of one that has ended.
     fn tenant_of(&self, lease_id: &str) -> Option<Cow<'_, str>> {
         self.stored.books().lease(lease_id).map(|lease| String::from_utf8_lossy(&lease.tenant_name))
     }
@@ -709,7 +709,7 @@ impl PyLedger {
         self.stored.books().tenants().find(name.as_bytes()).map(|tenant| self.use_of(tenant))
     }
 
-    /// What would become of an admission of the tenant now; takes nothing.
+    /// The outcome that an admission of the tenant would have now; takes nothing.
     #[pyo3(signature = (tenant, admission, *, reserve = 0))]
     fn check_admission(
         &mut self,

@@ -335,7 +335,7 @@ impl Books {
     }
 }
 
-/// What would become of an admission.
+/// The outcome that an admission would have now.
 #[derive(Debug)]
 pub struct AdmissionCheck {
     pub num_cached_tokens: usize,
