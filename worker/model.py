@@ -12,19 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.worker.attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
+from quire.worker.base_model import answering, base_of
 from quire.worker.cached_model import CacheLayout, cut_step, keeps_states, packed_order, probe_cache, run_cached
 from quire.worker.fused_modules import has_own_forward, swap_back
 from quire.worker.fused_steps import FusedSteps
@@ -89,7 +90,7 @@ class PagedModel:
         self.min_block_size = step_kind.min_block_size
         self.fusion: FusionReport | None = None
         self._model = model
-        self._base = _base_of(model)
+        self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
         self._counts_on = _counts_on_from_cache(model.config.get_text_config(decoder=True))
         self._workspace = Workspace()
@@ -133,7 +134,7 @@ class PagedModel:
 
     def forward_head(self, batch: StepBatch, output: Any) -> Tensor:
         """Return logits as forward(), of what forward_base() gave for the batch. Cost: the output layer on B tokens."""
-        with torch.inference_mode(), _answering(self._base, output):
+        with torch.inference_mode(), answering(self._base, output):
             logits: Tensor = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices).logits[0].float()
         return logits
 
@@ -208,25 +209,6 @@ class CachedModel(PagedModel):
                 self._model, batch, pool, layout=self._layout, states=self.states, workspace=self._workspace
             )
             return logits if out is None else out.copy_(logits)
-
-
-def _base_of(model: Any) -> Any:
-    """The model without its output layer: the one part that is a model of transformers itself. None if there is none.
-
-    PreTrainedModel.base_model goes by names, and is the whole model for some.
-    """
-    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    return parts[0] if len(parts) == 1 else None
-
-
-@contextmanager
-def _answering(module: Any, output: Any) -> Iterator[None]:
-    """Let the module return this output in place of computing one."""
-    module.forward = lambda *_, **__: output
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def load_model(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.worker.base_model import answering, base_of
 from quire.worker.transfer import indices
 
 MAX_PIECE_LOGITS = 2**25
@@ -72,7 +73,7 @@ class HiddenStates:
 
         def logits_of(tokens: Tensor) -> Tensor:
             output = self._output_kind(last_hidden_state=hidden.index_select(0, tokens)[None])
-            with _answering(self._base, output):
+            with answering(self._base, output):
                 logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
             return logits
 
@@ -85,33 +86,13 @@ def kept_hidden_states(model: Any, order: Sequence[int] | None = None) -> Iterat
 
     `order` are indexes in the step, of the tokens in the order in which forwards have them; None: that of the step.
     """
-    base = _base_of(model)
+    base = base_of(model)
     kept = HiddenStates(model, base, order)
     handle = base.register_forward_hook(kept.note)
     try:
         yield kept
     finally:
         handle.remove()
-
-
-def _base_of(model: Any) -> Any:
-    """The module whose output the model's own forward gives to its output layer."""
-    decoder = model.get_decoder()
-    return decoder if decoder is not model else model.model
-
-
-@contextmanager
-def _answering(module: Any, output: Any) -> Iterator[None]:
-    """Let a module's forward return this, whatever it is given."""
-    own = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 @dataclass(frozen=True, slots=True)
