@@ -161,7 +161,7 @@ def test_a_request_that_cachemgr_refuses_fails_alone(cachemgr: str) -> None:
 
 
 def test_an_unknown_use_of_the_cache_is_refused(cachemgr: str) -> None:
-    admission = pb.Admission(token_ids=prompt_of(1), cache_use=3)  # type: ignore[arg-type]
+    admission = pb.Admission(token_ids=prompt_of(1), cache_use=4)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest) as refused:
         ask(cachemgr, lambda cache: cache.check_admission(admission))
-    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("admission.cache_use", "3")
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("admission.cache_use", "4")

@@ -1145,9 +1145,10 @@ pub struct PoolStatistics {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum CacheUse {
-    ReadAndWrite = 0,
-    WriteOnly = 1,
-    None = 2,
+    Unspecified = 0,
+    ReadAndWrite = 1,
+    WriteOnly = 2,
+    None = 3,
 }
 impl CacheUse {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -1156,6 +1157,7 @@ impl CacheUse {
     /// (if the ProtoBuf definition does not change) and safe for programmatic use.
     pub fn as_str_name(&self) -> &'static str {
         match self {
+            Self::Unspecified => "CACHE_USE_UNSPECIFIED",
             Self::ReadAndWrite => "CACHE_USE_READ_AND_WRITE",
             Self::WriteOnly => "CACHE_USE_WRITE_ONLY",
             Self::None => "CACHE_USE_NONE",
@@ -1164,6 +1166,7 @@ impl CacheUse {
     /// Creates an enum from field names used in the ProtoBuf definition.
     pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
         match value {
+            "CACHE_USE_UNSPECIFIED" => Some(Self::Unspecified),
             "CACHE_USE_READ_AND_WRITE" => Some(Self::ReadAndWrite),
             "CACHE_USE_WRITE_ONLY" => Some(Self::WriteOnly),
             "CACHE_USE_NONE" => Some(Self::None),

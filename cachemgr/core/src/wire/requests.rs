@@ -173,10 +173,10 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
 
 fn cache_use(value: i32, field: &str) -> Result<CacheUse> {
     match messages::CacheUse::try_from(value) {
-        Ok(messages::CacheUse::ReadAndWrite) => Ok(CacheUse::ReadAndWrite),
+        Ok(messages::CacheUse::Unspecified | messages::CacheUse::ReadAndWrite) => Ok(CacheUse::ReadAndWrite),
         Ok(messages::CacheUse::WriteOnly) => Ok(CacheUse::WriteOnly),
         Ok(messages::CacheUse::None) => Ok(CacheUse::None),
-        Err(_) => refused(field, value, "a number of CacheUse, 0 to 2"),
+        Err(_) => refused(field, value, "a number of CacheUse, 0 to 3"),
     }
 }
 

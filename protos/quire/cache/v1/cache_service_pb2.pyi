@@ -30,14 +30,16 @@ class _CacheUse:
 
 class _CacheUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheUse.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    CACHE_USE_READ_AND_WRITE: _CacheUse.ValueType  # 0
+    CACHE_USE_UNSPECIFIED: _CacheUse.ValueType  # 0
+    """As CACHE_USE_READ_AND_WRITE. Never answered."""
+    CACHE_USE_READ_AND_WRITE: _CacheUse.ValueType  # 1
     """Takes what is found, and publishes the full blocks that it computes."""
-    CACHE_USE_WRITE_ONLY: _CacheUse.ValueType  # 1
+    CACHE_USE_WRITE_ONLY: _CacheUse.ValueType  # 2
     """Takes nothing, so that every token is computed, and publishes. Of equal
     blocks the one that was published first stays: the sequence gets that one in
     place of its own.
     """
-    CACHE_USE_NONE: _CacheUse.ValueType  # 2
+    CACHE_USE_NONE: _CacheUse.ValueType  # 3
     """Takes nothing and publishes nothing, also of the tokens that it gets later.
     Its blocks are free when it is released. In the host tier it is kept as any
     other sequence. Retention and return hints have no effect.
@@ -46,14 +48,16 @@ class _CacheUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheUse.Val
 class CacheUse(_CacheUse, metaclass=_CacheUseEnumTypeWrapper):
     """What a sequence does with the prefix cache."""
 
-CACHE_USE_READ_AND_WRITE: CacheUse.ValueType  # 0
+CACHE_USE_UNSPECIFIED: CacheUse.ValueType  # 0
+"""As CACHE_USE_READ_AND_WRITE. Never answered."""
+CACHE_USE_READ_AND_WRITE: CacheUse.ValueType  # 1
 """Takes what is found, and publishes the full blocks that it computes."""
-CACHE_USE_WRITE_ONLY: CacheUse.ValueType  # 1
+CACHE_USE_WRITE_ONLY: CacheUse.ValueType  # 2
 """Takes nothing, so that every token is computed, and publishes. Of equal
 blocks the one that was published first stays: the sequence gets that one in
 place of its own.
 """
-CACHE_USE_NONE: CacheUse.ValueType  # 2
+CACHE_USE_NONE: CacheUse.ValueType  # 3
 """Takes nothing and publishes nothing, also of the tokens that it gets later.
 Its blocks are free when it is released. In the host tier it is kept as any
 other sequence. Retention and return hints have no effect.

@@ -27,29 +27,33 @@ const (
 type CacheUse int32
 
 const (
+	// As CACHE_USE_READ_AND_WRITE. Never answered.
+	CacheUse_CACHE_USE_UNSPECIFIED CacheUse = 0
 	// Takes what is found, and publishes the full blocks that it computes.
-	CacheUse_CACHE_USE_READ_AND_WRITE CacheUse = 0
+	CacheUse_CACHE_USE_READ_AND_WRITE CacheUse = 1
 	// Takes nothing, so that every token is computed, and publishes. Of equal
 	// blocks the one that was published first stays: the sequence gets that one in
 	// place of its own.
-	CacheUse_CACHE_USE_WRITE_ONLY CacheUse = 1
+	CacheUse_CACHE_USE_WRITE_ONLY CacheUse = 2
 	// Takes nothing and publishes nothing, also of the tokens that it gets later.
 	// Its blocks are free when it is released. In the host tier it is kept as any
 	// other sequence. Retention and return hints have no effect.
-	CacheUse_CACHE_USE_NONE CacheUse = 2
+	CacheUse_CACHE_USE_NONE CacheUse = 3
 )
 
 // Enum value maps for CacheUse.
 var (
 	CacheUse_name = map[int32]string{
-		0: "CACHE_USE_READ_AND_WRITE",
-		1: "CACHE_USE_WRITE_ONLY",
-		2: "CACHE_USE_NONE",
+		0: "CACHE_USE_UNSPECIFIED",
+		1: "CACHE_USE_READ_AND_WRITE",
+		2: "CACHE_USE_WRITE_ONLY",
+		3: "CACHE_USE_NONE",
 	}
 	CacheUse_value = map[string]int32{
-		"CACHE_USE_READ_AND_WRITE": 0,
-		"CACHE_USE_WRITE_ONLY":     1,
-		"CACHE_USE_NONE":           2,
+		"CACHE_USE_UNSPECIFIED":    0,
+		"CACHE_USE_READ_AND_WRITE": 1,
+		"CACHE_USE_WRITE_ONLY":     2,
+		"CACHE_USE_NONE":           3,
 	}
 )
 
@@ -1348,7 +1352,7 @@ func (x *Admission) GetCacheUse() CacheUse {
 	if x != nil {
 		return x.CacheUse
 	}
-	return CacheUse_CACHE_USE_READ_AND_WRITE
+	return CacheUse_CACHE_USE_UNSPECIFIED
 }
 
 // Brings a sequence back from the host tier into fresh blocks of the pool; what
@@ -2742,7 +2746,7 @@ func (x *Sequence) GetCacheUse() CacheUse {
 	if x != nil {
 		return x.CacheUse
 	}
-	return CacheUse_CACHE_USE_READ_AND_WRITE
+	return CacheUse_CACHE_USE_UNSPECIFIED
 }
 
 // See CacheService.ListSequences.
@@ -5813,11 +5817,12 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*V\n" +
-	"\bCacheUse\x12\x1c\n" +
-	"\x18CACHE_USE_READ_AND_WRITE\x10\x00\x12\x18\n" +
-	"\x14CACHE_USE_WRITE_ONLY\x10\x01\x12\x12\n" +
-	"\x0eCACHE_USE_NONE\x10\x02*\xaa\x01\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*q\n" +
+	"\bCacheUse\x12\x19\n" +
+	"\x15CACHE_USE_UNSPECIFIED\x10\x00\x12\x1c\n" +
+	"\x18CACHE_USE_READ_AND_WRITE\x10\x01\x12\x18\n" +
+	"\x14CACHE_USE_WRITE_ONLY\x10\x02\x12\x12\n" +
+	"\x0eCACHE_USE_NONE\x10\x03*\xaa\x01\n" +
 	"\bPlanItem\x12\x19\n" +
 	"\x15PLAN_ITEM_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0ePLAN_ITEM_TRIM\x10\x01\x12\x12\n" +
