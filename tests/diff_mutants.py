@@ -255,7 +255,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="for so long at most, the seeded bugs left out")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    survivors = mutants.judge_all(BUGS, suites=mutants.SUITES, num_jobs=options.jobs) if options.seeded else 0
+    survivors = (
+        mutants.judge_all(BUGS, suites=mutants.SUITES, core_suites=mutants.SUITES, num_jobs=options.jobs)
+        if options.seeded
+        else 0
+    )
     budget = Budget(options.minutes)
     base = run("git", "merge-base", options.base, "HEAD").strip()
     try:

@@ -34,7 +34,7 @@ from pathlib import Path
 import hypothesis.stateful  # noqa: F401 - once, for all processes
 import numpy  # noqa: F401
 import pytest
-from seeded_bugs import BUGS, CORE, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, Bug, NotSeeded
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -42,9 +42,17 @@ CRATE = ROOT / "cachemgr" / "core"
 LIBRARY = "_core.abi3.so"
 SUITES = ["crate", "examples", "machine"]
 """The crate's own tests; tests of examples in Python; the state machine in Python. The quickest first."""
-BOOKS = [f"test_{name}.py" for name in ("ledger", "leases", "catalog", "state", "bounds", "watch", "looking", "time")]
-EXAMPLES = {CORE: BOOKS, "cachemgr": BOOKS, "worker": ["test_gate.py", "test_grants.py", "test_verify.py"]}
-MACHINE = ["test_ledger_machine.py"]
+BOOKS = [
+    f"unit/test_{name}.py" for name in ("ledger", "leases", "catalog", "state", "bounds", "watch", "looking", "time")
+]
+EXAMPLES = {
+    CORE: BOOKS,
+    "cachemgr": BOOKS,
+    "worker": [f"unit/test_{name}.py" for name in ("gate", "grants", "verify")],
+}
+EXAMPLES_OF_IDEA = {GPU_IDEA: ["gpu_desk/test_start.py", "unit/test_process.py", "unit/test_peak_step.py"]}
+"""For the bugs of an idea, in place of those of their package."""
+MACHINE = ["unit/test_ledger_machine.py"]
 
 ENVIRONMENT = {
     "CARGO_TERM_COLOR": "never",
@@ -61,7 +69,10 @@ MEMORY_BYTES = 8 << 30
 NOT_RUN = 70
 ERROR = "ERROR"
 
-NO_BUGS = [Bug("none", f"no bug in {package}", package, ()) for package in EXAMPLES]
+NO_BUGS = [
+    *(Bug("none", f"no bug in {package}", package, ()) for package in EXAMPLES),
+    *(Bug(idea, f"no bug of {idea}", "worker", ()) for idea in EXAMPLES_OF_IDEA),
+]
 
 Seed = Callable[[Path], None]
 """Changes the files of a copy of a package."""
@@ -166,7 +177,7 @@ def is_noticed(folder: Path, files: list[str]) -> bool:
                 os.dup2(output.fileno(), sys.stderr.fileno())
                 resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
                 signal.alarm(TIMEOUT_S)
-                code = stand_in(folder, [str(TESTS / "unit" / file) for file in files])
+                code = stand_in(folder, [str(TESTS / file) for file in files])
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -179,8 +190,10 @@ def is_noticed(folder: Path, files: list[str]) -> bool:
     return code != 0
 
 
-def killer_of(package: str, seed: Seed, suites: Sequence[str], scratch: Path) -> str | None:
-    """The first suite that notices a bug; None if none does.
+def killer_of(
+    package: str, seed: Seed, suites: Sequence[str], scratch: Path, *, examples: list[str] | None = None
+) -> str | None:
+    """The first suite that notices a bug; None if none does. By default examples are those of the package.
 
     Raises NotSeeded, RuntimeError or subprocess.TimeoutExpired if it is no bug that can be judged.
     """
@@ -191,7 +204,7 @@ def killer_of(package: str, seed: Seed, suites: Sequence[str], scratch: Path) ->
             workshop_in(scratch).seed(seed)
         notices = {
             "crate": lambda: is_rust and workshop_in(scratch).is_noticed(),
-            "examples": lambda: is_noticed(folder, EXAMPLES[package]),
+            "examples": lambda: is_noticed(folder, examples or EXAMPLES[package]),
             "machine": lambda: folder.name == "cachemgr" and is_noticed(folder, MACHINE),
         }
         for suite in suites:
@@ -239,7 +252,8 @@ def judge_one(job: tuple[Bug, Sequence[str], Path]) -> tuple[Bug, str | None, fl
     bug, suites, scratch = job
     start = time.monotonic()
     try:
-        killer = killer_of(bug.package, bug.seed, suites, scratch)
+        examples = EXAMPLES_OF_IDEA.get(bug.idea)
+        killer = killer_of(bug.package, bug.seed, suites, scratch, examples=examples)
     except (NotSeeded, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{bug.name}: {error}", file=sys.stderr, flush=True)
         killer = ERROR
@@ -251,7 +265,7 @@ def judge_all(bugs: Sequence[Bug], *, suites: Sequence[str], core_suites: Sequen
 
     Raises SystemExit if tests fail without a bug.
     """
-    packages = {bug.package for bug in bugs}
+    packages, ideas = {bug.package for bug in bugs}, {"none", *(bug.idea for bug in bugs)}
     os.environ |= ENVIRONMENT
     if CORE in packages and num_jobs > 1:  # one job builds them in its own copy, and nothing twice
         build_dependencies(core_suites)
@@ -263,7 +277,8 @@ def judge_all(bugs: Sequence[Bug], *, suites: Sequence[str], core_suites: Sequen
             jobs = [(bug, (core_suites if bug.package == CORE else suites)[:most], Path(scratch)) for bug in bugs]
             return pool.imap(judge_one, jobs)
 
-        for bug, killer, _ in judged([bug for bug in NO_BUGS if bug.package in packages], 2):
+        controls = [bug for bug in NO_BUGS if bug.package in packages and bug.idea in ideas]
+        for bug, killer, _ in judged(controls, 2):
             if killer is not None:
                 raise SystemExit(f"{bug.name}, and the tests fail: {killer}")
         for bug, killer, seconds in judged(bugs, len(SUITES)):

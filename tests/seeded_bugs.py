@@ -18,6 +18,8 @@ from pathlib import Path
 
 CORE = "core"
 """The Rust crate; every other package is a Python package of the repository."""
+GPU_IDEA = "a GPU"
+"""The idea of bugs that show on a GPU only: `tests/gpu_desk` stands in for it."""
 
 
 class NotSeeded(Exception):
@@ -553,6 +555,41 @@ BUGS = [
             "match_given_tokens",
             "if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:",
             "if len(digest) != DIGEST_BYTES:",
+        ),
+    ),
+    # -- a GPU: what its start depends on
+    worker(
+        GPU_IDEA,
+        "every GPU is the first one",
+        ("pick_device", "index = device.index or 0", "index = 0"),
+    ),
+    worker(
+        GPU_IDEA,
+        "the thread that waits for the device has not made it its own",
+        ("serve", "thread.submit_ahead(lambda: use_device(", "thread.submit(lambda: use_device("),
+    ),
+    worker(
+        GPU_IDEA,
+        "a forward that waits for the device is captured",
+        ("waits_refused", 'torch.cuda.set_sync_debug_mode("error")', 'torch.cuda.set_sync_debug_mode("default")'),
+    ),
+    worker(
+        GPU_IDEA,
+        "a capture that fails names what its failure led to",
+        ("first_cause", "isinstance(error.__context__, Exception)", "False"),
+    ),
+    worker(
+        GPU_IDEA,
+        "the pool leaves no room for the widest decode step",
+        ("run_largest_step", ", (decodes, True)", ""),
+    ),
+    worker(
+        GPU_IDEA,
+        "a step on a GPU may hang for ever",
+        (
+            "make_watchdog",
+            "limit_s = DEFAULT_LIMIT_S[device.type] if config.step_timeout_s is None else config.step_timeout_s",
+            "limit_s = config.step_timeout_s or 0.0",
         ),
     ),
 ]

@@ -143,6 +143,8 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, name: str, tensors: list[torch.Tensor], result: Any, *, on_device: bool) -> None:
         made = result.device.type if isinstance(result, torch.Tensor) else ""
+        if made == "cuda":
+            self._gpu.contexts.add(result.device.index)
         if made == "cuda" and (name not in _VIEWS or name.startswith(("empty", "new_empty"))):
             self._gpu.seen.largest_bytes = max(self._gpu.seen.largest_bytes, result.nbytes)
         if name in _SYNCS and on_device:
@@ -241,7 +243,7 @@ class FakeGPU:
         self.current = 0
         self.seen = Seen()
         self.contexts: set[int] = set()
-        """Devices on which something was allocated or launched."""
+        """Of the devices on which a tensor was made: there a context would be open."""
         self.captures: list[Seen] = []
         """The records of each torch.cuda.graph block."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,4 +1,7 @@
-"""The worker from its start to its steps on a fake GPU. fake_device.py says what this finds, and what it can't find."""
+"""The worker from its start to its steps on a fake GPU. fake_device.py says what this finds, and what it can't find.
+
+test_start.py has what `make test` runs of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from quire.worker import graphs, triton_attention
 from quire.worker.executor import Executor, Outcome
 from quire.worker.gate import Gate
 from quire.worker.grants import Step
-from quire.worker.process import pick_device
 from quire.worker.sampler import SamplingParams
 from quire.worker.steps import CHECKSUM_BYTES, StepLimits, Steps
 
@@ -291,53 +293,6 @@ def test_a_pool_may_have_another_dtype_than_the_model(dtype: str, kv_dtype: str,
         executor = make_executor(loaded)
         for steps in mixed_and_decode_steps(GREEDY):
             assert_nothing_waits(run(gpu, executor, steps))
-
-
-@pytest.mark.parametrize(("flag", "index"), [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
-def test_every_way_to_name_a_gpu_is_that_gpu(flag: str, index: int, folder: Path) -> None:
-    with FakeGPU() as gpu:
-        loaded = start(save("llama", folder), device=flag)
-        assert gpu.current == index
-        assert {tensor.device for tensor in loaded.pool.block_tensors} == {torch.device("cuda", index)}
-        executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(GREEDY):
-            run(gpu, executor, steps)
-
-
-@pytest.mark.parametrize("flag", ["cuda:2", "meta", "no such device"])
-def test_a_device_that_is_not_there_is_refused_with_its_flag(flag: str) -> None:
-    with FakeGPU(), pytest.raises(ValueError, match=f"--device {flag}"):
-        pick_device(flag)
-
-
-def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu() -> None:
-    with pytest.raises(ValueError, match="--device cuda: torch finds 0 GPUs"):
-        pick_device("cuda")
-    assert pick_device("auto") == torch.device("cpu")
-
-
-def test_float8_is_refused_on_a_gpu_that_does_not_have_it(folder: Path) -> None:
-    with FakeGPU(capability=(8, 0)), pytest.raises(ValueError, match=r"--kv-dtype float8: .* 8\.9; .* 8\.0"):
-        start(save("llama", folder), dtype="bfloat16", kv_dtype="float8")
-
-
-def test_a_forward_that_waits_is_named_and_no_capture_begins(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.llama.modeling_llama import LlamaModel
-
-    forward = LlamaModel.forward
-
-    def wait_and_forward(self: LlamaModel, *args: object, **kwargs: object) -> object:
-        if torch.cuda.is_available():
-            self.embed_tokens.weight.sum().item()
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaModel, "forward", wait_and_forward)
-    with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
-        assert start(save("llama", folder), dtype="bfloat16").decode is None
-        assert gpu.captures == []
-    assert "its forward waits for the device at " in caplog.text
 
 
 def test_all_graphs_are_captured_on_one_stream(folder: Path) -> None:

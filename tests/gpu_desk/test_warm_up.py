@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import triton
 from gpu_desk.fake_device import FakeGPU
 from gpu_desk.steps import make_config
 from model_zoo import save
@@ -22,7 +25,7 @@ from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
 from quire.worker.executor import Executor, Outcome
 from quire.worker.grants import RowSampling, Step
-from quire.worker.process import Loaded, load, pick_device, use_device, warm_up_loaded
+from quire.worker.process import Loaded, load, load_warm
 from quire.worker.sampler import SamplingParams
 
 BLOCK_SIZE = 16
@@ -180,31 +183,36 @@ def add_run(grant: grant_pb2.StepGrant, seq_id: int, start: int, count: int) -> 
     grant.run_samples.append(True)
 
 
-def start(model: Path, **settings: Any) -> tuple[WorkerConfig, Loaded]:
+def make_long_config(model: Path, **settings: Any) -> WorkerConfig:
     sizes = {"num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN, "max_step_tokens": MAX_STEP_TOKENS}
-    config = make_config(model, **sizes, max_num_seqs=MAX_NUM_SEQS, **settings)
-    use_device(pick_device(config.device))
-    return config, load(config)
+    return make_config(model, **sizes, max_num_seqs=MAX_NUM_SEQS, **settings)
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_no_step_launches_a_kernel_that_the_start_has_not(family: str, tmp_path: Path) -> None:
+def test_no_step_launches_a_kernel_that_the_start_has_not(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     model = save_long(family, tmp_path)
-    with FakeGPU() as gpu, launched_keys(gpu) as known:
-        config, loaded = start(model, **MODELS[family])
-        warm_up_loaded(config, loaded)
+    with FakeGPU() as gpu, launched_keys(gpu) as known, caplog.at_level(logging.INFO):
+        loaded = load_warm(make_long_config(model, **MODELS[family]))
+        assert f"kernels: 0 compiled in 0.0 s, 0 read from {tmp_path}" in caplog.messages
         assert {key[0] for key in known} >= {"paged_prefill_kernel", "paged_decode_kernel", "merge_states_kernel"}
         before = set(known)
         traffic = Traffic(loaded, seed=1)
         for _ in range(NUM_STEPS):
             traffic.run()
         assert sorted(known - before, key=str) == []
+        late = SimpleNamespace(name="late_kernel")
+        triton.knobs.compilation.listener(src=late, times=SimpleNamespace(total=2_000_000), cache_hit=False)
+    assert "a kernel was compiled after the warm-up kernel=late_kernel seconds=2.00" in caplog.messages
 
 
 def test_the_start_alone_does_not_launch_all_kernels(tmp_path: Path) -> None:
     """The test above would notice if there were no warm-up."""
     with FakeGPU() as gpu, launched_keys(gpu) as known:
-        _, loaded = start(save_long("llama", tmp_path), dtype="bfloat16")
+        loaded = load(make_long_config(save_long("llama", tmp_path), dtype="bfloat16"))
         before = set(known)
         traffic = Traffic(loaded, seed=1)
         for _ in range(NUM_STEPS):

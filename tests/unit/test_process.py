@@ -1,10 +1,13 @@
 """What a worker chooses before it loads a model."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from quire.worker.attention import AttentionStep
-from quire.worker.process import pick_attention, pick_kv_dtype
+from quire.worker.process import make_watchdog, pick_attention, pick_kv_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -42,3 +45,17 @@ def test_triton_on_a_cpu_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_kv_dtypes(name: str, dtype: torch.dtype) -> None:
     assert pick_kv_dtype(name, torch.float32) == dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "step_timeout_s", "limit_s"), [(GPU, None, 120), (CPU, None, 0), (CPU, 7.0, 7), (GPU, 0.0, 0)]
+)
+def test_a_step_on_a_gpu_has_a_limit_unless_told_otherwise(
+    device: torch.device, step_timeout_s: float | None, limit_s: float
+) -> None:
+    config: Any = SimpleNamespace(step_timeout_s=step_timeout_s)
+    others: Any = SimpleNamespace(
+        announce_not_serving=None, announce_serving=None, oldest=lambda: None, whereabouts=lambda: ""
+    )
+    watchdog = make_watchdog(config, others, others, others, device=device)
+    assert (watchdog._limit_s if watchdog else 0) == limit_s

@@ -114,7 +114,8 @@ STEPS = (
         "Dtypes of model and pool",
         check("dtypes"),
         420,
-        "A pair that does not start without a line that says why; a share of equal tokens far below the others.",
+        "A pair that does not start without a line that says why; a share of equal tokens far below the others. A pool "
+        "in float8 rounds more: without a GPU it has 77% with the model of these tests.",
         needs=(CORE,),
     ),
     Step(
@@ -130,7 +131,7 @@ STEPS = (
         "Compilations under traffic",
         check("compilations"),
         300,
-        "It must be 0. Each kernel is named in the log with its seconds.",
+        "The number of compilations must be 0. Each kernel is named in the log with its seconds.",
         needs=(CORE,),
     ),
     Step(

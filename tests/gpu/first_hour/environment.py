@@ -26,7 +26,7 @@ def say_version(name: str) -> None:
     except Exception as error:
         say(f"{name}: {error!r}", is_there=False)
     else:
-        say(f"{name} {getattr(module, '__version__', 'without a version')}")
+        say(f"{name} {getattr(module, '__version__', f'from {module.__file__}')}")
 
 
 def say_gpus() -> None:
