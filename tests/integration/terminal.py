@@ -65,6 +65,13 @@ class Terminal:
             with contextlib.suppress(OSError):
                 self.written += os.read(self._near, 65536).decode(errors="replace")
 
+    def await_left(self) -> None:
+        """Wait until the screen is the shell's again. The terminal may pass on a write after the writer has ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        while LEFT not in self.written:
+            assert time.monotonic() < deadline, self.written
+            self.read()
+
     def frame(self) -> list[str]:
         """The lines of the last frame that was drawn whole, without colours."""
         frames = self.written.split(HOME)
@@ -107,11 +114,11 @@ class Terminal:
         while self.process.poll() is None:
             assert time.monotonic() < deadline
             self.read()
+        if self._has_screen:
+            self.await_left()
         while select.select([self._near], [], [], 0)[0]:
             self.read()
         assert termios.tcgetattr(self._far) == self.before
-        if self._has_screen:
-            assert LEFT in self.written
         assert self.written.rfind("\x1b[?25h") >= self.written.rfind("\x1b[?25l")
         assert "Traceback" not in self.written
         return self.process.returncode

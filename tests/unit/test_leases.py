@@ -70,18 +70,6 @@ def test_a_look_that_comes_in_time_adds_up_to_no_held_time() -> None:
     assert [held_time.look(number * TICK_S) for number in range(1, 9)] == [0.0] * 8
 
 
-@pytest.mark.parametrize(
-    ("expires_at", "extended"), [(105.0, 113.0), (100.01, 109.0), (99.0, 109.0), (108.5, 116.5)], ids=str
-)
-def test_a_held_loop_takes_no_time_of_a_lease_and_leaves_some_to_read_renewals(
-    expires_at: float, extended: float
-) -> None:
-    """Held from 100.0 to 108.0."""
-    ledger = ledger_with(a=expires_at)
-    ledger.extend_leases(8.0, 108.0)
-    assert ledger.lease("a").expires_at == extended
-
-
 @pytest.mark.parametrize("late_s", [0.06, 0.5, 5.0])
 def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late_s: float) -> None:
     ledger, now = ledger_with(a=10.0), 0.0
@@ -91,18 +79,6 @@ def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late
         if held_s := held_time.look(now):
             ledger.extend_leases(held_s, now)
         assert now < 10.0 * (TICK_S + late_s) / TICK_S + 10.0
-
-
-def test_a_lease_is_let_in_once_for_each_renewal() -> None:
-    ledger = ledger_with(a=1.0)
-    extended = lambda: ledger.lease("a").expires_at  # noqa: E731
-    ledger.extend_leases(0.0, 2.0)
-    assert extended() == 2.0 + LET_IN_S
-    ledger.extend_leases(0.5, 3.0)
-    assert extended() == 2.5 + LET_IN_S
-    ledger.renew_lease("a", now=3.0)
-    ledger.extend_leases(0.0, 14.0)
-    assert extended() == 14.0 + LET_IN_S
 
 
 def test_a_lease_is_let_in_once_also_across_epochs() -> None:

@@ -28,7 +28,7 @@ from planning import (
     sequence_of,
 )
 
-from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, REMEMBERED_PLANS, Ledger, root_hash
+from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, Ledger, root_hash
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
@@ -219,12 +219,6 @@ def test_sequences_of_another_salt_or_tenant_share_nothing(bench: Bench, differe
     assert bench.table(1)[0] != bench.table(1, "c")[0]
 
 
-def test_sequences_of_one_lease_and_another_salt_share_nothing(bench: Bench) -> None:
-    bench.admit(1, 5, 6, 7)
-    bench.settle()
-    assert bench.admit(2, 5, 6, 7, salt=b"s").admitted_cached_counts == [0]
-
-
 def test_a_root_is_of_tenant_salt_and_model_with_their_lengths() -> None:
     parts = (b"acme", b"s", b"model-1")
     expected = sha256(b"quire prefix v1" + b"".join(len(part).to_bytes(8, "little") + part for part in parts))
@@ -307,14 +301,6 @@ def test_what_was_published_goes_before_what_is_being_filled(bench: Bench) -> No
     assert bench.table(2)[:2] == [filled[0], published[1]]
 
 
-def test_of_what_steps_fill_alike_the_first_is_shared(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan(admissions=[Admission(2, pack(1), max_compute=1)])
-    bench.plan(trims=[Trim(2, 1)], extend_ids=[2], extend_token_counts=[2], appends={2: pack(2, 4)})
-    bench.admit(3, 1, 2, 7)
-    assert bench.table(3)[0] == bench.table(1)[0] != bench.table(2)[0]
-
-
 def test_of_what_one_step_fills_alike_the_first_is_shared(bench: Bench) -> None:
     bench.plan(admissions=[Admission(1, pack(1)), Admission(2, pack(1))])
     bench.settle()
@@ -339,12 +325,6 @@ def test_what_is_being_filled_behind_a_hole_is_not_shared(bench: Bench) -> None:
     assert bench.admit(2, 1, 2, 3, 4, 6).admitted_cached_counts == [0]
 
 
-def test_a_lookup_leaves_a_token_to_compute_too(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle()
-    assert [bench.ledger.num_cached_tokens(pack(1, 2, 3)[: 4 * n], salt=b"") for n in range(4)] == [0, 0, 0, 2]
-
-
 def test_tokens_are_four_bytes_each(bench: Bench) -> None:
     with pytest.raises(ValueError, match="6 bytes"):
         bench.ledger.num_cached_tokens(pack(1, 2)[:6], salt=b"")
@@ -365,14 +345,6 @@ def test_decoding_runs_ahead_of_the_reports(bench: Bench) -> None:
     assert bench.tokens(1) == [5, 6, 7, 11, 12]
     assert bench.sequence(1).num_computed == 4
     assert bench.ledger.num_cached_tokens(pack(5, 6, 7, 11, 0), salt=b"") == 4
-
-
-def test_a_table_grows_by_a_block_when_the_last_one_is_full(bench: Bench) -> None:
-    bench.plan(admissions=[Admission(1, pack(5)), Admission(2, pack(6, 7))])
-    for step in range(1, 5):
-        plan = bench.extend(1, 2)
-        assert (plan.write_seq_ids, plan.write_first_indexes) == ([1 + step % 2], [(step + 1) // 2])
-        assert (len(bench.table(1)), len(bench.table(2))) == (1 + step // 2, 1 + (step + 1) // 2)
 
 
 @pytest.mark.parametrize(
@@ -535,13 +507,6 @@ def test_what_follows_a_trim_is_found_by_its_own_tokens_after_a_reset(bench: Ben
     assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 8, 0), salt=b"") == 4
 
 
-def test_a_fork_is_of_what_a_trim_of_the_same_plan_keeps(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle()
-    plan = bench.plan(trims=[Trim(1, 2)], forks=[Fork(1, [2], 3)])
-    assert reasons(plan) == [(PlanItem.FORK, 2, Reason.POSITION_OUT_OF_RANGE)]
-
-
 # -- releases -------------------------------------------------------------------------------------------------------
 
 
@@ -575,31 +540,10 @@ def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
     assert bench.ledger.num_cached_tokens(pack(1, 2, 9), salt=b"") == 2
 
 
-def test_a_sequence_released_with_its_step_in_flight_still_publishes_its_blocks(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    full, partial = bench.table(1)
-    bench.plan(releases=[1])
-    assert bench.counts() == (6, 0, 0, 2)
-    bench.settle()
-    assert [bench.state(full), bench.state(partial)] == [BlockState.CACHED, BlockState.FREE]
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3), salt=b"") == 2
-
-
 def test_a_retired_block_without_hash_is_not_shared(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.plan(releases=[1])
     assert bench.admit(2, 1, 2, 3).admitted_cached_counts == [0]
-
-
-def test_a_retired_block_with_hash_is_shared_at_once(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle()
-    full = bench.table(1)[0]
-    bench.extend(1)
-    bench.plan(releases=[1])
-    assert bench.state(full) is BlockState.RETIRED
-    assert bench.admit(2, 1, 2, 3, lease_id="b").admitted_cached_counts == [2]
-    assert bench.table(2, "b")[0] == full
 
 
 def test_a_retired_block_that_is_found_takes_no_room() -> None:
@@ -621,11 +565,6 @@ def test_retired_blocks_are_cached_leaf_first(bench: Bench) -> None:
     assert bench.counts() == (6, 2, 0, 0)
     bench.admit(2, *range(20, 34))
     assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
-
-
-def test_only_the_sequence_of_this_very_id_is_released(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    assert bench.plan(releases=[2**31 - 1, -1]).released_ids == []
 
 
 def test_out_of_blocks_says_how_many_come_back_by_themselves() -> None:
@@ -664,34 +603,6 @@ def test_a_fork_shares_all_blocks_and_copies_the_one_it_writes(bench: Bench) -> 
     assert plan.copy_targets == [bench.table(2)[1]]
     assert (bench.table(2)[0], bench.table(1)) == (parent[0], parent)
     assert plan.write_block_ids == [*parent, bench.table(2)[1]]
-
-
-def test_the_parent_copies_too_if_it_writes_first(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle()
-    shared = bench.table(1)[1]
-    bench.plan(forks=[Fork(1, [2], 4)])
-    assert bench.extend(1).copy_sources == [shared]
-    assert bench.extend(2).copy_sources == []
-    assert (bench.table(1)[1] != shared, bench.table(2)[1]) == (True, shared)
-
-
-def test_many_forks_of_one_parent_share_its_blocks(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle()
-    plan = bench.plan(forks=[Fork(1, [2, 1, 3, 4], 3)])
-    assert reasons(plan) == [(PlanItem.FORK, 1, Reason.SEQUENCE_EXISTS)]
-    assert (plan.fork_parent_ids, plan.fork_child_ids) == ([1, 1, 1], [2, 3, 4])
-    assert [bench.table(seq_id) for seq_id in (2, 3, 4)] == [bench.table(1)] * 3
-    assert [bench.ledger.block(block)[1] for block in bench.table(1)] == [4, 4]
-    assert statistics_of(bench.ledger).fork_count == 3
-
-
-def test_forks_get_the_token_that_their_own_parent_samples(bench: Bench) -> None:
-    bench.plan(admissions=[Admission(1, pack(1)), Admission(2, pack(2))])
-    bench.plan(forks=[Fork(2, [3, 4], 2), Fork(1, [5], 2)])
-    bench.settle(samples={1: 20, 2: 30})
-    assert [bench.tokens(i) for i in (3, 4, 5)] == [[2, 30], [2, 30], [1, 20]]
 
 
 def test_the_source_of_a_copy_stays_retired_until_the_copying_step_has_passed(bench: Bench) -> None:
@@ -742,42 +653,6 @@ def test_a_fork_of_a_fork_in_the_same_plan(bench: Bench) -> None:
     assert bench.tokens(3) == [1, 2, 3, 8]
 
 
-def test_a_forks_fork_gets_no_token_behind_its_end(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan(forks=[Fork(1, [2], 4), Fork(2, [3], 3)])
-    bench.settle(samples={1: 8})
-    assert (bench.tokens(2), bench.tokens(3)) == ([1, 2, 3, 8], [1, 2, 3])
-
-
-def test_a_fork_does_not_get_a_token_that_its_parent_was_trimmed_of(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan(trims=[Trim(1, 3)])
-    bench.extend(1, append=(7,))
-    bench.plan(forks=[Fork(1, [2], 4)])
-    for _ in range(4):
-        bench.settle(samples={1: 50})
-    assert bench.tokens(2) == [1, 2, 3, 7]
-
-
-@pytest.mark.parametrize("num_kept", [3, 4])
-def test_a_fork_is_trimmed_of_the_token_being_sampled_or_not(bench: Bench, num_kept: int) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan(forks=[Fork(1, [2], 4)])
-    bench.plan(trims=[Trim(2, num_kept)])
-    bench.settle(samples={1: 8})
-    assert (bench.tokens(1), bench.tokens(2)) == ([1, 2, 3, 8], [1, 2, 3, 8][:num_kept])
-
-
-def test_a_token_that_only_a_fork_waits_for_has_to_be_reported(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan(forks=[Fork(1, [2], 4)])
-    bench.plan(trims=[Trim(1, 3)])
-    report = {"computed": [(1, 3)], "sampled": {}}
-    assert refusal_of(lambda: bench.report(1, StepOutcome.COMPUTED, **report)) is Reason.INVALID_ARGUMENT
-    bench.settle(samples={1: 8})
-    assert (bench.tokens(1), bench.tokens(2)) == ([1, 2, 3], [1, 2, 3, 8])
-
-
 def test_a_fork_has_its_last_token_to_compute_and_knows_nothing_of_what_is_behind(bench: Bench) -> None:
     bench.admit(3, 1, 2, 4)
     bench.settle()
@@ -809,23 +684,6 @@ def test_a_fork_at_the_end_of_a_published_block_gives_its_copy_back(bench: Bench
 # -- duplicates -----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_blocks_with_equal_content_the_published_one_is_kept(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.admit(1, 1, 2, 3, lease_id="b")
-    bench.extend(1, lease_id="b")
-    bench.extend(1, lease_id="b")
-    bench.settle()
-    duplicate = bench.table(1, "b")[0]
-    for _ in range(2):
-        bench.settle(lease_id="b")
-        assert bench.table(1, "b")[0] == bench.table(1)[0]
-        assert bench.state(duplicate) is BlockState.RETIRED
-    plan = bench.extend(1, lease_id="b")
-    assert (plan.write_seq_ids[0], plan.write_first_indexes[0], plan.write_block_ids[0]) == (1, 0, bench.table(1)[0])
-    bench.settle(lease_id="b")
-    assert bench.state(duplicate) is BlockState.FREE
-
-
 def test_a_changed_entry_of_a_sequence_that_is_released_is_not_written(bench: Bench) -> None:
     bench.admit(1, 1, 2, 3)
     bench.admit(1, 1, 2, 3, lease_id="b")
@@ -835,45 +693,7 @@ def test_a_changed_entry_of_a_sequence_that_is_released_is_not_written(bench: Be
     assert (plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts) == ([1], [0], [1])
 
 
-# -- a released sequence's runs and the writes of who shared its blocks ------------------------------------------------
-
-
-def test_a_block_that_a_fork_writes_on_is_not_published_for_the_released_parent(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3, 4, 5)
-    bench.plan(forks=[Fork(1, [2], 3)])
-    shared = bench.table(2)[1]
-    plan = bench.plan(releases=[1], extend_ids=[2], extend_token_counts=[2], appends={2: pack(8)})
-    assert (bench.table(2)[1], plan.copy_sources) == (shared, [])
-    bench.settle()
-    assert bench.ledger.block(shared)[3] is None
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
-    bench.settle()
-    bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 8, 5), salt=b"") == 4
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
-
-
-def test_a_block_that_a_fork_writes_on_is_not_shared_as_what_the_released_parent_put_there(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3, 4, 5)
-    bench.plan(forks=[Fork(1, [2], 3)])
-    bench.plan(releases=[1], extend_ids=[2], extend_token_counts=[2], appends={2: pack(8)})
-    assert bench.admit(3, 1, 2, 3, 4, 5).admitted_cached_counts == [2]
-
-
 # -- failures -------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_made_after_a_failure_is_not_doomed_by_those_before_it(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.extend(1)
-    bench.report(1, StepOutcome.FAILED)
-    plan = bench.extend(1, count=3)
-    assert plan.known_step == 2
-    bench.report(2, StepOutcome.FAILED)
-    sequence = bench.sequence(1)
-    assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (0, 3, 4)
-    bench.settle()
-    assert bench.tokens(1) == [1, 2, 3, 9]
 
 
 def test_what_was_sampled_before_a_failure_need_not_be_given(bench: Bench) -> None:
@@ -891,15 +711,6 @@ def test_what_is_known_of_doomed_steps_stays_known_while_they_are_reported(bench
     bench.report(1, StepOutcome.FAILED)
     bench.report(2, StepOutcome.FAILED)
     assert bench.plan().known_step == 3
-
-
-def test_a_step_behind_a_failed_one_can_not_be_reported_computed(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.extend(1)
-    bench.report(1, StepOutcome.FAILED)
-    with pytest.raises(CallRefused) as refused:
-        bench.settle()
-    assert refused.value.refusal.reason is Reason.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("outcome", [StepOutcome.FAILED, StepOutcome.SKIPPED])
@@ -983,57 +794,6 @@ def test_an_empty_step_behind_a_failed_one_can_be_reported_computed(bench: Bench
     assert holdings_of(bench.ledger, "a")[2] == 0
 
 
-# -- reports --------------------------------------------------------------------------------------------------------
-
-
-def test_a_report_counts_once(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.settle(1)
-    bench.settle(1, samples={1: 50})
-    assert bench.tokens(1) == [1, 2, 3, 9]
-    assert statistics_of(bench.ledger).computed_step_count == 1
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        {"number": 2},
-        {"number": 3},
-        {"computed": []},
-        {"computed": [(1, 2)]},
-        {"computed": [(2, 3)]},
-        {"sampled": {}},
-        {"sampled": {2: 9}},
-        {"sampled": {1: -1}},
-        {"sampled": {1: VOCAB}},
-    ],
-    ids=str,
-)
-def test_a_report_that_fits_no_plan_changes_nothing(bench: Bench, report) -> None:
-    bench.admit(1, 1, 2, 3)
-    bench.plan()
-    fields = {"number": 1, "computed": [(1, 3)], "sampled": {1: 9}} | report
-    number = fields.pop("number")
-    assert refusal_of(lambda: bench.report(number, StepOutcome.COMPUTED, **fields)) is Reason.INVALID_ARGUMENT
-    assert bench.sequence(1).num_computed == 0
-    assert holdings_of(bench.ledger, "a")[2] == 2
-    bench.settle(1)
-    assert bench.tokens(1) == [1, 2, 3, 9]
-
-
-def test_a_report_with_a_count_too_many_is_refused(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3)
-    report = {"seq_ids": [1], "token_counts": [3, 4], "sampled_ids": [1], "sampled_tokens": [9]}
-    assert (
-        refusal_of(lambda: bench.ledger.settle(report_of("a", 1, StepOutcome.COMPUTED, **report)))
-        is Reason.INVALID_ARGUMENT
-    )
-
-
-def test_a_report_about_a_lease_that_is_gone_has_no_effect(bench: Bench) -> None:
-    bench.report(1, StepOutcome.COMPUTED, "nobody", computed=[(1, 1)])
-
-
 # -- leases ---------------------------------------------------------------------------------------------------------
 
 
@@ -1112,16 +872,6 @@ def test_a_repeated_plan_gets_the_first_answer_and_is_applied_once(bench: Bench)
     assert (again.step_number, again.grant, again.answer) == (1, first.grant, first.answer)
     assert statistics_of(bench.ledger).sequence_count == 1
     assert bench.plan().step_number == 2
-
-
-def test_a_request_id_is_remembered_for_the_last_plans_only(bench: Bench) -> None:
-    bench.plan(request_id="r")
-    for i in range(REMEMBERED_PLANS - 1):
-        bench.plan(request_id=f"r{i}")
-    bench.plan()
-    assert bench.plan(request_id="r").step_number == 1
-    bench.plan(request_id="one more")
-    assert bench.plan(request_id="r").step_number == REMEMBERED_PLANS + 3
 
 
 def test_request_ids_of_two_leases_are_two(bench: Bench) -> None:

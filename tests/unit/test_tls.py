@@ -19,7 +19,7 @@ from quire.client.errors import CredentialsUnusable, InvalidRequest
 from quire.serving.addresses import AddressError, TcpAddress, UnixAddress, is_local, parse_listen_address
 from quire.serving.dialing import Dialer, DialOptions, read_token
 from quire.serving.security import Security, SecurityOptions
-from quire.serving.tls import ServerTls, TlsFiles, check_certificate, read_certificate
+from quire.serving.tls import TlsFiles, check_certificate, read_certificate
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 
@@ -120,24 +120,6 @@ def test_a_key_with_a_password_is_refused_without_asking_for_it(pair: Pair, tmp_
         )
     )
     assert complaint(Pair(pair.cert, locked)) == f"{locked}: not a private key without a password (PEM)"
-
-
-def test_a_new_certificate_is_taken_and_a_half_written_one_is_not(
-    authority: Authority, pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    tls = ServerTls(files(pair))
-    before = tls.current()
-    assert tls.current() is before
-    other = authority.issue("localhost")
-    pair.cert.write_bytes(other.cert.read_bytes())  # the key is still the old one
-    assert [tls.current() is before for _ in range(3)] == [True] * 3
-    (line,) = caplog.messages
-    assert f"certificate not reloaded, the one before stays: {pair.key}: not the key" in line
-    pair.key.write_bytes(other.key.read_bytes())
-    assert tls.current().cert_pem == other.cert.read_bytes()
-    pair.replace_by(authority.issue("localhost", days=-1))
-    assert tls.current().cert_pem == other.cert.read_bytes()
-    assert "certificate has expired" in caplog.messages[-1]
 
 
 def test_watched_files_are_read_only_when_they_change(tmp_path: Path) -> None:
@@ -252,12 +234,13 @@ def test_a_worker_sends_no_token_in_plain_text(authority: Authority, token_file:
     assert Dialer(away, DialOptions()).metadata() == ()
 
 
-def test_a_worker_checks_its_certificate_before_it_dials(authority: Authority) -> None:
+def test_a_certificate_is_checked_before_anybody_dials_with_it(authority: Authority) -> None:
     expired = authority.issue("w", days=-1)
-    with pytest.raises(FileError, match="expired"):
-        Dialer(
-            TcpAddress("192.0.2.1", 1), DialOptions(tls_ca=authority.path, tls_cert=expired.cert, tls_key=expired.key)
-        )
+    options = {"tls_ca": authority.path, "tls_cert": expired.cert, "tls_key": expired.key}
+    with pytest.raises(FileError, match="certificate has expired"):
+        Dialer(TcpAddress("192.0.2.1", 1), DialOptions(**options))
+    with pytest.raises(CredentialsUnusable, match="certificate has expired"):
+        Credentials(**options).open_channel("192.0.2.1:1", ())
 
 
 def test_a_client_sends_no_token_in_plain_text(token_file: Path) -> None:
