@@ -142,7 +142,7 @@ lint: venv typecheck-links  ## check style, format and types
 models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/models.md
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/api.md from protos/ again
+protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
 	$(BIN)/python docs/generate_api.py
 
