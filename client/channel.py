@@ -116,15 +116,17 @@ RETRIES = RetryPolicy()
 ONCE = RetryPolicy(max_attempts=1)
 
 
-async def retried(attempt: Callable[[], Awaitable[Response]], policy: RetryPolicy) -> Response:
-    """The result of the first attempt that does not end in Unavailable; the last one's error if there is none.
+async def retried(
+    attempt: Callable[[], Awaitable[Response]], policy: RetryPolicy, *, after: type[QuireError] = Unavailable
+) -> Response:
+    """Return the result of the first attempt that does not raise `after`; raise the last one's error if there is none.
 
     Waits as long as the policy says, or as the server asked if that is longer.
     """
     for delay_s in policy.delays_s():
         try:
             return await attempt()
-        except Unavailable as error:
+        except after as error:
             await asyncio.sleep(max(delay_s, error.retry_after_s or 0.0))
     return await attempt()
 

@@ -5,17 +5,20 @@ from collections.abc import Callable
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
-from quire.client.channel import RetryPolicy
+from quire.client.channel import RetryPolicy, retried
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import decode_outcome, encode_grammar, encode_plan, encode_step
 from quire.client.engine.plans import Plan, PlanOutcome, Step
-from quire.client.errors import LeaseLost, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
+from quire.client.errors import LeaseLost, OutOfRoom, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import StepAnswer, WorkerApi
 from quire.compute.v1 import worker_service_pb2
 
 ConnectWorker = Callable[[str], WorkerApi]
 
 _REPETITIONS = RetryPolicy(max_attempts=2**31)
+_MAX_GRAMMAR_CHECKS = 8
+"""Grammars that one engine has at the worker at a time; the worker's queue is for those of several engines."""
+_OVERLOADED = RetryPolicy(max_attempts=16)
 # What is not given back within this time runs out by itself.
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -40,6 +43,7 @@ class Session:
         self._num_plans = 0
         self._step_number = 0  # of the last plan
         self._loop = asyncio.get_running_loop()
+        self._grammar_checks = asyncio.Semaphore(_MAX_GRAMMAR_CHECKS)
         self._on_renewal()
         self.pool = lease.pool
         self.epoch = lease.epoch
@@ -114,8 +118,13 @@ class Session:
         raise error
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Ask the worker to compile a grammar. Raises what WorkerApi.check_grammar raises."""
-        await self._worker.check_grammar(encode_grammar(grammar))
+        """Ask the worker to compile a grammar. Raises what WorkerApi.check_grammar raises.
+
+        Waits while this engine's other grammars, or those of other engines, are being compiled.
+        """
+        message = encode_grammar(grammar)
+        async with self._grammar_checks:
+            await retried(lambda: self._worker.check_grammar(message), _OVERLOADED, after=OutOfRoom)
 
     async def run(self, step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
         """Send a step to the worker, to be run or to be skipped."""

@@ -26,6 +26,7 @@ from quire.client import (
 )
 from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2
+from quire.worker.grammars import MAX_WAITING
 
 NUM_SCHEMAS = 200
 NUM_SAMPLED_SCHEMAS = 24
@@ -126,6 +127,17 @@ def schemas_from(seed: int, count: int) -> list[dict[str, Any]]:
 
 def test_generated_texts_are_valid_by_their_schemas(services: LocalServices) -> None:
     check_schemas(services, schemas_from(1, NUM_SAMPLED_SCHEMAS))
+
+
+def test_a_batch_may_bring_more_grammars_than_wait_for_a_compiler(services: LocalServices) -> None:
+    async def main() -> None:
+        async with Engine.connect(services.cachemgr_address) as engine:
+            grammars = [Grammar(choice=(f"number {i}",)) for i in range(2 * MAX_WAITING)]
+            params = [follow(grammar, max_tokens=12) for grammar in grammars]
+            completions = await engine.complete(["which?"] * len(params), params)
+            assert [c.samples[0].text for c in completions] == [f"number {i}" for i in range(len(params))]
+
+    asyncio.run(main())
 
 
 @pytest.mark.verify
