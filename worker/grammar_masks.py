@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.grammar_trial import describe
-from quire.worker.grammars import Following, Threads
+from quire.worker.grammars import Following, Threads, Work
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.transfer import Readback, indices, to_device
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_THREADS = 8
 """That make the masks of one step."""
 MASK_TIMEOUT_S = 1.0
-"""For the masks of one step, once the tokens before them are known. llguidance's own limits don't bound its time."""
+"""For one mask, once the tokens before it are known. llguidance's own limits don't bound its time."""
 
 _Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -97,7 +98,7 @@ class MasksInWork:
     sampled: SampledTokens
     bits: _Bits
     rows: tuple[int, ...]
-    work: Mapping[int, Future[None]]
+    work: Mapping[int, Work]
 
 
 class GrammarRows:
@@ -158,11 +159,8 @@ class GrammarRows:
     def finish(self, in_work: MasksInWork) -> Masks:
         """Return the masks, when they are made. A row whose mask takes more than timeout_s is given up."""
         in_work.sampled.wait()
-        _, late = wait(in_work.work.values(), timeout=self._timeout_s)
-        bits = in_work.bits
-        if late:
-            self._give_up([row for row, future in in_work.work.items() if future in late])
-            bits = bits.copy()  # a thread that is late may still write there
+        given_up = self._wait(in_work.work)
+        bits = in_work.bits.copy() if given_up else in_work.bits  # a thread that is late may still write there
         failures = {}
         for place, row in enumerate(in_work.rows):
             following = self._following[row]
@@ -170,14 +168,35 @@ class GrammarRows:
                 bits[place] = self._end_bits
             if following.error:
                 failures[row] = following.error
-        for future in in_work.work.values():
-            if future not in late:
-                future.result()  # raises what is no mistake of a grammar
+        for row, work in in_work.work.items():
+            if row not in given_up:
+                work.result()  # raises what is no mistake of a grammar
         return Masks(in_work.rows, bits, failures)
+
+    def _wait(self, work: Mapping[int, Work]) -> list[int]:
+        """Wait for the masks of rows. Return the rows that are given up."""
+        given_up: list[int] = []
+        begun_at = time.monotonic()
+        while True:
+            left = {row: each for row, each in work.items() if row not in given_up}
+            late = wait(left.values(), timeout=self._timeout_s).not_done
+            if not late:
+                return given_up
+            late_rows = [row for row, each in left.items() if each in late]
+            stuck = [row for row in late_rows if work[row].has_taken(self._timeout_s, since=begun_at)]
+            if stuck:
+                self._give_up(stuck)
+                # Others of the same grammar, whose masks nobody has begun, would take as long.
+                slow = [row for row in late_rows if self._following[row].compiled.is_slow and work[row].cancel()]
+                self._fail(slow)
+                given_up += stuck + slow
 
     def _give_up(self, rows: Sequence[int]) -> None:
         """Leave rows, and the threads that are at them, to themselves: nothing can end a thread."""
         self._threads.give_up()
+        self._fail(rows)
+
+    def _fail(self, rows: Sequence[int]) -> None:
         for row in rows:
             compiled = self._following[row].compiled
             compiled.is_slow = True

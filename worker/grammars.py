@@ -8,12 +8,14 @@ event loop nor the model thread waits for one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,7 +31,6 @@ from quire.worker.grammar_trial import describe, large_stacks, load_tokenizer, m
 log = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 65_536
-MAX_CHOICES = 1_024
 COMPILE_TIMEOUT_S = 5.0
 NUM_COMPILERS = 2
 MAX_WAITING = 64
@@ -42,15 +43,19 @@ MAX_STUCK = 2
 
 
 class GrammarRefused(Exception):
-    """A grammar can't be used; the message says why. Temporary if it may be otherwise when asked again."""
+    """A grammar can't be used; the message says why. It is kept, unless another attempt may end otherwise."""
 
-    def __init__(self, message: str, *, is_temporary: bool = False) -> None:
+    def __init__(self, message: str, *, is_kept: bool = True) -> None:
         super().__init__(message)
-        self.is_temporary = is_temporary
+        self.is_kept = is_kept
 
 
-class TooManyGrammars(Exception):
-    """MAX_WAITING grammars wait for a compiler."""
+class CompilerUnavailable(Exception):
+    """The worker can't compile a grammar now, whatever the grammar is; limit is the number that was reached."""
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,32 @@ class Following:
         del self.tokens[num_tokens:]
 
 
-_given_up: set[Future[None]] = set()
+class Work(Future[None]):
+    """What a thread does, and when it began with it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._call = call
+        self._begun_at: float | None = None
+
+    def has_taken(self, seconds: float, *, since: float = 0.0) -> bool:
+        """True if a thread has been at it for so long, and since that time of time.monotonic()."""
+        return self._begun_at is not None and time.monotonic() - max(self._begun_at, since) >= seconds
+
+    def run(self) -> None:
+        """Do it, unless it was cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return
+        self._begun_at = time.monotonic()
+        try:
+            self._call()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+
+_given_up: set[Work] = set()
 
 
 def num_stuck() -> int:
@@ -161,42 +191,43 @@ class Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
         self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._open: set[Future[None]] = set()
+        self._queue: queue.SimpleQueue[Work | None] | None = None
+        self._open: set[Work] = set()
 
-    def submit(self, work: Callable[[], object]) -> Future[None]:
-        """Run `work` on the next free thread; the future is done when it has ended, or has what it raised."""
+    def submit(self, call: Callable[[], object]) -> Work:
+        """Run `call` on the next free thread; the future is done when it has ended, or has what it raised."""
+        work = Work(call)
+        self._open.add(work)
+        work.add_done_callback(lambda _: self._open.discard(work))
+        self._put(work)
+        return work
+
+    def _put(self, work: Work) -> None:
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             for _ in range(self._num_threads):
                 threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True).start()
-        future: Future[None] = Future()
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._queue.put(run)
-        return future
+        self._queue.put(work)
 
     def give_up(self) -> None:
-        """Leave the threads to what they are at: others do what is submitted from now on."""
-        for _ in range(self._num_threads if self._queue is not None else 0):
-            assert self._queue is not None
-            self._queue.put(None)
-        self._queue = None
-        _given_up.update(list(self._open))
+        """Leave the threads to what they are at: others do what waits, and what is submitted from now on."""
+        left, self._queue = self._queue, None
+        if left is None:
+            return
+        waiting: list[Work] = []
+        with contextlib.suppress(queue.Empty):
+            while (work := left.get_nowait()) is not None:
+                waiting.append(work)
+        for _ in range(self._num_threads):
+            left.put(None)
+        _given_up.update(work for work in list(self._open) if work.running())
+        for work in waiting:
+            self._put(work)
 
 
-def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (run := work.get()) is not None:
-        run()
+def _work_off(work: queue.SimpleQueue[Work | None]) -> None:
+    while (each := work.get()) is not None:
+        each.run()
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -212,7 +243,7 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def translate(self, grammar: Grammar) -> str:
-        """Return a grammar that can be compiled, as llguidance takes it. Raises GrammarRefused."""
+        """Return a grammar that can be compiled, as llguidance takes it. Raises GrammarRefused, CompilerUnavailable."""
         # A process that dies of a grammar dies again; one that somebody else has ended does not.
         answer = self._ask(grammar) or self._ask(grammar)
         if answer is None:
@@ -222,7 +253,10 @@ class Trial:
         return answer["grammar"]
 
     def _ask(self, grammar: Grammar) -> dict[str, str] | None:
-        """Return the answer of the process, None if it dies. Raises GrammarRefused if it takes too long."""
+        """Return the answer of the process, None if it dies.
+
+        Raises GrammarRefused if it takes too long, CompilerUnavailable if it does not start.
+        """
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -245,7 +279,7 @@ class Trial:
         if not line:
             self.close()
             if killed.is_set():
-                raise GrammarRefused(f"it takes more than {self._timeout_s:g} s to compile", is_temporary=True)
+                raise GrammarRefused(f"it takes more than {self._timeout_s:g} s to compile", is_kept=False)
             return None
         answer: dict[str, str] = json.loads(line)
         return answer
@@ -264,7 +298,7 @@ class Trial:
             assert self._process.stdout is not None
             if not self._process.stdout.readline():  # the first line says that it is ready
                 self.close()
-                raise GrammarRefused("the process that compiles grammars does not start", is_temporary=True)
+                raise CompilerUnavailable("a process that compiles grammars does not start", limit=NUM_COMPILERS)
         return self._process
 
     def close(self) -> None:
@@ -276,7 +310,7 @@ class Trial:
         self._process = None
 
 
-Result = Compiled | GrammarRefused
+Result = Compiled | GrammarRefused | CompilerUnavailable
 
 
 class Grammars:
@@ -298,21 +332,23 @@ class Grammars:
                 threading.Thread(target=self._compile_all, args=(trial,), name="grammars", daemon=True).start()
 
     async def compile(self, grammar: Grammar) -> Compiled:
-        """Return a grammar when it is compiled. Raises GrammarRefused, TooManyGrammars."""
+        """Return a grammar when it is compiled. Raises GrammarRefused, CompilerUnavailable."""
         grammar.check()
         key = grammar.key
         kept = self._find(key)
         if kept is None and num_stuck() >= MAX_STUCK:
-            raise GrammarRefused("the worker is still at tokens of grammars that it gave up", is_temporary=True)
+            raise CompilerUnavailable(f"{MAX_STUCK} threads are at tokens of grammars given up", limit=MAX_STUCK)
         compiled = await asyncio.shield(self._begin(key, grammar)) if kept is None else kept
         if isinstance(compiled, GrammarRefused):
-            raise GrammarRefused(str(compiled), is_temporary=compiled.is_temporary)
+            raise GrammarRefused(str(compiled))
+        if isinstance(compiled, CompilerUnavailable):
+            raise CompilerUnavailable(str(compiled), limit=compiled.limit)
         if compiled.is_slow:
             raise GrammarRefused("its tokens take too long to check")
         return compiled
 
     async def follow(self, grammar: Grammar, *, begins_at: int, tokens: Sequence[int]) -> Following:
-        """Return a matcher that has taken these generated tokens. Raises GrammarRefused, TooManyGrammars."""
+        """Return a matcher that has taken these generated tokens. Raises GrammarRefused, CompilerUnavailable."""
         compiled = await self.compile(grammar)
         following = Following(compiled, compiled.matcher.deep_copy(), begins_at, list(tokens))
         if tokens:
@@ -324,12 +360,13 @@ class Grammars:
     async def _replay(self, following: Following) -> None:
         """Let the matcher take the tokens generated so far. Raises GrammarRefused if that takes too long."""
         position = following.begins_at + len(following.tokens)
-        replaying = asyncio.wrap_future(self._replays.submit(lambda: following.advance(position)))
-        done, _ = await asyncio.wait([replaying], timeout=self._timeout_s)
-        if not done:
-            self._replays.give_up()
-            following.compiled.is_slow = True
-            raise GrammarRefused(f"the tokens generated so far take more than {self._timeout_s:g} s to check")
+        work = self._replays.submit(lambda: following.advance(position))
+        replaying = asyncio.wrap_future(work)
+        while not (await asyncio.wait([replaying], timeout=self._timeout_s))[0]:
+            if work.has_taken(self._timeout_s):
+                self._replays.give_up()
+                following.compiled.is_slow = True
+                raise GrammarRefused(f"the tokens generated so far take more than {self._timeout_s:g} s to check")
         replaying.result()
 
     def _find(self, key: bytes) -> Result | None:
@@ -342,7 +379,7 @@ class Grammars:
         if key in self._compiling:
             return self._compiling[key]
         if len(self._compiling) >= MAX_WAITING:
-            raise TooManyGrammars(f"{MAX_WAITING} grammars are being compiled")
+            raise CompilerUnavailable(f"{MAX_WAITING} grammars are being compiled", limit=MAX_WAITING)
         compiling: Future[Result] = Future()
         self._compiling[key] = asyncio.wrap_future(compiling)
         self._compiling[key].add_done_callback(lambda future: self._keep(key, grammar, future.result()))
@@ -351,7 +388,7 @@ class Grammars:
 
     def _keep(self, key: bytes, grammar: Grammar, compiled: Result) -> None:
         del self._compiling[key]
-        if isinstance(compiled, GrammarRefused) and compiled.is_temporary:
+        if isinstance(compiled, CompilerUnavailable) or (isinstance(compiled, GrammarRefused) and not compiled.is_kept):
             return
         self._kept[key] = (grammar.num_bytes, compiled)
         self._kept_bytes += grammar.num_bytes
@@ -364,11 +401,12 @@ class Grammars:
             grammar, compiling = work
             try:
                 compiling.set_result(self._compile(trial, grammar))
-            except GrammarRefused as refused:
+            except (GrammarRefused, CompilerUnavailable) as refused:
                 compiling.set_result(refused)
             except BaseException as error:  # of starting a process, for instance
                 log.error("a grammar could not be compiled: %r", error)
-                compiling.set_result(GrammarRefused(f"the worker can't compile it now: {error!r}", is_temporary=True))
+                unavailable = CompilerUnavailable(f"grammars can't be compiled: {error!r}", limit=NUM_COMPILERS)
+                compiling.set_result(unavailable)
         trial.close()
 
     def _compile(self, trial: Trial, grammar: Grammar) -> Compiled:

@@ -17,13 +17,14 @@ from quire.compute.v1.sampling_ranges import (
     LOGIT_BIAS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_CHOICES,
     MAX_LOGIT_BIASES,
     RANGES,
     leaves_token,
 )
 from quire.worker.constraints import NUM_REMEMBERED, Constraints
 from quire.worker.errors import Reason, Refused, invalid
-from quire.worker.grammars import MAX_CHOICES, Following, Grammar, GrammarRefused
+from quire.worker.grammars import Following, Grammar, GrammarRefused
 from quire.worker.prompt_logprobs import ScoredTokens
 from quire.worker.sampler import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 

@@ -18,7 +18,7 @@ from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Reason, Refused
 from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.gate import Gate
-from quire.worker.grammars import MAX_WAITING, Following, GrammarRefused, Grammars, NoGrammars, TooManyGrammars
+from quire.worker.grammars import CompilerUnavailable, Following, GrammarRefused, Grammars, NoGrammars
 from quire.worker.grants import Step, decode_grammar, decode_grant, decode_step, max_grant_bytes, refuse_grammar
 from quire.worker.runner import ModelThread
 from quire.worker.verify import OwnershipViolation
@@ -172,8 +172,8 @@ class Steps:
             await self._grammars.compile(decode_grammar(message))
         except GrammarRefused as error:
             raise refuse_grammar("grammar", message, error) from None
-        except TooManyGrammars as error:
-            raise Refused(Reason.OVERLOADED, str(error), limit=MAX_WAITING) from None
+        except CompilerUnavailable as error:
+            raise Refused(Reason.OVERLOADED, str(error), limit=error.limit) from None
 
     async def follow_grammars(self, request: worker_service_pb2.RunStepRequest) -> dict[int, Following | Refused]:
         """Return the grammars that a step brings, by sequence, compiled and moved to the tokens generated so far."""
@@ -194,8 +194,8 @@ class Steps:
             )
         except GrammarRefused as error:
             return refuse_grammar("sampling.grammar", sampling.grammar, error, sequence_id=seq_id)
-        except TooManyGrammars as error:
-            return Refused(Reason.OVERLOADED, str(error), limit=MAX_WAITING, sequence_id=seq_id)
+        except CompilerUnavailable as error:
+            return Refused(Reason.OVERLOADED, str(error), limit=error.limit, sequence_id=seq_id)
 
     def accept(
         self,

@@ -12,7 +12,9 @@ still answer, forgets what was being sampled, and admits everybody again, under 
 Callers see a pause, and each token once.
 
 A step or a plan that is refused for what one sequence brings is no failure of a service: that request fails, alone. The
-refused step is sent again to be skipped, since its number is not used up, and planned again without that sequence.
+refused step is sent again to be skipped, since its number is not used up, and planned again without that sequence. If
+the worker only had no room for the sequence's grammar, the request does not fail: it is planned again when the worker
+has compiled the grammar.
 
 A plan whose answer does not come is no failure yet: it is repeated under its request_id while the lease can be alive,
 and steps in flight are taken meanwhile. A cachemgr that comes back with its books answers it as if nothing had been.
@@ -39,7 +41,7 @@ from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import Chunk, Completion
-from quire.client.engine.plans import Plan, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.policy import Policy
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
@@ -183,6 +185,7 @@ class Engine:
         self._counters = _Counters()
         self._recoveries_in_row = 0
         self._fruitless_in_row = 0
+        self._compilations: dict[Sequence, asyncio.Task[None]] = {}  # of postponed sequences
 
     @classmethod
     def connect(
@@ -244,8 +247,10 @@ class Engine:
     async def close(self) -> None:
         """Stop: callers that still wait get EngineStopped, the lease is given back. Doing it twice is fine."""
         if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.wait([self._loop])
+            tasks = [self._loop, *self._compilations.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         self._requests.stop(EngineStopped("the engine is closed"))
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
@@ -537,8 +542,26 @@ class Engine:
             self._requests.fail(self._scheduler.on_step_failed(step, error))
         else:
             self._requests.fail(self._scheduler.on_step_refused(step, error))
+            self._compile_postponed()
         if not self._flight:
             await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
+
+    def _compile_postponed(self) -> None:
+        """Let the worker compile the grammars of postponed sequences, which are planned again then."""
+        for sequence in self._scheduler.postponed:
+            if sequence not in self._compilations:
+                self._compilations[sequence] = asyncio.create_task(self._compile(sequence))
+
+    async def _compile(self, sequence: Sequence) -> None:
+        try:
+            if sequence.params.grammar is not None:
+                await self._check_grammar(sequence.params.grammar)
+        except QuireError as error:
+            self._requests.fail([Failed(sequence, error)])
+        finally:
+            del self._compilations[sequence]
+            self._scheduler.resume(sequence)
+            self._wake.set()
 
     async def _pause(self) -> None:
         self._fruitless_in_row += 1
@@ -613,7 +636,7 @@ class Engine:
         )
 
     async def _check_grammar(self, grammar: Grammar) -> None:
-        """Let the worker compile a grammar before anything is planned. Raises InvalidRequest, OutOfRoom.
+        """Let the worker compile a grammar before its sequence is planned. Raises InvalidRequest, OutOfRoom.
 
         While the worker is away nothing is checked: the step that brings the grammar is refused if it is wrong.
         """

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.client.errors import InvalidRequest
-
-MAX_CHOICES = 1_024
+from quire.compute.v1.sampling_ranges import MAX_CHOICES
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     WAITING     waiting      by rank
     RUNNING     running      by rank
     DRAINING    draining
+    POSTPONED   postponed
     FOLLOWING   followers    by the sequence whose prompt they share
 
     releases    ids that the next plans give back, and when their tokens will be asked for again, if that was said
@@ -48,6 +49,7 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.draining: set[Sequence] = set()
+        self.postponed: list[Sequence] = []
         self.followers: dict[Sequence, list[Sequence]] = {}
         self.suspects: list[Sequence] = []  # by rank; of any state
         self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
@@ -56,7 +58,7 @@ class Queues:
 
     @property
     def are_empty(self) -> bool:
-        """True if no sequence lives, and no id has to be given back."""
+        """True if no sequence lives but postponed ones, and no id has to be given back."""
         return not (self.waiting or self.running or self.draining or self.releases or self.offloads)
 
     @property
@@ -135,6 +137,23 @@ class Queues:
         sequence.forget()
         self.queue(sequence)
 
+    def postpone(self, sequence: Sequence) -> None:
+        """Give up what a sequence has computed; no plan has it before resume()."""
+        self.readmit(sequence)
+        self.waiting.remove(sequence)
+        sequence.move(SequenceState.POSTPONED)
+        self.postponed.append(sequence)
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Put a postponed sequence in line again."""
+        self.postponed.remove(sequence)
+        sequence.move(SequenceState.WAITING)
+        self.queue(sequence)
+        if sequence.is_suspect:
+            insort(self.suspects, sequence, key=by_rank)
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a living sequence; samples that followed it wait for admissions of their own."""
         self.hint_return(sequence, sequence.seq_id if sequence.state is SequenceState.RUNNING else sequence.host_id)
@@ -199,6 +218,8 @@ class Queues:
                 self.draining.discard(sequence)
             case SequenceState.FOLLOWING:
                 self.stop_following(sequence)
+            case SequenceState.POSTPONED:
+                self.postponed.remove(sequence)
             case SequenceState.FINISHED:
                 pass
 
@@ -207,7 +228,7 @@ class Queues:
     def living(self) -> list[Sequence]:
         """All sequences in the collections."""
         following = [child for children in self.followers.values() for child in children]
-        return [*self.waiting, *self.running, *self.draining, *following]
+        return [*self.waiting, *self.running, *self.draining, *self.postponed, *following]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the collections and the sequences disagree. Cost: all sequences."""
@@ -215,6 +236,7 @@ class Queues:
             (SequenceState.WAITING, self.waiting),
             (SequenceState.RUNNING, self.running),
             (SequenceState.DRAINING, self.draining),
+            (SequenceState.POSTPONED, self.postponed),
             (SequenceState.FOLLOWING, [child for children in self.followers.values() for child in children]),
         ]
         living = self.living()
@@ -223,7 +245,8 @@ class Queues:
             require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
         for ordered in (self.waiting, self.running, self.suspects):
             require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
-        require(set(self.suspects) == {s for s in living if s.is_suspect}, "each suspect is alive and in line")
+        suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
+        require(set(self.suspects) == suspects, "each suspect is alive and in line")
         require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
         ids = [id_of(sequence) for sequence in self.running]
         require(len(set(ids)) == len(ids), "an id stands for one sequence")

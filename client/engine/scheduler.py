@@ -5,6 +5,7 @@
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped what it should have computed is admitted again
     on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
+    resume                          a sequence that on_step_refused postponed waits for its admission again
     end / reset_all                  from outside, at any point between those calls
 
 The policy (policy.py) decides rank, victim, reserve and admission. The collections are in queues.py, the next plan is
@@ -213,6 +214,17 @@ class Scheduler:
         self.limits = limits
         self._queues.block_size = limits.block_size
         self._room = Room.of_empty_pool(limits)
+
+    @property
+    def postponed(self) -> abc.Sequence[Sequence]:
+        """Sequences that no plan has: the worker had no room for what they bring to a step."""
+        return tuple(self._queues.postponed)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a postponed sequence wait for its admission again. One that has ended is left alone."""
+        if sequence.state is SequenceState.POSTPONED:
+            self._queues.resume(sequence)
+            self._checked()
 
     def reset_all(self) -> None:
         """The pool has forgotten everything: all that ran wait with their known tokens; steps in flight are void."""
@@ -563,7 +575,10 @@ class Scheduler:
         return failed
 
     def on_step_refused(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
-        """The worker refused the oldest step in flight for its input, and has skipped it. Returns who is given up."""
+        """The worker refused the oldest step in flight for its input, and has skipped it. Returns who is given up.
+
+        If it was refused for now, the sequence that the refusal names is postponed.
+        """
         self._take_failed(step)
         sequences = dict(zip(step.seq_ids, step.sequences, strict=True))
         failed = self._blame(sequences, error)
@@ -580,8 +595,15 @@ class Scheduler:
         return failed
 
     def _blame(self, sequences: abc.Mapping[int, Sequence], error: QuireError) -> list[Failed]:
-        """Give up the sequence that a refusal names, or the only one; if it could be any of several, suspect them."""
+        """Give up the sequence that a refusal names, or the only one; if it could be any of several, suspect them.
+
+        A sequence that is named in a refusal for now is postponed.
+        """
         named = error.number("sequence_id", -1)
+        if named in sequences and isinstance(error, OutOfRoom):
+            if sequences[named].state is not SequenceState.FINISHED:
+                self._queues.postpone(sequences[named])
+            return []
         culprits = [sequences[named]] if named in sequences else list(sequences.values())
         failed: list[Failed] = []
         for sequence in culprits:
@@ -656,7 +678,7 @@ class Scheduler:
         """Present numbers and counters."""
         queues = self._queues
         return SchedulerStatistics(
-            num_waiting=len(queues.waiting),
+            num_waiting=len(queues.waiting) + len(queues.postponed),
             num_running=len(queues.running),
             num_following=sum(map(len, queues.followers.values())),
             num_draining=len(queues.draining),

@@ -29,22 +29,25 @@ class SequenceState(Enum):
     WAITING = "waiting"  # All tokens known, holds nothing, wants to be admitted.
     RUNNING = "running"  # Holds blocks under seq_id.
     DRAINING = "draining"  # Preempted with samples in flight: waits for their tokens, then for admission.
+    POSTPONED = "postponed"  # Holds nothing, and is in no plan before the worker has compiled its grammar.
     FINISHED = "finished"  # Has a finish_reason and gets no more tokens.
 
 
-_F, _W, _R, _D, _E = (
+_F, _W, _R, _D, _P, _E = (
     SequenceState.FOLLOWING,
     SequenceState.WAITING,
     SequenceState.RUNNING,
     SequenceState.DRAINING,
+    SequenceState.POSTPONED,
     SequenceState.FINISHED,
 )
 TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = MappingProxyType(
     {
         _F: frozenset({_R, _W, _E}),  # forked · the parent has gone · cancelled
-        _W: frozenset({_R, _E}),  # admitted · cancelled or refused for good
+        _W: frozenset({_R, _P, _E}),  # admitted · its step was refused for now · cancelled or refused for good
         _R: frozenset({_W, _D, _E}),  # preempted, reset or failed · preempted in flight · ended
         _D: frozenset({_W, _E}),  # its tokens are known · ended by one of them
+        _P: frozenset({_W, _E}),  # resumed · cancelled
         _E: frozenset(),
     }
 )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,13 @@ from quire.client import (
     FinishReason,
     Grammar,
     InvalidRequest,
+    OutOfRoom,
     SamplingParams,
     WorkerClient,
 )
 from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.grammars import MAX_WAITING
+from quire.worker.grammars import MAX_WAITING, NUM_COMPILERS
 
 NUM_SCHEMAS = 200
 NUM_SAMPLED_SCHEMAS = 24
@@ -261,6 +266,70 @@ def test_after_a_new_epoch_they_go_on_where_they_were(text_model: Path) -> None:
 
     with LocalServices.start(model=text_model, num_blocks=400, extra_worker_args=ARGUMENTS) as services:
         asyncio.run(main(services))
+
+
+class FirstUnchecked(WorkerClient):
+    """Brings its first grammar to a step that the worker does not know it from: as after a new epoch."""
+
+    is_first = True
+
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
+        """Ask the worker, from the second time on."""
+        if not self.is_first:
+            await super().check_grammar(grammar)
+        self.is_first = False
+
+
+def stopped_compilers(worker_pid: int) -> list[int]:
+    """Stop the processes of a worker that compile grammars; return their pids."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            if parent == worker_pid and b"grammar_trial" in status.with_name("cmdline").read_bytes():
+                found.append(int(status.parent.name))
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    return found
+
+
+async def fill_compilers(asker: WorkerClient, worker_pid: int, checks: list[asyncio.Future[None]]) -> list[int]:
+    """Let so many grammars wait that the worker refuses another one; returns the pids of compilers, stopped."""
+    for number in itertools.count():
+        stopped = stopped_compilers(worker_pid)  # each for 5 s, after which the worker starts another one
+        message = worker_service_pb2.Grammar(regex=f"waits{number}")
+        waiting = asyncio.ensure_future(asker.check_grammar(message))
+        checks.append(waiting)
+        done, _ = await asyncio.wait([waiting], timeout=0.02)
+        if done and isinstance(waiting.exception(), OutOfRoom) and len(stopped) == NUM_COMPILERS:
+            return stopped
+    raise AssertionError("not reached")
+
+
+def test_a_step_whose_grammar_finds_no_free_compiler_costs_no_request(services: LocalServices) -> None:
+    async def main() -> None:
+        cache, asker = CacheClient(services.cachemgr_address), WorkerClient(services.worker_address)
+        request = ("a person", follow(Grammar(json_schema=PEOPLE | {"title": "not compiled yet"})))
+        async with Engine(cache, FirstUnchecked, config=EngineConfig(max_recoveries=1)) as engine:
+            beside = ("beside", SamplingParams(max_tokens=200, seed=3))
+            alone = await tokens_of(engine, *beside)
+            assert services.worker.pid is not None
+            checks: list[asyncio.Future[None]] = []
+            stopped = await fill_compilers(asker, services.worker.pid, checks)
+            try:
+                postponed = asyncio.create_task(tokens_of(engine, *request))
+                while not engine.statistics().scheduler.failed_steps:
+                    await asyncio.sleep(0.01)
+                assert await tokens_of(engine, *beside) == alone
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+            assert await postponed == await tokens_of(engine, *request)
+            assert engine.statistics().recoveries == 0
+        await asyncio.gather(*checks, return_exceptions=True)
+        await asker.close()
+
+    asyncio.run(main())
 
 
 # -- what can't be used ------------------------------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from text_model import END, make_tokenizer
 from quire.worker import grammar_masks, grammars
 from quire.worker.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
 from quire.worker.grammar_trial import load_tokenizer, make_matcher, translate
-from quire.worker.grammars import Compiled, Following, Grammar, GrammarRefused, Grammars, NoGrammars, load_grammars
+from quire.worker.grammars import (
+    Compiled,
+    CompilerUnavailable,
+    Following,
+    Grammar,
+    GrammarRefused,
+    Grammars,
+    NoGrammars,
+    load_grammars,
+)
 from quire.worker.sampler import Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 
@@ -134,6 +143,19 @@ def test_a_trial_that_was_killed_is_started_again(patient: Grammars) -> None:
     asyncio.run(patient.compile(Grammar("regex", "a")))
 
 
+def test_a_trial_that_does_not_start_is_no_mistake_of_the_grammar(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_command", lambda _: ["false"])
+    with pytest.raises(CompilerUnavailable, match="does not start"):
+        asyncio.run(patient.compile(Grammar("regex", "d")))
+    monkeypatch.setattr(grammars, "_command", lambda _: ["/no such program"])
+    with pytest.raises(CompilerUnavailable, match="No such file"):
+        asyncio.run(patient.compile(Grammar("regex", "d")))
+    monkeypatch.undo()
+    asyncio.run(patient.compile(Grammar("regex", "d")))
+
+
 def test_a_grammar_that_its_trial_dies_of_is_refused_and_the_next_one_is_compiled(
     patient: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +193,8 @@ def test_too_many_grammars_at_once_are_refused(patient: Grammars, monkeypatch: p
             *(patient.compile(Grammar("regex", text)) for text in ("a", "a", "b")), return_exceptions=True
         )
         assert outcomes[0] is outcomes[1]
-        assert isinstance(outcomes[2], grammars.TooManyGrammars)
+        assert isinstance(outcomes[2], CompilerUnavailable)
+        assert outcomes[2].limit == 1
 
     asyncio.run(main())
 
@@ -200,6 +223,26 @@ def test_a_choice_allows_its_texts_and_no_other(tokenizer: LLTokenizer, texts: l
 
 
 # -- following ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "space", "is_allowed"),
+    [
+        ({}, " " * 32, True),
+        ({}, " " * 33, False),
+        ({"x-guidance": {"whitespace_flexible": True}}, " \n", True),
+        ({"x-guidance": {"whitespace_flexible": False}}, "", True),
+        ({"x-guidance": {"whitespace_flexible": False}}, " ", False),
+        ({"x-guidance": {"whitespace_pattern": "[x]"}}, "x", True),
+    ],
+)
+def test_a_schema_says_which_white_space_is_allowed(
+    tokenizer: LLTokenizer, options: dict[str, Any], space: str, is_allowed: bool
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]} | options
+    matcher = make_matcher(tokenizer, translate("json_schema", json.dumps(schema)))
+    token_ids = ids_of(f'{{"a":{space}1')
+    assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) is is_allowed
 
 
 def test_tokens_before_the_output_say_nothing_and_those_behind_are_taken(tokenizer: LLTokenizer) -> None:
@@ -318,14 +361,74 @@ def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_made(
     goes_on.set()
 
 
-def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(patient: Grammars) -> None:
+def test_rows_that_wait_behind_masks_that_are_given_up_are_not_given_up(
+    rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, goes_on = follow(tokenizer, "x{1,5}"), threading.Event()
+    rows._timeout_s = 1.0
+    rows._threads = grammars.Threads(1, "masks")
+    in_time = grammar_masks._follow
+
+    def late(following: Following, *others: Any) -> None:
+        if following.compiled is stuck.compiled:
+            assert goes_on.wait(DEADLINE_S)
+        in_time(following, *others)
+
+    monkeypatch.setattr(grammar_masks, "_follow", late)
+    rows.set(0, stuck)
+    rows.set(1, follow(tokenizer, "y"))
+    rows.set(2, stuck.fork())
+    rows.set(3, follow(tokenizer, "z"))
+    masks = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, [7] * BEGINS_AT, True) for row in range(4)]))
+    assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y")), {END_ID}, set(ids_of("z"))]
+    assert masks.failures.keys() == {0, 2}
+    assert grammars.num_stuck() == 1, "the sample of the same grammar was not begun"
+    goes_on.set()
+
+
+def test_tokens_that_wait_behind_slow_ones_are_taken(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
+    advance = Following.advance
+
+    def slow_for_x(following: Following, position: int) -> bool:
+        if following.tokens == ids_of("x"):
+            assert goes_on.wait(DEADLINE_S)
+        return advance(following, position)
+
+    async def main() -> None:
+        grammar = Grammar("regex", "[xyz]")
+        await patient.compile(grammar)
+        await patient.compile(Grammar("regex", "x"))
+        patient._timeout_s = 1.0
+        stuck = [patient.follow(Grammar("regex", "x"), begins_at=4, tokens=ids_of("x")) for _ in range(2)]
+        tasks = [asyncio.create_task(each) for each in stuck]
+        await asyncio.sleep(0)
+        following = await patient.follow(grammar, begins_at=4, tokens=ids_of("y"))
+        assert following.consumed == 1
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, GrammarRefused) for outcome in outcomes)
+
+    monkeypatch.setattr(Following, "advance", slow_for_x)
+    patient._replays = grammars.Threads(2, "replays")
+    asyncio.run(main())
+    goes_on.set()
+
+
+def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(patient: Grammars) -> None:
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
     asyncio.run(patient.compile(Grammar("regex", "kept")))
+
+    def stick() -> None:
+        begun.release()
+        assert goes_on.wait(DEADLINE_S)
+
     threads = [grammars.Threads(1, "stuck") for _ in range(grammars.MAX_STUCK)]
-    works = [each.submit(lambda: goes_on.wait(DEADLINE_S)) for each in threads]
+    works = [each.submit(stick) for each in threads]
+    assert all(begun.acquire(timeout=DEADLINE_S) for _ in works)
     for each in threads:
         each.give_up()
-    assert "gave up" in refusal(patient, "regex", "another")
+    with pytest.raises(CompilerUnavailable, match="given up"):
+        asyncio.run(patient.compile(Grammar("regex", "another")))
     asyncio.run(patient.compile(Grammar("regex", "kept")))
     goes_on.set()
     for work in works:

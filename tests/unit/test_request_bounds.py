@@ -18,9 +18,10 @@ from quire.cachemgr import _core, messages
 from quire.cachemgr._core import Ledger
 from quire.cachemgr.errors import CallRefused
 from quire.compute.v1 import worker_service_pb2
+from quire.compute.v1.sampling_ranges import MAX_CHOICES
 from quire.worker.errors import Refused
 from quire.worker.gate import MAX_UNSIGNED_BYTES, Gate
-from quire.worker.grammars import MAX_CHOICES, MAX_GRAMMAR_BYTES, GrammarRefused
+from quire.worker.grammars import MAX_GRAMMAR_BYTES, GrammarRefused
 from quire.worker.grants import decode_grammar, decode_step, max_grant_bytes, refuse_grammar
 from quire.worker.servicer import MAX_CHECKSUM_BLOCKS, check_block_ids
 

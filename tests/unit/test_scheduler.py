@@ -422,8 +422,8 @@ class World:
         self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
         self.outcomes.append((sampled, prior or step.is_void))
 
-    def end_step(self, *, breaks: bool = False) -> None:
-        """The scheduler hears of the oldest step's outcome, and cachemgr before it."""
+    def end_step(self, *, breaks: bool = False, refused: QuireError | None = None) -> None:
+        """The scheduler hears of the oldest step's outcome, and cachemgr before it. A step that is refused breaks."""
         if not self.outcomes:
             self.report_step(breaks=breaks)
         step, _, _ = self.flight.popleft()
@@ -433,6 +433,8 @@ class World:
                 self.take(event.sequence, event.token_id, event.finish_reason)
         elif is_behind:
             self.scheduler.on_step_dropped(step)
+        elif refused is not None:
+            assert not self.scheduler.on_step_refused(step, refused)
         else:
             for failed in self.scheduler.on_step_failed(step, StepFailed("broken")):
                 self.ended[failed.sequence.arrival] = FinishReason.FAILED
@@ -1024,6 +1026,44 @@ def test_a_step_that_fails_once_costs_nobody_anything() -> None:
     world.end_step(breaks=True)
     world.run()
     assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_sequence_that_is_refused_for_now_is_in_no_plan_before_it_is_resumed(is_suspect: bool) -> None:
+    world = World(limits())
+    sequences = [world.add([i, 2, 1], max_tokens=9, ends=())[0] for i in range(3)]
+    for _ in range(5):
+        world.turn()
+    if is_suspect:
+        world.end_step(breaks=True)
+        world.plan()
+    (first,) = (s for s in sequences if s.seq_id == world.flight[0][0].seq_ids[0])
+    full = OutOfRoom("full", reason="OVERLOADED", metadata={"sequence_id": str(first.seq_id)})
+    world.end_step(breaks=True, refused=full)
+    assert list(world.scheduler.postponed) == [first]
+    assert world.scheduler.statistics().num_waiting >= 1
+    world.run()
+    others = [s for s in sequences if s is not first]
+    assert [world.output[s.arrival] for s in others] == [expected_of(s, ()) for s in others]
+    assert first.arrival not in world.ended
+    world.scheduler.resume(first)
+    world.run()
+    assert world.output[first.arrival] == expected_of(first, ())
+    world.scheduler.resume(first)
+    assert not world.scheduler.has_work
+
+
+def test_a_postponed_sequence_can_be_cancelled() -> None:
+    world = World(limits())
+    (sequence,) = world.add([1, 2, 1], max_tokens=9, ends=())
+    world.plan()
+    full = OutOfRoom("full", reason="OVERLOADED", metadata={"sequence_id": str(sequence.seq_id)})
+    world.end_step(breaks=True, refused=full)
+    world.scheduler.reset_all()
+    world.fresh_pool()
+    world.scheduler.end([sequence], FinishReason.CANCELLED)
+    assert not world.scheduler.postponed
+    world.run()
 
 
 def test_a_failure_is_not_handed_on_from_step_to_step() -> None:

@@ -56,6 +56,8 @@ LOGIT_BIAS = Range("[-100, 100]")
 MAX_LOGIT_BIASES = 1_024
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_TOKENS = 16
+MAX_CHOICES = 1_024
+"""Texts of a grammar that is a choice."""
 
 
 def leaves_token(

@@ -70,8 +70,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 51
     """UNAVAILABLE. The server is draining."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 52
-    """RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
-    limit.
+    """RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
+    Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
+    a sequence brings.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
     """UNAUTHENTICATED. The server asks who calls, and neither a client
@@ -132,8 +133,9 @@ ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 50
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 51
 """UNAVAILABLE. The server is draining."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 52
-"""RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
-limit.
+"""RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
+Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
+a sequence brings.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
 """UNAUTHENTICATED. The server asks who calls, and neither a client

@@ -57,9 +57,10 @@ class WorkerServiceStub:
     repetition is refused with STEP_OUT_OF_ORDER.
     Refused before anything is touched, and the number not used up:
     BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED. A step that is refused for
-    the input of one sequence can be sent again with `skip`, and planned again
-    without that sequence. After the number was used: STEP_FAILED,
+    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
+    refused for the input of one sequence (metadata: sequence_id) can be sent again
+    with `skip`, and planned again without that sequence. OVERLOADED with a
+    sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
     PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
     """
     RunSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]
@@ -103,9 +104,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     repetition is refused with STEP_OUT_OF_ORDER.
     Refused before anything is touched, and the number not used up:
     BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED. A step that is refused for
-    the input of one sequence can be sent again with `skip`, and planned again
-    without that sequence. After the number was used: STEP_FAILED,
+    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
+    refused for the input of one sequence (metadata: sequence_id) can be sent again
+    with `skip`, and planned again without that sequence. OVERLOADED with a
+    sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
     PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
     """
     RunSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]  # type: ignore[assignment]
@@ -164,9 +166,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         repetition is refused with STEP_OUT_OF_ORDER.
         Refused before anything is touched, and the number not used up:
         BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-        INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED. A step that is refused for
-        the input of one sequence can be sent again with `skip`, and planned again
-        without that sequence. After the number was used: STEP_FAILED,
+        INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
+        refused for the input of one sequence (metadata: sequence_id) can be sent again
+        with `skip`, and planned again without that sequence. OVERLOADED with a
+        sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
         PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
         """
 

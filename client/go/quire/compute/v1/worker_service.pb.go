@@ -61,8 +61,9 @@ const (
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 50
 	// UNAVAILABLE. The server is draining.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 51
-	// RESOURCE_EXHAUSTED. Too many calls are open. Ask again later. Metadata:
-	// limit.
+	// RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
+	// Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
+	// a sequence brings.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 52
 	// UNAUTHENTICATED. The server asks who calls, and neither a client
 	// certificate nor a bearer token was shown.

@@ -54,9 +54,10 @@ type WorkerServiceClient interface {
 	// repetition is refused with STEP_OUT_OF_ORDER.
 	// Refused before anything is touched, and the number not used up:
 	// BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED. A step that is refused for
-	// the input of one sequence can be sent again with `skip`, and planned again
-	// without that sequence. After the number was used: STEP_FAILED,
+	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
+	// refused for the input of one sequence (metadata: sequence_id) can be sent again
+	// with `skip`, and planned again without that sequence. OVERLOADED with a
+	// sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
 	// PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
 	RunStep(ctx context.Context, in *RunStepRequest, opts ...grpc.CallOption) (*RunStepResponse, error)
 	// The same, many times on one stream: answers come in the order of requests.
@@ -168,9 +169,10 @@ type WorkerServiceServer interface {
 	// repetition is refused with STEP_OUT_OF_ORDER.
 	// Refused before anything is touched, and the number not used up:
 	// BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED. A step that is refused for
-	// the input of one sequence can be sent again with `skip`, and planned again
-	// without that sequence. After the number was used: STEP_FAILED,
+	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
+	// refused for the input of one sequence (metadata: sequence_id) can be sent again
+	// with `skip`, and planned again without that sequence. OVERLOADED with a
+	// sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
 	// PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
 	RunStep(context.Context, *RunStepRequest) (*RunStepResponse, error)
 	// The same, many times on one stream: answers come in the order of requests.
