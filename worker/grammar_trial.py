@@ -59,7 +59,7 @@ def translate(kind: str, text: str) -> str:
     match kind:
         case "json_schema":
             text = _object_of(text)
-            return LLMatcher.grammar_from_json_schema(text, defaults=JSON_DEFAULTS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(text, defaults=_defaults_of(text))  # type: ignore[arg-type]
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_DEFAULTS)  # type: ignore[arg-type]
         case "choice":
@@ -81,6 +81,13 @@ def _object_of(schema: str) -> str:
     if not isinstance(parsed, dict):
         raise ValueError("nothing matches the schema false" if parsed is False else "a schema is an object, or true")
     return schema
+
+
+def _defaults_of(schema: str) -> dict[str, str]:
+    """Return JSON_DEFAULTS; nothing if the schema allows no white space, which the pattern would win against."""
+    options = json.loads(schema).get("x-guidance")
+    is_compact = isinstance(options, dict) and options.get("whitespace_flexible") is False
+    return {} if is_compact else JSON_DEFAULTS
 
 
 def find_error(tokenizer: LLTokenizer, grammar: str) -> str:
