@@ -9,14 +9,16 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import click
 
 from quire.cachemgr.flags import OWN_FLAGS
 from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
+from quire.client.cli.request_flags import REQUEST_FLAGS, RequestCommand, flag_names, request_of
 from quire.client.errors import InvalidRequest, QuireError, Unavailable
 from quire.serving.flags import (
     DIAL_FLAGS,
@@ -68,12 +70,12 @@ class CommandLine(click.Group):
             raise explain(error) from error
 
 
-def explain(error: QuireError) -> click.ClickException:
-    """The error as the command line shows it: a wrong value names its flag."""
+def explain(error: QuireError, *, flags: Mapping[str, str] = MappingProxyType({})) -> click.ClickException:
+    """Return the error as the command line shows it. A wrong value names its flag; flags has those of other names."""
     field, limit = error.metadata.get("field", ""), error.metadata.get("limit", "")
     if isinstance(error, InvalidRequest) and field and limit:
-        what = "PROMPT" if field == "prompt" else f"--{field.replace('_', '-')}"
-        if error.reason == "INVALID_ARGUMENT":
+        what = "PROMPT" if field == "prompt" else flags.get(field, f"--{field.replace('_', '-')}")
+        if error.reason == "INVALID_ARGUMENT" and not field.endswith("grammar"):
             return click.BadParameter(f"{error.metadata.get('value')} must be {limit}", param_hint=f"'{what}'")
         return click.BadParameter(error.message, param_hint=f"'{what}'")
     if error.reason == "UNREACHABLE":
@@ -313,25 +315,9 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
-@quire.command()
+@quire.command(cls=RequestCommand)
 @click.argument("prompt")
-@option("--n", default=1, metavar="COUNT", help="Samples of the prompt. They share its blocks.")
-@option("--max-tokens", default=128, metavar="COUNT", help="Most tokens per sample.")
-@option("--temperature", default=1.0, metavar="NUMBER", help="0: always the most probable token.")
-@option("--top-k", default=0, metavar="COUNT", help="Only the k most probable tokens; 0: all.")
-@option("--top-p", default=1.0, metavar="NUMBER", help="Only the most probable tokens that add up to this, in (0, 1].")
-@option("--min-p", default=0.0, metavar="NUMBER", help="Only tokens this times as probable as the best one, 0 to 1.")
-@option("--repetition-penalty", default=1.0, metavar="NUMBER", help="Above 1: tokens that occurred are less probable.")
-@option("--presence-penalty", default=0.0, metavar="NUMBER", help="Above 0: tokens generated before are less probable.")
-@option(
-    "--seed",
-    type=int,
-    metavar="NUMBER",
-    help="Fixes the random numbers. Default: others each time. The text can still differ beside other requests: the "
-    "logits depend on the batch by rounding.",
-)
-@option("--stop", multiple=True, metavar="TEXT", help="End a sample before this text. May be given several times.")
-@option("--logprobs", type=int, metavar="COUNT", help="Log-probabilities: of each token and this many others.")
+@add_flags(REQUEST_FLAGS)
 @option("--json", "as_json", envvar="QUIRE_GENERATE_JSON", is_flag=True, help="Write one JSON object instead of text.")
 @_cachemgr_option
 @_credentials_options
@@ -352,7 +338,7 @@ def generate(
     pool: str,
     tokenizer: str | None,
     otlp_endpoint: str | None,
-    **sampling: Any,
+    **request: Any,
 ) -> None:
     """Generate text after PROMPT, as it comes. A PROMPT of - is read from standard input.
 
@@ -362,14 +348,18 @@ def generate(
       quire generate "Once upon a time" --n 3 --temperature 0.8 --top-k 40 --seed 7
       cat question.txt | quire generate - --temperature 0 --max-tokens 200
       quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
+      quire generate "Is 7 prime?" --choice yes --choice no
+      quire generate "A person:" --json-schema person.json --timeout 10
     """
     _require("client", *(() if otlp_endpoint is None else ("otel",)))
     from quire.client.cli.generate import Target, run_generate
-    from quire.client.engine.sampling import SamplingParams
 
-    params = SamplingParams(**sampling)
     target = Target(cachemgr, worker, pool, tokenizer, credentials)
-    run_generate(_read_prompt(prompt), params, target, as_json=as_json, otlp_endpoint=otlp_endpoint)
+    try:
+        params, cache = request_of(request)
+        run_generate(_read_prompt(prompt), params, cache, target, as_json=as_json, otlp_endpoint=otlp_endpoint)
+    except InvalidRequest as error:
+        raise explain(error, flags=flag_names(request)) from error
 
 
 def _read_prompt(argument: str) -> str:

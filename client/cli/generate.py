@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,11 @@ from quire.client.cli.snapshot import (
     is_silent,
 )
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk, Completion, Sample, complete
+from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import Tracing, otlp_tracing
@@ -61,7 +63,13 @@ class Target:
 
 
 def run_generate(
-    prompt: str, params: SamplingParams, target: Target, *, as_json: bool, otlp_endpoint: str | None = None
+    prompt: str,
+    params: SamplingParams,
+    cache: CacheParams,
+    target: Target,
+    *,
+    as_json: bool,
+    otlp_endpoint: str | None = None,
 ) -> None:
     """Prints the samples; sends traces of it to a collector if there is one, for 2 s after the end at most.
 
@@ -69,11 +77,11 @@ def run_generate(
     asked for without the extra `otel`.
     """
     if otlp_endpoint is None:
-        asyncio.run(_generate(prompt, params, target, None, as_json=as_json))
+        asyncio.run(_generate(prompt, params, cache, target, None, as_json=as_json))
         return
     tracing, provider = otlp_tracing(otlp_endpoint)
     try:
-        asyncio.run(_generate(prompt, params, target, tracing, as_json=as_json))
+        asyncio.run(_generate(prompt, params, cache, target, tracing, as_json=as_json))
     finally:
         # It has no timeout of its own: without a collector it would try for 10 s.
         sending = threading.Thread(target=provider.shutdown, daemon=True)
@@ -82,7 +90,13 @@ def run_generate(
 
 
 async def _generate(
-    prompt: str, params: SamplingParams, target: Target, tracing: Tracing | None, *, as_json: bool
+    prompt: str,
+    params: SamplingParams,
+    cache: CacheParams,
+    target: Target,
+    tracing: Tracing | None,
+    *,
+    as_json: bool,
 ) -> None:
     await _check_services(target)
     # A live display of several samples prints lines above itself.
@@ -93,16 +107,13 @@ async def _generate(
             raise UnreachableError(
                 f"the tokenizer at {engine.model.tokenizer} can't be read here: say where it is, with --tokenizer."
             )
-        async with contextlib.aclosing(engine.generate(prompt, params)) as chunks:
+        async with contextlib.aclosing(engine.generate(prompt, params, cache=cache)) as chunks:
             if as_json:
                 completion = complete(tokenizer.encode(prompt), [chunk async for chunk in chunks])
                 print(json.dumps(_as_json(completion, engine.model.model, tokenizer), ensure_ascii=False))
                 return
             shown = await _show(chunks, params)
-    if params.logprobs is not None:
-        console = Console(highlight=False)
-        for sample in complete((), shown).samples:
-            console.print(_logprob_table(sample, tokenizer, params.n))
+    _print_logprobs(complete((), shown), tokenizer)
 
 
 async def _check_services(target: Target) -> None:
@@ -253,40 +264,54 @@ def _as_json(completion: Completion, model: str, tokenizer: Tokenizer) -> dict[s
     return {
         "model": model,
         "prompt_token_ids": list(completion.prompt_token_ids),
+        **_logprobs_as_json("prompt_logprobs", completion.prompt_logprobs, tokenizer),
         "samples": [_sample_as_json(sample, tokenizer) for sample in completion.samples],
     }
 
 
 def _sample_as_json(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    return {
         "index": sample.index,
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "finish_reason": sample.finish_reason.value,
+        **_logprobs_as_json("logprobs", sample.logprobs, tokenizer),
     }
-    if sample.logprobs is not None:
-        fields["logprobs"] = [
-            {
-                "token_id": entry.token_id,
-                "token": tokenizer.decode([entry.token_id]),
-                "logprob": entry.logprob,
-                "top": [
-                    {"token_id": token_id, "token": tokenizer.decode([token_id]), "logprob": logprob}
-                    for token_id, logprob in entry.top
-                ],
-            }
-            for entry in sample.logprobs
-        ]
-    return fields
 
 
-def _logprob_table(sample: Sample, tokenizer: Tokenizer, count: int) -> Table:
-    title = "log-probabilities" + (f", {sample.index + 1} of {count}" if count > 1 else "")
+def _logprobs_as_json(
+    field: str, entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return the field, if there are log-probabilities; null for the first token of a prompt."""
+
+    def as_json(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token_id, "token": tokenizer.decode([token_id]), "logprob": logprob}
+
+    if entries is None:
+        return {}
+    each = (
+        entry and as_json(entry.token_id, entry.logprob) | {"top": [as_json(*other) for other in entry.top]}
+        for entry in entries
+    )
+    return {field: list(each)}
+
+
+def _print_logprobs(completion: Completion, tokenizer: Tokenizer) -> None:
+    console, count = Console(highlight=False), len(completion.samples)
+    if completion.prompt_logprobs is not None:
+        console.print(_logprob_table("log-probabilities of the prompt", completion.prompt_logprobs, tokenizer))
+    for sample in completion.samples:
+        if sample.logprobs is not None:
+            title = "log-probabilities" + (f", {sample.index + 1} of {count}" if count > 1 else "")
+            console.print(_logprob_table(title, sample.logprobs, tokenizer))
+
+
+def _logprob_table(title: str, entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("token")
     table.add_column("log p", justify="right")
     table.add_column("most probable")
-    for entry in sample.logprobs or ():
+    for entry in filter(None, entries):
         others = Text("  ".join(f"{_quote(tokenizer, token_id)} {value:.2f}" for token_id, value in entry.top))
         table.add_row(Text(_quote(tokenizer, entry.token_id)), f"{entry.logprob:.3f}", others)
     return table

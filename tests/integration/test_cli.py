@@ -223,6 +223,27 @@ def test_log_probabilities(folder: Path, up: str) -> None:
     assert "most probable" in done.stdout
 
 
+def test_log_probabilities_of_the_prompt(folder: Path, up: str) -> None:
+    flags = ("A list of", *GREEDY, "--prompt-logprobs", "2", "--cache-use", "none")
+    answer = generated(folder, up, *flags)
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert [entry["token_id"] for entry in others] == answer["prompt_token_ids"][1:]
+    done = run(folder, "generate", *flags, "--cachemgr", up)
+    assert all(f'"{entry["token"]}"' in done.stdout for entry in others)
+
+
+def test_a_schema_is_followed_and_a_wrong_one_names_its_flag(folder: Path, up: str) -> None:
+    path = folder / "schema.json"
+    path.write_text(json.dumps({"enum": ["a", {"b": 1}], "x-guidance": {"whitespace_flexible": False}}))
+    (sample,) = generated(folder, up, "A list of", "--json-schema", str(path))["samples"]
+    assert json.loads(sample["text"]) in ("a", {"b": 1})
+    path.write_text('{"type": "strng"}')
+    said = refused(run(folder, "generate", "A list of", "--json-schema", str(path), "--cachemgr", up), 2)
+    assert "'--json-schema'" in said
+    assert "Invalid type: strng" in said
+
+
 def test_stop_string(folder: Path, up: str) -> None:
     (whole,) = generated(folder, up, "A list of", *GREEDY)["samples"]
     word = whole["text"].split()[-1]
