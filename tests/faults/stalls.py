@@ -49,12 +49,12 @@ PAUSE_S = 5.0
 MAX_SEQUENCES, MAX_TOKENS = 256, 131_072
 GEOMETRY = {
     "block_size_tokens": 16,
-    "block_count": 1 << 17,
     "max_sequence_count": MAX_SEQUENCES,
     "max_sequence_tokens": MAX_TOKENS,
     "vocabulary_size": 128_256,
 }
 NUM_IDS = 60_000_000
+SALT = b"s"
 Answers = Counter[str]
 
 
@@ -92,20 +92,30 @@ Attack = Callable[[Attacked], Answers]
 
 @dataclass(frozen=True)
 class Case:
+    """An attack; num_blocks is the size of cachemgr's pool, and prepare is called before anything is measured."""
+
     attack: Attack
     answers: frozenset[str]
     max_peak_mib: float
+    num_blocks: int
+    prepare: Callable[[Tenant], None] | None
 
 
 CACHEMGR_CASES: dict[str, Case] = {}
 WORKER_CASES: dict[str, Case] = {}
 
 
-def case(cases: dict[str, Case], *answers: str, max_peak_mib: float = 600) -> Callable[[Attack], Attack]:
+def case(
+    cases: dict[str, Case],
+    *answers: str,
+    max_peak_mib: float = 600,
+    num_blocks: int = 1 << 17,
+    prepare: Callable[[Tenant], None] | None = None,
+) -> Callable[[Attack], Attack]:
     """Put an attack into the cases under its function's name."""
 
     def add(attack: Attack) -> Attack:
-        cases[attack.__name__] = Case(attack, frozenset(answers), max_peak_mib)
+        cases[attack.__name__] = Case(attack, frozenset(answers), max_peak_mib, num_blocks, prepare)
         return attack
 
     return add
@@ -191,6 +201,23 @@ def looks(attacked: Attacked) -> Answers:
     answers = Counter(attacked.ask("ListBlocks", request) for _ in range(5))
     methods = ("AuditPool", "GetStatistics", "ResetPrefixCache") * 3
     return answers + Counter(attacked.send(method, b"", caller="olga") for method in methods)
+
+
+def fill(tenant: Tenant) -> None:
+    """Cache a million blocks under one salt: 128 prompts of 8,190 blocks that begin differently."""
+    for number in range(128):
+        tenant.cache(1, [number, *[1] * (8_190 * 16 - 1)], salt=SALT)
+
+
+@case(CACHEMGR_CASES, "OK", num_blocks=1 << 20, prepare=fill)
+def resets_of_parts_of_a_million_blocks(attacked: Attacked) -> Answers:
+    """Of one prompt with all that continues it, then of the whole salt."""
+    begin = [5, *[1] * 15]
+    scopes = ({"salt": SALT, "token_ids": begin}, {"salt": SALT})
+    return Counter(
+        attacked.ask("ResetPrefixCache", cache_service_pb2.ResetPrefixCacheRequest(pool="p", **scope))
+        for scope in scopes
+    )
 
 
 @case(CACHEMGR_CASES, "stopped")
@@ -306,8 +333,10 @@ def run_on_cachemgr(case: Case) -> Result:
     with tempfile.TemporaryDirectory(prefix="quire-stalls-", dir="/tmp") as name:
         cachemgr = LoneCachemgr(Path(name)).start()
         try:
-            worker = Bookkeeper(cachemgr, "p", epoch=1, **GEOMETRY)
+            worker = Bookkeeper(cachemgr, "p", epoch=1, block_count=case.num_blocks, **GEOMETRY)
             attacker = Tenant.begin(cachemgr, worker, "bob", ttl_s=600)
+            if case.prepare is not None:
+                case.prepare(attacker)
             innocent = Tenant.begin(cachemgr, worker, "alice", ttl_s=TTL_S)
             renewal = cache_service_pb2.RenewLeaseRequest(lease_id=innocent.lease_id)
             pool = cache_service_pb2.GetPoolRequest(pool="p")

@@ -90,6 +90,38 @@ func TestGenerateNamesTheReason(t *testing.T) {
 	}
 }
 
+func TestStructuredFollowsASchema(t *testing.T) {
+	needFleet(t)
+	schema := `{"enum": [{"a": [1, "é"]}], "x-guidance": {"whitespace_flexible": false}}`
+	said := output(t, filepath.Join(examples, "structured"), "-cachemgr", fleet.Cachemgr(), "-pool", "a", "-schema", schema,
+		"The default value is")
+	lines := strings.Split(strings.TrimSpace(said), "\n")
+	if text := lines[len(lines)-1]; text != `{"a":[1,"é"]}` {
+		t.Errorf("%q does not match the schema", text)
+	}
+	logprob := regexp.MustCompile(`^-\d+\.\d{3} ".+"$`)
+	if len(lines) < 4 {
+		t.Fatalf("%q: the prompt's log-probabilities are missing", said)
+	}
+	for _, line := range lines[:len(lines)-1] {
+		if !logprob.MatchString(line) {
+			t.Errorf("%q is no log-probability", line)
+		}
+	}
+	if !strings.HasSuffix(lines[len(lines)-2], `" is"`) {
+		t.Errorf("%q is not of the prompt's last token", lines[len(lines)-2])
+	}
+}
+
+func TestStructuredNamesWhatIsWrong(t *testing.T) {
+	needFleet(t)
+	said, err := exec.Command(filepath.Join(examples, "structured"), "-cachemgr", fleet.Cachemgr(), "-pool", "a",
+		"-schema", `{"type": "strng"}`, "The default").CombinedOutput()
+	if err == nil || !strings.Contains(string(said), "INVALID_ARGUMENT") || !strings.Contains(string(said), "Invalid type: strng") {
+		t.Errorf("%v: %s", err, said)
+	}
+}
+
 func TestRouterSendsPromptsWhereTheirPrefixIs(t *testing.T) {
 	client := needFleet(t)
 	for _, pool := range []string{"a", "b"} {
