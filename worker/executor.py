@@ -86,6 +86,8 @@ class StepResult:
     forward_s: float = 0.0
     sample_s: float = 0.0
     host: HostCopies = field(default_factory=HostCopies)
+    num_copied: int = 0
+    """Blocks copied within the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ class Executor:
         if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
         # Waits for the copies of steps that have some: they are few, and what is launched next may write their blocks.
-        launched.result = replace(launched.result, host=self._host_pool.finish())
+        num_copied = len(grant.copy_source_block_ids)
+        launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
         return launched
 
     def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:

@@ -240,6 +240,7 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
         ),
         offloaded_block_count=result.host.num_offloaded,
         restored_block_count=result.host.num_restored,
+        copied_block_count=result.num_copied,
         grammar_failures=[
             worker_service_pb2.GrammarFailure(sequence_id=failure.seq_id, message=failure.message)
             for failure in result.grammar_failures

@@ -676,6 +676,7 @@ class RunStepResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
@@ -684,6 +685,8 @@ class RunStepResponse(_message.Message):
     """Blocks copied to the host tier."""
     restored_block_count: _builtins.int
     """Blocks copied back from there."""
+    copied_block_count: _builtins.int
+    """Blocks copied within the pool: shared ones that a sequence was to write."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sequences for which a token was sampled, in the grant's order."""
@@ -725,12 +728,13 @@ class RunStepResponse(_message.Message):
         timings: Global___StepTimings | None = ...,
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
+        copied_block_count: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
         grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

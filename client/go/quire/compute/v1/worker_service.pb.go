@@ -1067,6 +1067,8 @@ type RunStepResponse struct {
 	OffloadedBlockCount int32 `protobuf:"varint,6,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
 	// Blocks copied back from there.
 	RestoredBlockCount int32 `protobuf:"varint,7,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
+	// Blocks copied within the pool: shared ones that a sequence was to write.
+	CopiedBlockCount int32 `protobuf:"varint,8,opt,name=copied_block_count,json=copiedBlockCount,proto3" json:"copied_block_count,omitempty"`
 	// Log-probabilities of given tokens, of the runs that asked for some, in the
 	// order of the request's inputs.
 	PromptLogprobs []*PromptLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
@@ -1153,6 +1155,13 @@ func (x *RunStepResponse) GetOffloadedBlockCount() int32 {
 func (x *RunStepResponse) GetRestoredBlockCount() int32 {
 	if x != nil {
 		return x.RestoredBlockCount
+	}
+	return 0
+}
+
+func (x *RunStepResponse) GetCopiedBlockCount() int32 {
+	if x != nil {
+		return x.CopiedBlockCount
 	}
 	return 0
 }
@@ -2022,7 +2031,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xf5\x03\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xa3\x04\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
@@ -2031,7 +2040,8 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\blogprobs\x18\x04 \x03(\v2\x1f.quire.compute.v1.TokenLogprobsR\blogprobs\x127\n" +
 	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
 	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
-	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12I\n" +
+	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12,\n" +
+	"\x12copied_block_count\x18\b \x01(\x05R\x10copiedBlockCount\x12I\n" +
 	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\x12K\n" +
 	"\x10grammar_failures\x18$ \x03(\v2 .quire.compute.v1.GrammarFailureR\x0fgrammarFailures\"\xb1\x01\n" +
 	"\x0ePromptLogprobs\x12\x1f\n" +
