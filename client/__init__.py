@@ -2,13 +2,14 @@
 
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.credentials import Credentials
+from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.caching import CacheParams, CacheUse, Retention
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import Outage
 from quire.client.engine.engine import Engine, EngineStatistics
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.llm import LLM
-from quire.client.engine.outputs import Chunk, Completion, Sample
+from quire.client.engine.outputs import Beam, BeamCompletion, Chunk, Completion, Sample
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
@@ -37,6 +38,9 @@ from quire.client.worker_client import StepAnswer, WorkerApi, WorkerClient
 __all__ = [
     "LLM",
     "AccessDenied",
+    "Beam",
+    "BeamCompletion",
+    "BeamSearchParams",
     "CacheApi",
     "CacheClient",
     "CacheParams",

@@ -1,6 +1,7 @@
 """Make the next plan: decodes, forks, chunks of prompts and admissions, within one step's token budget. Pure."""
 
 from collections import abc
+from itertools import groupby
 
 from quire.client.engine.plans import Admission, Fork, Plan, SchedulerLimits
 from quire.client.engine.policy import Policy, PoolView
@@ -14,6 +15,8 @@ _MAX_PLAN_TOKENS = 262_144
 # Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto), and ids that tell a
 # worker how to sample them.
 _MAX_FORKED_TOKENS = 8_388_608
+# Tokens that one plan appends to sequences (Extends.append_token_ids of the proto).
+_MAX_APPENDED_TOKENS = 262_144
 
 
 class Draft:
@@ -36,6 +39,11 @@ class Draft:
         self._view = view
         self._fresh_id = fresh_id
         self._budget = limits.max_step_tokens
+        self._running: abc.Sequence[Sequence] = queues.running
+        self._places = limits.num_places - queues.num_places_taken
+        self._trims: dict[int, int] = {}
+        self._appended: dict[int, list[int]] = {}
+        self._num_appended = 0
         self._ids: list[int] = []
         self._counts: list[int] = []
         self._forks: list[Fork] = []
@@ -53,9 +61,12 @@ class Draft:
         self._add_chunks(newcomer)
 
     def add_alone(self, suspect: Sequence) -> None:
-        """Ask for one sequence and nothing else."""
+        """Ask for one sequence, or the beams of one group, and nothing else."""
         if suspect.state is SequenceState.WAITING:
             self._add_newcomer(suspect)
+        elif suspect.group is not None:
+            self._running = suspect.group.running
+            self.add_running(None)
         elif suspect.seq_id is not None:
             self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
 
@@ -67,9 +78,11 @@ class Draft:
             release_ids=released,
             expected_back_s={seq_id: hints[seq_id] for seq_id in released if seq_id in hints} if hints else {},
             offload_ids=tuple(offload_ids),
+            trims=self._trims,
             forks=tuple(self._forks),
             extend_ids=tuple(self._ids),
             extend_counts=tuple(self._counts),
+            appended=self._appended,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
             admission_token_budget=self._budget if newcomers else 0,
@@ -80,8 +93,9 @@ class Draft:
     def _reserve_of(self, newcomers: list[int]) -> int:
         if not newcomers or self._queues.suspects:
             return 0
-        last = self._sequences[newcomers[-1]]
-        return self._policy.reserve(last, num_beside=len(newcomers) - 1, view=self._view)
+        sequences = [self._sequences[seq_id] for seq_id in newcomers]
+        num_copies = sum(sequence.num_places - 1 for sequence in sequences)
+        return num_copies + self._policy.reserve(sequences[-1], num_beside=len(sequences) - 1, view=self._view)
 
     def _extend(self, seq_id: int, sequence: Sequence, count: int) -> None:
         self._ids.append(seq_id)
@@ -89,59 +103,94 @@ class Draft:
         self._sequences[seq_id] = sequence
         self._budget -= count
 
+    def _append(self, seq_id: int, token_ids: list[int]) -> bool:
+        """Append tokens to a sequence that is to be extended. False if the plan has no room for so many."""
+        limit = max(_MAX_APPENDED_TOKENS, self._limits.max_sequence_tokens)
+        if self._num_appended + len(token_ids) > limit:
+            return False
+        if token_ids:
+            self._num_appended += len(token_ids)
+            self._appended[seq_id] = token_ids
+        return True
+
+    def _tell(self, sequence: Sequence) -> bool:
+        """Put the tokens that were chosen of a running sequence in place of the one that it sampled."""
+        count = sequence.num_untold_tokens
+        if not count:
+            return True
+        seq_id, num_kept = id_of(sequence), len(sequence.token_ids) - count
+        if not self._append(seq_id, sequence.token_ids[num_kept:]):
+            return False
+        self._trims[seq_id] = num_kept
+        return True
+
     def _add_decodes(self) -> None:
-        ready = [sequence for sequence in self._queues.running if sequence.num_schedulable_tokens == 1]
+        ready = [sequence for sequence in self._running if sequence.num_schedulable_tokens == 1]
         del ready[self._budget :]
+        if self._queues.groups:
+            ready = [sequence for sequence in ready if self._tell(sequence)]
         self._ids = [id_of(sequence) for sequence in ready]
         self._counts = [1] * len(ready)
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)
 
     def _add_chunks(self, newcomer: Sequence | None) -> None:
-        prompts = [sequence for sequence in self._queues.running if sequence.num_schedulable_tokens > 1]
+        prompts = [sequence for sequence in self._running if sequence.num_schedulable_tokens > 1]
         if not prompts or not self._budget:
             return
         counts = self._policy.divide(prompts, newcomer, budget=self._budget)
         for index, (sequence, count) in enumerate(zip(prompts, counts, strict=True)):
             least = 0 if index else 1  # the first in rank goes on, with any policy
             count = min(max(count, least), sequence.num_schedulable_tokens, self._budget)
-            if count:
+            if count and self._tell(sequence):
                 self._extend(id_of(sequence), sequence, count)
 
     def _add_forks(self) -> None:
         if not self._queues.followers:
             return
-        places = self._limits.num_places - len(self._queues.running)
         num_left = max(_MAX_FORKED_TOKENS, self._limits.max_sequence_tokens)
-        for parent in self._queues.running:
-            followers = self._queues.followers.get(parent, [])
-            if not followers:
-                continue
-            num_each = parent.num_prompt_tokens + followers[0].num_sent_ids
-            children = followers[
-                : max(
-                    0, min(places, self._budget, num_left // num_each if self._forks else max(1, num_left // num_each))
-                )
-            ]
-            if not children or parent.num_scheduled_tokens < parent.num_prompt_tokens:
-                continue
-            if not self._policy.admits(children[0], self._view):
-                return
-            places -= len(children)
-            num_left -= len(children) * num_each
-            child_ids = tuple(self._fresh_id() for _ in children)
-            self._forks.append(Fork(id_of(parent), child_ids, parent.num_prompt_tokens))
-            for child_id, child in zip(child_ids, children, strict=True):
-                self._extend(child_id, child, 1)
+        for parent in self._running:
+            for num_tokens, children in groupby(self._queues.followers.get(parent, ()), key=_fork_point):
+                if parent.num_scheduled_tokens < num_tokens:
+                    continue
+                siblings = list(children)
+                num_each = num_tokens + siblings[0].num_sent_ids
+                num_most = num_left // num_each
+                siblings = siblings[: num_most if self._forks else max(1, num_most)]
+                if siblings and not self._may_fork(siblings[0]):
+                    return
+                num_left -= num_each * self._fork(parent, siblings, num_tokens)
+
+    def _may_fork(self, child: Sequence) -> bool:
+        return child.group is not None or self._policy.admits(child, self._view)
+
+    def _fork(self, parent: Sequence, children: abc.Iterable[Sequence], num_tokens: int) -> int:
+        """Fork children and run them, as far as places and budget go; returns how many."""
+        child_ids = []
+        for child in children:
+            place = 1 if child.group is None else 0  # beams have places that are kept for them
+            if self._places < place or not self._budget:
+                break
+            child_id = self._fresh_id()
+            if not self._append(child_id, child.token_ids[num_tokens:]):
+                break
+            self._places -= place
+            child_ids.append(child_id)
+            self._extend(child_id, child, min(self._budget, len(child.token_ids) - num_tokens + 1))
+        if child_ids:
+            self._forks.append(Fork(id_of(parent), tuple(child_ids), num_tokens))
+        return len(child_ids)
 
     def add_newcomers(self) -> None:
         """Offer sequences that wait, in order of rank, as far as budget and places go."""
-        num_forked = sum(len(fork.child_ids) for fork in self._forks)
-        places = self._limits.num_places - len(self._queues.running) - num_forked
         # Prompts are offered until what they will probably compute fills the budget; cachemgr, which knows what is
         # cached, cuts the last one.
         budget, num_given = float(self._budget), 0
+        places = self._places
         for sequence in self._queues.waiting[: max(0, places)]:
+            places -= sequence.num_places
+            if places < 0:
+                return
             num_given += sequence.num_sent_ids + (len(sequence.token_ids) if sequence.host_id is None else 0)
             if num_given > _MAX_PLAN_TOKENS and (self._admissions or self._restores):
                 return
@@ -182,3 +231,7 @@ class Draft:
         if newcomer.host_id is not None:
             return num_tokens - newcomer.num_host_tokens
         return num_tokens * (1.0 - self._room.cached_ratio) if newcomer.cache_params.reads_cache else num_tokens
+
+
+def _fork_point(child: Sequence) -> int:
+    return child.num_forked_tokens

@@ -27,20 +27,21 @@ import time
 from collections import abc, deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from quire.cache.v1.cache_service_pb2 import PlanStepRequest
 from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
-from quire.client.engine.outputs import Chunk, Completion
+from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.policy import Policy
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
@@ -65,6 +66,8 @@ from quire.client.worker_client import StepAnswer, WorkerClient
 from quire.compute.v1 import worker_service_pb2
 from quire.serving.runtime_folder import default_cachemgr
 
+Answer = TypeVar("Answer")
+
 _log = logging.getLogger(__name__)
 _MAX_STEPS_IN_FLIGHT = 2
 # A plan that is not answered within this time is asked again while steps in flight are taken.
@@ -81,6 +84,7 @@ class EngineStatistics:
     schedule_s    the scheduler and building messages
     wait_s        waiting for steps' tokens
     deliver_s     texts and mailboxes
+    copied_blocks    within the pool, by forks: shared blocks that were to be written
     offloaded_bytes, restored_bytes    copied to the pool's host tier, and back
     prefill_tokens_per_s, copy_bytes_per_s    by what preempted sequences are kept there or computed again: of late
     """
@@ -93,6 +97,7 @@ class EngineStatistics:
     schedule_s: float
     wait_s: float
     deliver_s: float
+    copied_blocks: int
     offloaded_bytes: int
     restored_bytes: int
     prefill_tokens_per_s: float
@@ -107,6 +112,7 @@ class _Counters:
     schedule_s: float = 0.0
     wait_s: float = 0.0
     deliver_s: float = 0.0
+    copied_blocks: int = 0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
 
@@ -304,7 +310,7 @@ class Engine:
         many tokens it has given out, in delivered_token_counts. Work begins with the first item asked for; closing the
         iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
-        wanted, caching = params_of(params, fields), cache_params_of(cache)
+        wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
         return self._requests.generate(*self._requests.check(prompt, wanted), caching)
 
     async def complete(
@@ -323,17 +329,32 @@ class Engine:
         Raises what generate raises; then the other prompts are cancelled.
         """
         several, caching = prompts_of(prompts), cache_params_of(cache)
-        each = [params_of(one, fields) for one in one_for_each(params, len(several))]
+        each = [params_of(one, fields, SamplingParams) for one in one_for_each(params, len(several))]
         checked = [self._requests.check(prompt, wanted) for prompt, wanted in zip(several, each, strict=True)]
-        tasks = [
-            asyncio.create_task(self._requests.complete(token_ids, wanted, caching)) for token_ids, wanted in checked
+        return await _all_or_none(self._requests.complete(token_ids, wanted, caching) for token_ids, wanted in checked)
+
+    async def beam_search(
+        self,
+        prompts: Prompt | abc.Iterable[Prompt],
+        params: BeamSearchParams | abc.Sequence[BeamSearchParams] | None = None,
+        *,
+        cache: CacheParams | None = None,
+        **fields: Any,
+    ) -> list[BeamCompletion]:
+        """The most probable texts behind all prompts, in the prompts' order: docs/sampling.md, Beam search.
+
+        Arguments are those of complete, but for params and fields, which are those of BeamSearchParams. Raises what
+        complete raises. Nothing is given out before a search has ended.
+        """
+        several, caching = prompts_of(prompts), cache_params_of(cache)
+        each = [params_of(one, fields, BeamSearchParams) for one in one_for_each(params, len(several))]
+        checked = [
+            (self._requests.check_beams(prompt, wanted, caching), wanted)
+            for prompt, wanted in zip(several, each, strict=True)
         ]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await _all_or_none(
+            self._requests.search_beams(token_ids, wanted, caching) for token_ids, wanted in checked
+        )
 
     def statistics(self) -> EngineStatistics:
         """Present numbers and counters."""
@@ -347,6 +368,7 @@ class Engine:
             schedule_s=counters.schedule_s,
             wait_s=counters.wait_s,
             deliver_s=counters.deliver_s,
+            copied_blocks=counters.copied_blocks,
             offloaded_bytes=counters.offloaded_bytes,
             restored_bytes=counters.restored_bytes,
             prefill_tokens_per_s=self._scheduler.costs.prefill.per_s,
@@ -500,6 +522,7 @@ class Engine:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
         self._requests.take_prompt_logprobs(step, response)
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
+        self._requests.choose(sampled, response, ended)
         self._undelivered.append((sampled, response, ended))
         if step.seq_ids:
             self._counters.computed_steps += 1
@@ -513,6 +536,7 @@ class Engine:
         if 2 * sum(count for count in step.counts if count > 1) > num_tokens:
             self._scheduler.costs.prefill.observe(num_tokens, seconds["forward_s"] + seconds["sample_s"])
         block_bytes = self._scheduler.limits.block_bytes
+        self._counters.copied_blocks += response.copied_block_count
         offloaded, restored = response.offloaded_block_count, response.restored_block_count
         self._counters.offloaded_bytes += offloaded * block_bytes
         self._counters.restored_bytes += restored * block_bytes
@@ -658,6 +682,17 @@ class Engine:
             if source is not None:
                 raise
             _log.warning("no tokenizer, so no text: %s", error)
+
+
+async def _all_or_none(work: abc.Iterable[abc.Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """What all of these return; if one raises, the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float]:

@@ -97,7 +97,8 @@ class FairShares:
     def _cost_of(self, sequence: Sequence) -> float:
         """Return the tokens that a sequence will probably compute; samples of one prompt share it."""
         prompt = 0 if sequence.index else sequence.num_prompt_tokens
-        return prompt + min(float(sequence.max_tokens), max(1.0, self._mean_output))
+        most = sequence.max_tokens if sequence.group is None else sequence.group.max_tokens
+        return prompt + sequence.num_places * min(float(most), max(1.0, self._mean_output))
 
 
 class Loads:

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.engine import Engine, EngineOptions
-from quire.client.engine.outputs import Completion
+from quire.client.engine.outputs import BeamCompletion, Completion
 from quire.client.engine.requests import Prompt
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import EngineStopped
@@ -109,10 +110,22 @@ class LLM:
 
         Ctrl-C cancels these prompts and raises KeyboardInterrupt; the next call works.
         """
+        return self._thread.run(self._engine().complete(prompts, params, **fields))
+
+    def beam_search(
+        self,
+        prompts: Prompt | abc.Iterable[Prompt],
+        params: BeamSearchParams | abc.Sequence[BeamSearchParams] | None = None,
+        **fields: Any,
+    ) -> list[BeamCompletion]:
+        """Return the most probable texts behind all prompts. Arguments and errors are those of Engine.beam_search."""
+        return self._thread.run(self._engine().beam_search(prompts, params, **fields))
+
+    def _engine(self) -> Engine:
         engine = self._thread.engine
         if engine is None or not self._close.alive:
             raise EngineStopped("the engine is closed")
-        return self._thread.run(engine.complete(prompts, params, **fields))
+        return engine
 
     def close(self) -> None:
         """Give the lease back and end the thread. Doing it twice is fine."""

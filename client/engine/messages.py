@@ -19,6 +19,7 @@ from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS
 _ITEMS = {
     cache_service_pb2.PLAN_ITEM_OFFLOAD: PlanItem.OFFLOAD,
     cache_service_pb2.PLAN_ITEM_RESTORE: PlanItem.RESTORE,
+    cache_service_pb2.PLAN_ITEM_TRIM: PlanItem.TRIM,
     cache_service_pb2.PLAN_ITEM_FORK: PlanItem.FORK,
     cache_service_pb2.PLAN_ITEM_EXTEND: PlanItem.EXTEND,
     cache_service_pb2.PLAN_ITEM_ADMISSION: PlanItem.ADMISSION,
@@ -44,6 +45,7 @@ def limits_of(
         vocabulary_size=geometry.vocabulary_size,
         num_host_blocks=geometry.host_block_count,
         block_bytes=geometry.block_bytes,
+        has_recurrent_state=geometry.has_recurrent_state,
     )
 
 
@@ -56,18 +58,30 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         release_sequence_ids=plan.release_ids,
         return_hints=[_encode_hint(seq_id, seconds) for seq_id, seconds in plan.expected_back_s.items()],
         offload_sequence_ids=plan.offload_ids,
+        trim_sequence_ids=plan.trims.keys(),
+        trim_token_counts=plan.trims.values(),
         forks=[
             cache_service_pb2.Fork(
                 parent_sequence_id=fork.parent_id, child_sequence_ids=fork.child_ids, token_count=fork.num_tokens
             )
             for fork in plan.forks
         ],
-        extends=cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts),
+        extends=_encode_extends(plan),
         restores=[cache_service_pb2.Restore(sequence_id=seq_id) for seq_id in plan.restore_ids],
         admissions=map(_encode_admission, plan.admissions),
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
     )
+
+
+def _encode_extends(plan: Plan) -> cache_service_pb2.Extends:
+    message = cache_service_pb2.Extends(sequence_ids=plan.extend_ids, token_counts=plan.extend_counts)
+    if plan.appended:
+        for seq_id in plan.extend_ids:
+            token_ids = plan.appended.get(seq_id, ())
+            message.append_token_counts.append(len(token_ids))
+            message.append_token_ids.extend(token_ids)
+    return message
 
 
 def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:

@@ -1,7 +1,8 @@
 """What callers get, and how a sample's tokens become it. Pure but for the tokenizer it is given."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sequence import FinishReason
@@ -60,6 +61,41 @@ class Completion:
         return self.samples[0].token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One result of a beam search.
+
+    score               what beams are compared by: cumulative_logprob, divided by the number of token_ids to the power
+                        of length_penalty
+    cumulative_logprob  the sum of the tokens' log-probabilities
+    token_ids           every token generated, an end token included
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    cumulative_logprob: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCompletion:
+    """The n best beams of one prompt, the best first."""
+
+    prompt_token_ids: tuple[int, ...]
+    beams: tuple[Beam, ...]
+
+    @property
+    def text(self) -> str:
+        """The best beam's text."""
+        return self.beams[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The best beam's tokens."""
+        return self.beams[0].token_ids
+
+
 class SampleText:
     """The text of one sample while it grows."""
 
@@ -97,6 +133,12 @@ class SampleText:
         else:
             text = self._stop.push(text)
         return text if finish_reason is None else text + self.flush()
+
+    def whole(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
+        """Return the text of all tokens of a sample that has ended, when none was taken before."""
+        last = len(token_ids) - 1
+        pieces = [self.push(each, finish_reason if i == last else None) for i, each in enumerate(token_ids)]
+        return "".join(pieces)
 
     def flush(self) -> str:
         """Return the text that was held back, since the sample has ended."""
@@ -161,6 +203,30 @@ class Mailbox:
             chunks[0] = replace(chunks[0], prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = None
         return chunks
+
+
+def best_of(completion: Completion, count: int, *, has_logprobs: bool) -> list[Chunk]:
+    """The samples with the highest log-probability per token as whole chunks, the best first, numbered from 0.
+
+    The samples of the completion have log-probabilities, which are left out again without has_logprobs.
+    """
+    ranked = sorted(completion.samples, key=lambda sample: -_mean_logprob(sample))
+    return [
+        Chunk(
+            index=index,
+            text=sample.text,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs if has_logprobs else None,
+            finish_reason=sample.finish_reason,
+            prompt_logprobs=None if index else completion.prompt_logprobs,
+        )
+        for index, sample in enumerate(ranked[:count])
+    ]
+
+
+def _mean_logprob(sample: Sample) -> float:
+    logprobs = [entry.logprob for entry in sample.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else -inf
 
 
 def complete(prompt_token_ids: Iterable[int], chunks: Iterable[Chunk]) -> Completion:

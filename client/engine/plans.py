@@ -28,6 +28,7 @@ class SchedulerLimits:
     max_stalls               plans without a run, one after the other, before the only running sequence gives way
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              what a copy of a block moves
+    has_recurrent_state      the model keeps a state per sequence: no prefix is shared, and no beam can be forked again
     """
 
     max_step_tokens: int
@@ -40,10 +41,11 @@ class SchedulerLimits:
     max_stalls: int = 20
     num_host_blocks: int = 0
     block_bytes: int = 0
+    has_recurrent_state: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            least = 0 if name in ("num_host_blocks", "block_bytes") else 1
+            least = 0 if name in ("num_host_blocks", "block_bytes", "has_recurrent_state") else 1
             if getattr(self, name) < least:
                 raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
 
@@ -62,6 +64,7 @@ class PlanItem(Enum):
     """The kind of an item of a plan."""
 
     OFFLOAD = "offload"
+    TRIM = "trim"
     FORK = "fork"
     EXTEND = "extend"
     RESTORE = "restore"
@@ -92,15 +95,21 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The request for the next step. extend_ids and extend_counts are parallel; sequences maps ids to sequences."""
+    """The request for the next step. extend_ids and extend_counts are parallel; sequences maps ids to sequences.
+
+    trims       tokens to keep, by id
+    appended    tokens that the engine chose, by the id of a sequence that is extended
+    """
 
     release_ids: tuple[int, ...] = ()
     expected_back_s: abc.Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Of those released, the ones of which it is known when they come back: in so many seconds, or never."""
     offload_ids: tuple[int, ...] = ()
+    trims: abc.Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     forks: tuple[Fork, ...] = ()
     extend_ids: tuple[int, ...] = ()
     extend_counts: tuple[int, ...] = ()
+    appended: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
     restore_ids: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     admission_token_budget: int = 0

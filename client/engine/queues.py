@@ -8,6 +8,7 @@
 
     releases    ids that the next plans give back, and when their tokens will be asked for again, if that was said
     offloads    ids that the next plan moves to the host tier
+    groups      of beams
 
 A method moves a sequence and its id together, so an id is held, released or offloaded, and never lost. Which sequence
 moves, and when, is decided by the scheduler.
@@ -16,7 +17,7 @@ moves, and when, is decided by the scheduler.
 from bisect import bisect_right, insort
 from collections import abc
 
-from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 
 # The states in which a sequence may have blocks in the host tier.
 _AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
@@ -54,6 +55,7 @@ class Queues:
         self.suspects: list[Sequence] = []  # by rank; of any state
         self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
         self.offloads: dict[int, Sequence] = {}
+        self.groups: set[BeamGroup] = set()
         self.expected_back_s: dict[int, float] = {}  # of ids to be released, those whose sequence has ended
 
     @property
@@ -66,13 +68,19 @@ class Queues:
         """Blocks that the next plans give back, at most."""
         return sum(self.releases.values()) + sum(map(self.blocks_of, self.offloads.values()))
 
+    @property
+    def num_places_taken(self) -> int:
+        """Places of what runs, and those kept for the beams to come of groups that run."""
+        return len(self.running) + sum(group.num_places_kept for group in self.groups)
+
     def blocks_of(self, sequence: Sequence) -> int:
         """Blocks that a sequence's release gives back, at most."""
         return sequence.num_blocks(self.block_size)
 
     def below(self, needy: Sequence) -> list[Sequence]:
-        """Running sequences below this one in rank."""
-        return self.running[bisect_right(self.running, needy.rank, key=by_rank) :]
+        """Running sequences below this one in rank; of a beam, but those of its own group."""
+        lower = self.running[bisect_right(self.running, needy.rank, key=by_rank) :]
+        return lower if needy.group is None else [other for other in lower if other.group is not needy.group]
 
     # Moves.
 
@@ -82,6 +90,8 @@ class Queues:
         self.queue(first)
         if others:
             self.followers[first] = others
+        if first.group is not None:
+            self.groups.add(first.group)
 
     def queue(self, sequence: Sequence) -> None:
         """Put a sequence, whose state is WAITING, in line."""
@@ -108,8 +118,30 @@ class Queues:
         follower.move(SequenceState.WAITING)
         self.queue(follower)
 
+    def follow(self, child: Sequence, parent: Sequence) -> None:
+        """Let a new beam, whose state is FOLLOWING, follow the one that it is forked from."""
+        self.followers.setdefault(parent, []).append(child)
+
+    def regroup(self, group: BeamGroup) -> None:
+        """Take all beams of a group out of the pool. The first in rank waits; the others follow it.
+
+        So a group has one place in line, and its beams come back with the blocks that they share.
+        """
+        leader = group.leader
+        for beam in group.members:
+            self._leave(beam)
+            beam.forget()
+        self.queue(leader)
+        for beam in group.members:
+            if beam is not leader:
+                beam.follow(leader)
+                self.follow(beam, leader)
+
     def preempt(self, sequence: Sequence, *, is_offloaded: bool) -> None:
         """Take a running sequence out of the pool; its blocks are released, or kept in the host tier."""
+        if sequence.group is not None:
+            self.regroup(sequence.group)
+            return
         seq_id = id_of(sequence)
         self._leave(sequence)
         sequence.preempt(is_offloaded=is_offloaded)
@@ -131,7 +163,10 @@ class Queues:
         return reason
 
     def readmit(self, sequence: Sequence) -> None:
-        """Give up what a sequence has computed; it waits with its known tokens."""
+        """Give up what a sequence, or its group, has computed; it waits with its known tokens."""
+        if sequence.group is not None:
+            self.regroup(sequence.group)
+            return
         self._leave(sequence)
         self.leave_host(sequence)
         sequence.forget()
@@ -160,10 +195,18 @@ class Queues:
         self._leave(sequence)
         self.leave_host(sequence)
         sequence.finish(reason)
+        self._leave_group(sequence)
         if sequence in self.suspects:
             self.suspects.remove(sequence)
         for follower in self.followers.pop(sequence, ()):
             self.wait_alone(follower)
+
+    def _leave_group(self, beam: Sequence) -> None:
+        if beam.group is None:
+            return
+        beam.group.members.remove(beam)
+        if not beam.group.members:
+            self.groups.discard(beam.group)
 
     def hint_return(self, sequence: Sequence, seq_id: int | None) -> None:
         """Say with the release of an ended sequence's id when its tokens will be asked for again, if that is known."""
@@ -172,6 +215,8 @@ class Queues:
 
     def forget_pool(self) -> None:
         """Let all sequences that ran wait with their known tokens: no id stands for anything any more."""
+        for group in self.groups:
+            self.regroup(group)
         self.releases.clear()
         self.expected_back_s.clear()
         self.offloads.clear()
@@ -192,7 +237,9 @@ class Queues:
         sequence.host_id = None
 
     def suspect(self, sequence: Sequence) -> None:
-        """Let a sequence run alone until it is past its present place."""
+        """Let a sequence, or its group, run alone until it is past its present place."""
+        if sequence.group is not None:
+            sequence = sequence.group.leader
         until = max(sequence.num_scheduled_tokens, len(sequence.token_ids))
         sequence.suspect_until = max(until, sequence.suspect_until or 0)
         self.readmit(sequence)
@@ -248,6 +295,11 @@ class Queues:
         suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
         require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
+        beams = [beam for group in self.groups for beam in group.members]
+        require(set(beams) == {s for s in living if s.group is not None}, "who lives in a group is one of its beams")
+        for group in self.groups:
+            require(len(group.members) <= group.width, "a group has no more beams than its width")
+            require(sum(s.state is SequenceState.WAITING for s in group.members) <= 1, "one of a group is in line")
         ids = [id_of(sequence) for sequence in self.running]
         require(len(set(ids)) == len(ids), "an id stands for one sequence")
         require(not set(ids) & self.releases.keys(), "what runs is not released")

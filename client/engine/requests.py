@@ -8,19 +8,29 @@ import time
 from collections import abc
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.client.engine.backlog import Backlog
+from quire.client.engine.beam import BeamSearch, BeamSearchParams
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.metrics import Measured, RequestTimes
-from quire.client.engine.outputs import Chunk, Completion, Mailbox, SampleText, complete
+from quire.client.engine.outputs import (
+    Beam,
+    BeamCompletion,
+    Chunk,
+    Completion,
+    Mailbox,
+    SampleText,
+    best_of,
+    complete,
+)
 from quire.client.engine.plans import Failed, Sampled, Step
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
 from quire.client.errors import (
@@ -35,6 +45,7 @@ from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import leaves_token
 
 Prompt = str | abc.Sequence[int]
+Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +54,7 @@ class Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
     __slots__ = (
-        *("error", "mailbox", "news", "open", "prompt_logprobs", "sequences", "span"),
+        *("error", "first", "mailbox", "news", "open", "prompt_logprobs", "sequences", "span"),
         *("texts", "timer", "times", "waits"),
     )
 
@@ -57,6 +68,7 @@ class Request:
         has_logprobs: bool,
     ) -> None:
         self.sequences = sequences
+        self.first = sequences[0]
         self.span = span
         self.texts = texts
         self.times = times
@@ -73,6 +85,19 @@ class Request:
         self.error = self.error or error
         self.news.set()
 
+    def outcome(self) -> tuple[int, list[FinishReason | None]]:
+        """Return the generated tokens of all samples, and why each has ended."""
+        num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in self.sequences)
+        return num_tokens, [sequence.finish_reason for sequence in self.sequences]
+
+    def time_out(self) -> None:
+        """End the samples that are open with what they have."""
+        for index in sorted(self.open):
+            text = self.texts[index].flush()
+            self.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
+        self.open.clear()
+        self.news.set()
+
     async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
         delivered = [0] * len(self.sequences)
         while self.open or self.news.is_set():
@@ -83,6 +108,39 @@ class Request:
                 yield chunk
             if self.error is not None:
                 raise after_delivery(self.error, delivered)
+
+
+class BeamRequest(Request):
+    """A caller's beam search. It has no samples: nothing of it is given out before it has ended."""
+
+    __slots__ = ("group", "has_ended", "search")
+
+    def __init__(self, group: BeamGroup, search: BeamSearch, times: RequestTimes, span: RequestSpan | None) -> None:
+        super().__init__(group.members, [], times, span, has_logprobs=False)
+        self.open.clear()
+        self.group = group
+        self.search = search
+        self.has_ended = False
+
+    def outcome(self) -> tuple[int, list[FinishReason | None]]:
+        best = self.search.best() if self.has_ended else []
+        return sum(len(ended.token_ids) for ended in best), [ended.finish_reason for ended in best]
+
+    def end(self) -> None:
+        self.has_ended = True
+        self.news.set()
+
+    def time_out(self) -> None:
+        self.search.stop([beam.output_token_ids for beam in self.sequences], FinishReason.TIMEOUT)
+        self.end()
+
+    async def wait(self, num_beams: int) -> None:
+        """Wait for the end of the search. Raises its error."""
+        while not self.has_ended and self.error is None:
+            await self.news.wait()
+            self.news.clear()
+        if self.error is not None:
+            raise after_delivery(self.error, [0] * num_beams)
 
 
 class Requests:
@@ -148,6 +206,19 @@ class Requests:
         self._check_choice(params)
         return token_ids, params
 
+    def check_beams(self, prompt: Prompt, params: BeamSearchParams, cache: CacheParams) -> list[int]:
+        """The prompt's tokens, if the beam search can be served. Raises InvalidRequest, or EngineStopped."""
+        if self._stopped is not None:
+            raise self._stopped
+        num_ends = len(self._ends_of(params))
+        if params.beam_width + num_ends > self._max_logprobs:
+            most = self._max_logprobs - num_ends
+            limit = f"at most {most}: the worker's max_logprob_count, {self._max_logprobs}, less {num_ends} end tokens"
+            raise InvalidRequest.of_field("beam_width", params.beam_width, limit)
+        token_ids = self._token_ids(prompt)
+        self._scheduler.check_beams(token_ids, params, cache)
+        return token_ids
+
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Parameters whose bad words are all token ids."""
         texts = [word for word in params.bad_words if isinstance(word, str)]
@@ -171,7 +242,7 @@ class Requests:
             field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
             raise InvalidRequest.of_field(field, "no token that can be chosen", "at least one that can")
 
-    def _ends_of(self, params: SamplingParams) -> frozenset[int]:
+    def _ends_of(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         """The tokens at which a sample ends."""
         ends = frozenset(params.stop_token_ids)
         return ends if params.ignore_eos else ends | frozenset(self._end_token_ids)
@@ -187,6 +258,10 @@ class Requests:
         self, token_ids: list[int], params: SamplingParams, cache: CacheParams
     ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here."""
+        if params.best_of is not None:
+            for chunk in await self._generate_best(token_ids, params, cache):
+                yield chunk
+            return
         if params.grammar is not None:
             await self._check_grammar(params.grammar)
         request_id, request = self._submit(token_ids, params, cache)
@@ -195,37 +270,61 @@ class Requests:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            self._open.pop(request_id, None)
-            self._wait_no_longer(request)
-            if request.timer is not None:
-                request.timer.cancel()
-            self._end_measuring(request)
-            if self._stopped is None:
-                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
+            self._close(request_id, request)
+
+    async def _generate_best(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> list[Chunk]:
+        """The n best of best_of samples, which have ended."""
+        logprobs = 0 if params.logprobs is None else params.logprobs
+        every = replace(params, n=params.best_of or params.n, best_of=None, logprobs=logprobs)
+        try:
+            completion = await self.complete(token_ids, every, cache)
+        except QuireError as error:
+            raise after_delivery(error, [0] * params.n) from error.__cause__
+        return best_of(completion, params.n, has_logprobs=params.logprobs is not None)
+
+    async def search_beams(self, token_ids: list[int], params: BeamSearchParams, cache: CacheParams) -> BeamCompletion:
+        """The best beams of a checked search; cancelling the task cancels it."""
+        request_id, request = self._submit_beams(token_ids, params, cache)
+        try:
+            await request.wait(params.n)
+        finally:
+            self._close(request_id, request)
+        beams = []
+        for ended in request.search.best():
+            try:
+                text = self._text_of(token_ids, request.first.params).whole(ended.token_ids, ended.finish_reason)
+            except Exception as error:  # the tokenizer's, about this text
+                raise _undeliverable(error) from error
+            beams.append(Beam(text, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
+            await asyncio.sleep(0)  # a long text takes a while, and the engine goes on
+        return BeamCompletion(tuple(token_ids), tuple(beams))
+
+    def _close(self, request_id: int, request: Request) -> None:
+        self._open.pop(request_id, None)
+        self._wait_no_longer(request)
+        if request.timer is not None:
+            request.timer.cancel()
+        self._end_measuring(request)
+        if self._stopped is None:
+            self._scheduler.end(request.sequences, FinishReason.CANCELLED)
 
     def _wait_no_longer(self, request: Request) -> None:
         if request.waits:
             request.waits = False
-            first = request.sequences[0]
-            self._backlog.leave(first.tenant, first.num_prompt_tokens)
+            self._backlog.leave(request.first.tenant, request.first.num_prompt_tokens)
 
     def _time_out(self, request: Request) -> None:
         """End a request whose time is over; its caller gets what there is."""
         if self._stopped is not None or request.error is not None:
             return
+        request.time_out()
         self._scheduler.end(request.sequences, FinishReason.TIMEOUT)
         request.times.close(FinishReason.TIMEOUT)
-        for index in sorted(request.open):
-            text = request.texts[index].flush()
-            request.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
-        request.open.clear()
-        request.news.set()
 
     def _end_measuring(self, request: Request) -> None:
         request.times.close(FinishReason.CANCELLED if request.error is None else FinishReason.FAILED)
         if request.span is not None:
-            num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in request.sequences)
-            reasons = [sequence.finish_reason for sequence in request.sequences]
+            num_tokens, reasons = request.outcome()
             request.span.end(num_tokens=num_tokens, reasons=reasons, error=request.error)
 
     async def complete(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> Completion:
@@ -238,41 +337,70 @@ class Requests:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
         # Before the scheduler takes the request: what raises here leaves nothing behind.
-        texts = [
-            SampleText(
-                self.tokenizer.detokenizer(token_ids, skip_special_tokens=params.skip_special_tokens)
-                if self.tokenizer
-                else None,
-                params.stop,
-                keep_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-            for _ in range(params.n)
-        ]
-        self._backlog.enter(params.tenant, len(token_ids))
-        try:
+        texts = [self._text_of(token_ids, params) for _ in range(params.n)]
+        with self._entering(params.tenant, len(token_ids)):
             sequences = self._scheduler.add(
                 token_ids, params, end_token_ids=self._end_token_ids, seed=seed, cache=cache
             )
+        times, span = self._measure(params, num_prompt_tokens=len(token_ids), num_samples=len(sequences))
+        request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
+        request.prompt_logprobs = sequences[0].prompt_logprobs
+        return self._begin(request, params.timeout_s), request
+
+    def _submit_beams(
+        self, token_ids: list[int], params: BeamSearchParams, cache: CacheParams
+    ) -> tuple[int, BeamRequest]:
+        if self._stopped is not None:
+            raise _copy_of(self._stopped)
+        ends = self._ends_of(params)
+        with self._entering(params.tenant, len(token_ids)):
+            group = self._scheduler.add_beams(token_ids, params, end_token_ids=ends, cache=cache)
+        sampling = group.members[0].params
+        times, span = self._measure(sampling, num_prompt_tokens=len(token_ids), num_samples=1)
+        search = BeamSearch(params, max_tokens=group.max_tokens, end_token_ids=ends)
+        request = BeamRequest(group, search, times, span)
+        return self._begin(request, params.timeout_s), request
+
+    def _text_of(self, token_ids: list[int], params: SamplingParams) -> SampleText:
+        """The text that is to follow a prompt."""
+        return SampleText(
+            self.tokenizer.detokenizer(token_ids, skip_special_tokens=params.skip_special_tokens)
+            if self.tokenizer
+            else None,
+            params.stop,
+            keep_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    @contextlib.contextmanager
+    def _entering(self, tenant: str, num_tokens: int) -> abc.Iterator[None]:
+        """Count a request that waits, unless the scheduler does not take it."""
+        self._backlog.enter(tenant, num_tokens)
+        try:
+            yield
         except BaseException:
-            self._backlog.leave(params.tenant, len(token_ids))
+            self._backlog.leave(tenant, num_tokens)
             raise
+
+    def _measure(
+        self, params: SamplingParams, *, num_prompt_tokens: int, num_samples: int
+    ) -> tuple[RequestTimes, RequestSpan | None]:
         times = RequestTimes(
             self._measured,
             began_s=time.perf_counter(),
-            num_prompt_tokens=len(token_ids),
-            num_samples=len(sequences),
+            num_prompt_tokens=num_prompt_tokens,
+            num_samples=num_samples,
         )
         tracing = self._tracing
-        span = None if tracing is None else tracing.request(num_prompt_tokens=len(token_ids), params=params)
-        request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
-        request.prompt_logprobs = sequences[0].prompt_logprobs
-        request_id = sequences[0].request_id
+        return times, None if tracing is None else tracing.request(num_prompt_tokens=num_prompt_tokens, params=params)
+
+    def _begin(self, request: Request, timeout_s: float | None) -> int:
+        request_id = request.first.request_id
         self._open[request_id] = request
-        if params.timeout_s is not None:
-            request.timer = asyncio.get_running_loop().call_later(params.timeout_s, self._time_out, request)
+        if timeout_s is not None:
+            request.timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, request)
         self._on_request()
-        return request_id, request
+        return request_id
 
     def fail_all(self, error: QuireError) -> None:
         """Fail all open requests with one error."""
@@ -308,6 +436,37 @@ class Requests:
                 entry.top_logprobs,
                 top_count=entry.top_count,
             )
+
+    def choose(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
+        """Let beam searches go on with the outcome of a step that has just ended, before the next one is planned.
+
+        at_s as in deliver. Raises ProtocolViolation if an outcome is missing.
+        """
+        beams = [event for event in events if event.sequence.group is not None]
+        if not beams:
+            return
+        logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+        for event in beams:
+            entry = logprobs.get(event.seq_id)
+            if entry is None:
+                raise ProtocolViolation("a beam was computed without log-probabilities")
+            self._scheduler.take_top(event.sequence, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+        for request_id in dict.fromkeys(event.sequence.request_id for event in beams):
+            request = self._open.get(request_id)
+            if isinstance(request, BeamRequest) and request.sequences and request.group.is_ready:
+                self._go_on(request, at_s)
+
+    def _go_on(self, request: BeamRequest, at_s: float) -> None:
+        self._wait_no_longer(request)
+        beams = request.sequences
+        heirs = request.search.step([beam.top or () for beam in beams], [beam.output_token_ids for beam in beams])
+        if heirs:
+            request.times.token(0, at_s, None)
+            self._scheduler.branch(request.group, heirs)
+            return
+        request.times.token(0, at_s, request.search.best()[0].finish_reason)
+        self._scheduler.end(beams, FinishReason.STOP)
+        request.end()
 
     def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
         """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
@@ -354,19 +513,17 @@ class Requests:
         request.news.set()
 
 
-def params_of(params: SamplingParams | None, fields: abc.Mapping[str, Any]) -> SamplingParams:
-    """Parameters with some fields replaced. Raises InvalidRequest for params of another type."""
+def params_of(params: Params | None, fields: abc.Mapping[str, Any], kind: type[Params]) -> Params:
+    """Parameters of this type with some fields replaced. Raises InvalidRequest for params of another type."""
     if params is None:
-        return SamplingParams(**fields)
-    if not isinstance(params, SamplingParams):
-        limit = "SamplingParams, or its fields as keywords: max_tokens=3"
+        return kind(**fields)
+    if not isinstance(params, kind):
+        limit = f"{kind.__name__}, or its fields as keywords: max_tokens=3"
         raise InvalidRequest.of_field("params", type(params).__name__, limit)
     return replace(params, **fields)
 
 
-def one_for_each(
-    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
-) -> abc.Sequence[SamplingParams | None]:
+def one_for_each(params: Params | abc.Sequence[Params] | None, count: int) -> abc.Sequence[Params | None]:
     """Parameters for each of so many prompts. Raises InvalidRequest if their number differs."""
     if not isinstance(params, abc.Iterable):
         return [params] * count

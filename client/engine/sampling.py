@@ -78,6 +78,8 @@ class SamplingParams:
     prompt_logprobs      likewise, to report for each token of the prompt but the first. Nothing of the prompt is taken
                          from the prefix cache then; None: none
     n                    samples of the prompt, 1 to 1024; sample i has seed + i
+    best_of              samples to generate, n to 1024, of which the n with the highest log-probability per token are
+                         given out, when all have ended; None: n
     priority             an engine serves its requests of a higher one first, -2^31 to 2^31 - 1; changes no token
     tenant               an engine divides its steps fairly between the tenants of equal priority, up to 128 characters
     timeout_s            seconds after which open samples end with what they have, for the reason TIMEOUT; above 0,
@@ -106,6 +108,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
     priority: int = 0
     tenant: str = ""
     timeout_s: float | None = None
@@ -116,9 +119,9 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0, _INT32[1]),
-            "n": _integer("n", self.n, 1, MAX_SAMPLES),
-            "priority": _integer("priority", self.priority, *_INT32),
+            "min_tokens": checked_integer("min_tokens", self.min_tokens, 0, _INT32[1]),
+            "n": checked_integer("n", self.n, 1, MAX_SAMPLES),
+            "priority": checked_integer("priority", self.priority, *_INT32),
             "timeout_s": _timeout(self.timeout_s),
             **{field: _in_range(field, getattr(self, field)) for field in _RANGED},
         }
@@ -128,9 +131,11 @@ class SamplingParams:
                 raise InvalidRequest.of_field("allowed_token_ids", "no tokens", "at least 1 token, or None for all")
         for field, (low, high) in _OPTIONAL_INTEGERS.items():
             value = getattr(self, field)
-            checked[field] = None if value is None else _integer(field, value, low, high)
+            checked[field] = None if value is None else checked_integer(field, value, low, high)
         for field, value in checked.items():
             object.__setattr__(self, field, value)
+        if self.best_of is not None:
+            object.__setattr__(self, "best_of", checked_integer("best_of", self.best_of, self.n, MAX_SAMPLES))
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LENGTH:
             raise InvalidRequest.of_field("tenant", self.tenant, f"a string of up to {MAX_TENANT_LENGTH} characters")
         for field in _FLAGS:
@@ -175,7 +180,8 @@ class SamplingParams:
         return tuple(word for word in self.bad_words if not isinstance(word, str))
 
 
-def _integer(field: str, value: Any, low: int, high: int) -> int:
+def checked_integer(field: str, value: Any, low: int, high: int) -> int:
+    """Return an integer in this range. Raises InvalidRequest."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise InvalidRequest.of_field(field, value, f"an integer from {low} to {high}")
     return int(value)
@@ -217,7 +223,7 @@ def _strings(field: str, value: Any) -> tuple[str, ...]:
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise InvalidRequest.of_field(field, value, "several token ids")
-    return tuple(_integer(field, token_id, 0, _INT32[1]) for token_id in value)
+    return tuple(checked_integer(field, token_id, 0, _INT32[1]) for token_id in value)
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -230,7 +236,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     if len(value) > MAX_LOGIT_BIASES:
         raise InvalidRequest.of_field("logit_bias", f"{len(value)} tokens", f"at most {MAX_LOGIT_BIASES} tokens")
     checked = {
-        _integer("logit_bias", token_id, 0, _INT32[1]): _number("logit_bias", bias, LOGIT_BIAS)
+        checked_integer("logit_bias", token_id, 0, _INT32[1]): _number("logit_bias", bias, LOGIT_BIAS)
         for token_id, bias in value.items()
     }
     return tuple(sorted(checked.items()))

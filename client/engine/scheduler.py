@@ -6,6 +6,7 @@
     on_step_failed / on_step_dropped what it should have computed is admitted again
     on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
     resume                          a sequence that on_step_refused postponed waits for its admission again
+    branch                          which beams of a search go on, and with which tokens
     end / reset_all                  from outside, at any point between those calls
 
 The policy (policy.py) decides rank, victim, reserve and admission. The collections are in queues.py, the next plan is
@@ -19,6 +20,11 @@ another one of this client and gets every block that this client holds, so it en
 
 A preempted sequence comes back by an admission of its tokens; or by a restore, if the pool has a host tier with room
 and copying what it has there and back is measured to take less than computing it again. Both wait in one line.
+
+The beams of one search are a group. None runs ahead: the next tokens are chosen when the outcome of all is known, then
+a beam with one heir goes on in its own table, and further heirs are forked from it. A group is preempted, admitted and
+suspected as a whole: its first beam waits in line, and the others are forked from it again. While it runs, places for
+all of its beams are kept.
 
 A quota that is short: cachemgr keeps no reserve of it, so after a preemption for quota no sequence is admitted beside
 others before a running sequence has ended.
@@ -40,6 +46,7 @@ from collections import abc
 from dataclasses import dataclass, fields
 from itertools import islice
 
+from quire.client.engine.beam import BeamSearchParams, Heir
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.drafting import Draft
 from quire.client.engine.flight import Flight
@@ -49,7 +56,7 @@ from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.queues import Queues, by_rank, require
 from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 from quire.client.engine.tier import TierCosts
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
 
@@ -165,15 +172,52 @@ class Scheduler:
                 cache=cache,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
+                num_forked_tokens=len(prompt),
             )
             for index in range(params.n)
         ]
+        self._enter(sequences)
+        return sequences
+
+    def _enter(self, sequences: list[Sequence]) -> None:
         view = self._view()
         for sequence in sequences:
             sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
         self._queues.add(sequences)
         self._checked()
-        return sequences
+
+    def add_beams(
+        self,
+        prompt_token_ids: abc.Sequence[int],
+        params: BeamSearchParams,
+        *,
+        end_token_ids: abc.Set[int],
+        cache: CacheParams = NO_CACHE_PARAMS,
+    ) -> BeamGroup:
+        """Take a beam search; returns its group, of one beam, the prompt. end_token_ids are those that end a beam.
+
+        Raises InvalidRequest, nothing taken, for what check_beams() refuses.
+        """
+        max_tokens = self.check_beams(prompt_token_ids, params, cache)
+        request_id = self._next_request
+        self._next_request += 1
+        group = BeamGroup(params.beam_width, max_tokens, [])
+        beam = Sequence(
+            request_id=request_id,
+            index=0,
+            arrival=(request_id, 0),
+            token_ids=list(prompt_token_ids),
+            num_prompt_tokens=len(prompt_token_ids),
+            max_tokens=1,  # one more than it has: its next step depends on the other beams
+            end_token_ids=frozenset(),
+            params=params.sampling(num_logprobs=params.beam_width + len(end_token_ids)),
+            cache=cache,
+            seed=0,
+            group=group,
+        )
+        group.members.append(beam)
+        self._enter([beam])
+        return group
 
     def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
         """The most tokens a request may generate.
@@ -199,6 +243,78 @@ class Scheduler:
             allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {whose}"
             raise InvalidRequest.of_field("max_tokens", params.max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
         return params.max_tokens
+
+    def check_beams(self, token_ids: abc.Sequence[int], params: BeamSearchParams, cache: CacheParams) -> int:
+        """The most tokens that a beam may generate.
+
+        Raises InvalidRequest for what check() refuses, and if beam_width beams do not fit into the pool together.
+        """
+        limits, width = self.limits, params.beam_width
+        max_tokens = self.check(token_ids, params.sampling(num_logprobs=0))
+        if limits.has_recurrent_state:
+            limit = "no beam search with this model: it keeps a state per sequence"
+            raise InvalidRequest.of_field("beam_width", width, limit)
+        if cache.reserve:
+            raise InvalidRequest.of_field("reserve", True, "False with beams, which are best effort")
+        if width > limits.num_places:
+            limit = f"at most {limits.num_places}, the sequences that run at once"
+            raise InvalidRequest.of_field("beam_width", width, limit)
+        # The beams share the blocks before the one with the prompt's last token, which each computes again.
+        num_shared = (len(token_ids) - 1) // limits.block_size if cache.reads_cache else 0
+        num_each = num_shared + (limits.num_blocks - num_shared) // width
+        most = num_each * limits.block_size - len(token_ids)
+        if params.max_tokens is None and most >= 1:
+            return min(max_tokens, most)
+        if max_tokens > most:
+            allowed = f"at most {max(0, most)} with {width} beams after {len(token_ids)} tokens, by the pool's blocks"
+            raise InvalidRequest.of_field("max_tokens", max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+        return max_tokens
+
+    def take_top(self, beam: Sequence, top: abc.Sequence[tuple[int, float]]) -> None:
+        """Take the outcome of a beam, in whose step just ended: its most probable next tokens."""
+        beam.top = top
+
+    def branch(self, group: BeamGroup, heirs: abc.Sequence[Heir]) -> None:
+        """Go on with these beams, the best first; the outcome of all beams is known. Those without an heir end."""
+        parents = list(group.members)
+        firsts = {heir.parent: heir for heir in reversed(heirs)}
+        for index, parent in enumerate(parents):
+            if index not in firsts:
+                self._finish(parent, FinishReason.CANCELLED)
+        further = {
+            heir: self._child_of(parents[heir.parent], heir) for heir in heirs if heir is not firsts[heir.parent]
+        }
+        for index, heir in firsts.items():
+            parents[index].choose(heir.token_id)
+        group.members[:] = [further.get(heir) or parents[heir.parent] for heir in heirs]
+        for heir, child in further.items():
+            self._queues.follow(child, parents[heir.parent])
+        self._checked()
+
+    def _child_of(self, parent: Sequence, heir: Heir) -> Sequence:
+        """A new beam that is to be forked from its parent, which has not gone on yet."""
+        group = parent.group
+        if group is None:
+            raise AssertionError("only beams have heirs")
+        group.num_begun += 1
+        arrival = (parent.request_id, group.num_begun - 1)
+        return Sequence(
+            request_id=parent.request_id,
+            index=arrival[1],
+            arrival=arrival,
+            token_ids=[*parent.token_ids, heir.token_id],
+            num_prompt_tokens=parent.num_prompt_tokens,
+            max_tokens=parent.max_tokens + 1,
+            end_token_ids=parent.end_token_ids,
+            params=parent.params,
+            seed=parent.seed,
+            cache=parent.cache,
+            state=SequenceState.FOLLOWING,
+            num_forked_tokens=len(parent.token_ids),
+            num_shared_tokens=parent.num_shared_tokens,
+            rank=(*parent.rank[: -len(arrival)], *arrival),
+            group=group,
+        )
 
     def end(self, sequences: abc.Iterable[Sequence], reason: FinishReason) -> None:
         """End these now; their blocks are released with the next plan. Those that have ended are left alone."""
@@ -282,7 +398,7 @@ class Scheduler:
         self._counters.refusals += len(refused)
         self._room.blocks, self._room.num_free_host_blocks = outcome.blocks, outcome.num_free_host_blocks
         self._take_releases(plan, refused)
-        self._begin_forks(plan, refused)
+        self._begin_forks(plan, refused, failed)
         if plan.restore_ids or plan.admissions:
             self._room.awaited = None
             self._begin_restores(plan, outcome, refused)
@@ -311,20 +427,34 @@ class Scheduler:
             else:
                 del self._queues.offloads[seq_id]
 
-    def _begin_forks(self, plan: Plan, refused: Refusals) -> None:
+    def _begin_forks(self, plan: Plan, refused: Refusals, failed: list[Failed]) -> None:
         for fork in plan.forks:
             for child_id in fork.child_ids:
                 child = plan.sequences[child_id]
-                accepted = (PlanItem.FORK, child_id) not in refused
+                error = refused.get((PlanItem.FORK, child_id))
+                accepted = error is None
+                if child.group is not None and error is not None:
+                    self._keep_following(child, error, failed)
+                    continue
                 if child.state is SequenceState.FOLLOWING:
                     parent = self._queues.stop_following(child)
-                    if accepted:
+                    if accepted and child.group is None:
                         parent.num_shared_tokens = max(parent.num_shared_tokens, fork.num_tokens - 1)
-                    else:
+                    elif not accepted:
                         self._queues.wait_alone(child)  # an ordinary admission; the prompt is in the cache
                 # Otherwise the parent, or the child itself, ended while the plan was under way.
-                if accepted and self._begin(child, child_id, num_tokens=fork.num_tokens - 1, num_blocks=1):
+                num_shared = None if child.group is None else min(child.num_shared_tokens, fork.num_tokens - 1)
+                num_tokens = fork.num_tokens - 1
+                if accepted and self._begin(
+                    child, child_id, num_tokens=num_tokens, num_shared_tokens=num_shared, num_blocks=1
+                ):
+                    child.num_untold_tokens = len(child.token_ids) - fork.num_tokens
                     self._counters.forks += 1
+
+    def _keep_following(self, beam: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        """A beam's fork was refused: a later plan asks again, since a group has one place in line."""
+        if beam.state is SequenceState.FOLLOWING and not isinstance(error, OutOfRoom):
+            self._retry_alone(beam, error, failed)
 
     def _begin(
         self,
@@ -466,8 +596,10 @@ class Scheduler:
         needed = error.number("needed", 1)
         if error.reason == "QUOTA_EXCEEDED":
             return needed
-        own = 0 if self._queues.suspects else self._policy.reserve(newcomer, num_beside=0, view=self._view())
-        return needed - reserve + own
+        if self._queues.suspects:
+            return needed - reserve
+        own = self._policy.reserve(newcomer, num_beside=0, view=self._view())
+        return needed - reserve + own + newcomer.num_places - 1
 
     def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
         """Make room for running sequences that were refused blocks, the first in rank first."""
@@ -491,28 +623,36 @@ class Scheduler:
         """
         coming = 0
         while coming < missing and (victim := self._victim_for(needy, missing - coming)) is not None:
-            coming += victim.num_own_blocks(self.limits.block_size)
+            coming += self._num_coming_from(victim)
             self._preempt(victim, unscheduled=unscheduled)
         return coming
+
+    def _num_coming_from(self, victim: Sequence) -> int:
+        """Blocks that come back with a victim, and at least with its group: what its beams share is counted once."""
+        each = [beam.num_own_blocks(self.limits.block_size) for beam in (victim.group.running if victim.group else ())]
+        return max(each) + len(each) - 1 if each else victim.num_own_blocks(self.limits.block_size)
 
     def _victim_for(self, needy: Sequence, missing: int) -> Sequence | None:
         if not needy.is_suspect:
             return self._policy.victim(needy, self._queues.below(needy), missing_blocks=missing, view=self._view())
         # Everybody else is paused and would hold the blocks for ever.
-        others = [sequence for sequence in self._queues.running if sequence is not needy]
+        others = [sequence for sequence in self._queues.running if sequence.unit is not needy.unit]
         victim = self._policy.victim(needy, others, missing_blocks=missing, view=self._view())
         return victim or (others[-1] if others else None)
 
     def _yield_place(self) -> None:
         """If all places are taken, the first in line may get that of a sequence below it, one with each plan."""
         queues = self._queues
-        if queues.waiting and not queues.suspects and len(queues.running) >= self.limits.num_places:
+        if not queues.waiting or queues.suspects:
+            return
+        if queues.num_places_taken + queues.waiting[0].num_places > self.limits.num_places:
             self._make_room(queues.waiting[0], 1)
 
     def _preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
-        self._counters.preemptions += 1
+        self._counters.preemptions += 1 if sequence.group is None else len(sequence.group.running)
         # In the host tier one with an unknown run would come back with a token that nobody awaits.
-        is_offloaded = sequence.seq_id not in unscheduled and self._is_worth_offloading(sequence)
+        may_offload = sequence.group is None and sequence.seq_id not in unscheduled
+        is_offloaded = may_offload and self._is_worth_offloading(sequence)
         self._queues.preempt(sequence, is_offloaded=is_offloaded)
         if is_offloaded:
             self._room.num_free_host_blocks -= self._host_blocks_of(sequence.num_host_tokens)
@@ -565,9 +705,10 @@ class Scheduler:
         """The oldest step in flight computed nothing, and one of its sequences may be why. Returns who is given up."""
         self._take_failed(step)
         failed: list[Failed] = []
+        num_units = len({sequence.unit for sequence in step.sequences})
         live = [s for s, i in zip(step.sequences, step.seq_ids, strict=True) if self._is_of(s, i)]
-        for sequence in live:
-            if len(step.sequences) > 1:
+        for sequence in {sequence.unit: sequence for sequence in live}.values():
+            if num_units > 1:
                 self._queues.suspect(sequence)
             else:
                 self._retry_alone(sequence, error, failed)
@@ -604,7 +745,8 @@ class Scheduler:
             if sequences[named].state is not SequenceState.FINISHED:
                 self._queues.postpone(sequences[named])
             return []
-        culprits = [sequences[named]] if named in sequences else list(sequences.values())
+        units = {sequence.unit: sequence for sequence in sequences.values()}
+        culprits = [sequences[named]] if named in sequences else list(units.values())
         failed: list[Failed] = []
         for sequence in culprits:
             if sequence.state is SequenceState.FINISHED:
@@ -643,6 +785,7 @@ class Scheduler:
         return live and sequence.seq_id == seq_id
 
     def _retry_alone(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
+        sequence = sequence if sequence.group is None else sequence.group.leader
         sequence.num_failures += 1
         if sequence.num_failures < self.limits.max_step_failures:
             self._queues.suspect(sequence)
@@ -654,22 +797,29 @@ class Scheduler:
         self._fail(sequence, given_up, failed)
 
     def _clear_suspects(self, step: Step) -> None:
-        for sequence in step.sequences:
-            until = sequence.suspect_until
-            if until is not None and sequence.num_scheduled_tokens >= until:
-                self._queues.clear(sequence)
+        units = {sequence.unit for sequence in step.sequences}
+        for suspect in list(self._queues.suspects):
+            beams = [suspect] if suspect.group is None else suspect.group.members
+            until = suspect.suspect_until or 0
+            if suspect.unit in units and all(beam.num_scheduled_tokens >= until for beam in beams):
+                self._queues.clear(suspect)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is SequenceState.FINISHED:
             return
-        if sequence.state is _RUNNING:
-            self._room.on_end()
+        is_running = sequence.state is _RUNNING
         self._queues.finish(sequence, reason)
+        if sequence.group is not None and sequence.group.members:
+            return  # the others go on
+        if is_running:
+            self._room.on_end()
         self._policy.ended(sequence)
 
     def _fail(self, sequence: Sequence, error: QuireError, failed: list[Failed]) -> None:
         if sequence.state is not SequenceState.FINISHED:
-            self._finish(sequence, FinishReason.FAILED)
+            others = [] if sequence.group is None else sequence.group.members
+            for each in sorted({sequence, *others}, key=by_rank, reverse=True):
+                self._finish(each, FinishReason.FAILED)
             failed.append(Failed(sequence, error))
 
     # State as a value.

@@ -7,12 +7,13 @@ Positions of a sequence, half-open ranges:
     [len(token_ids), num_tokens)              being sampled by steps in flight: they count, nobody has seen them
     [0, num_scheduled_tokens)                 KV computed, or will be by steps in flight
     [num_scheduled_tokens, num_tokens)        to be scheduled; never empty once the sequence runs
+    the last num_untold_tokens of token_ids   chosen by the engine; cachemgr is told with the next run
 
 A run that reaches num_tokens samples one more, so in steady state a sequence has one token to schedule, whether its
-value is known or not.
+value is known or not. A beam has none between its outcome and the choice of the next beams.
 """
 
-from collections.abc import Mapping
+from collections import abc
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -41,10 +42,11 @@ _F, _W, _R, _D, _P, _E = (
     SequenceState.POSTPONED,
     SequenceState.FINISHED,
 )
-TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = MappingProxyType(
+TRANSITIONS: abc.Mapping[SequenceState, frozenset[SequenceState]] = MappingProxyType(
     {
         _F: frozenset({_R, _W, _E}),  # forked · the parent has gone · cancelled
-        _W: frozenset({_R, _P, _E}),  # admitted · its step was refused for now · cancelled or refused for good
+        # admitted · a beam that follows another one · its step was refused for now · cancelled or refused for good
+        _W: frozenset({_R, _F, _P, _E}),
         _R: frozenset({_W, _D, _E}),  # preempted, reset or failed · preempted in flight · ended
         _D: frozenset({_W, _E}),  # its tokens are known · ended by one of them
         _P: frozenset({_W, _E}),  # resumed · cancelled
@@ -64,8 +66,45 @@ class FinishReason(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of one search. All have equally many tokens, and go on together: preempted, admitted, suspected.
+
+    width         the most beams there can be
+    max_tokens    the most tokens that a beam may generate
+    members       those that live, the best first
+    num_begun     beams that there ever were
+    """
+
+    width: int
+    max_tokens: int
+    members: list["Sequence"]
+    num_begun: int = 1
+
+    @property
+    def leader(self) -> "Sequence":
+        """The first in rank: it waits and is suspected for all."""
+        return min(self.members, key=lambda beam: beam.rank)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the outcome of all beams is known."""
+        return all(beam.top is not None for beam in self.members)
+
+    @property
+    def running(self) -> list["Sequence"]:
+        """Beams that hold blocks."""
+        return [beam for beam in self.members if beam.state is SequenceState.RUNNING]
+
+    @property
+    def num_places_kept(self) -> int:
+        """Places that are kept for beams to come while some hold blocks."""
+        num_running = len(self.running)
+        return self.width - num_running if num_running else 0
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request. Changed by the scheduler only."""
+    """One sample of one request, or one beam. Changed by the scheduler only."""
 
     request_id: int
     index: int
@@ -100,6 +139,12 @@ class Sequence:
     num_failures: int = 0
     # The order in which sequences are served: the policy's rank, then arrival.
     rank: tuple[int, ...] = ()
+    # While it follows another one: the tokens that it shares with it, and is forked with.
+    num_forked_tokens: int = 0
+    num_untold_tokens: int = 0
+    # Of a beam: the search's others, and the most probable next tokens once they are known.
+    group: BeamGroup | None = None
+    top: abc.Sequence[tuple[int, float]] | None = None
 
     @property
     def priority(self) -> int:
@@ -130,6 +175,16 @@ class Sequence:
     def num_reserved_tokens(self) -> int:
         """Tokens that are computed of it at most, if these are to be guaranteed; else 0. The last is not computed."""
         return self.num_prompt_tokens + self.max_tokens - 1 if self.cache.reserve else 0
+
+    @property
+    def unit(self) -> "Sequence | BeamGroup":
+        """What is preempted, admitted and suspected together."""
+        return self.group or self
+
+    @property
+    def num_places(self) -> int:
+        """Places that its admission takes: those of the beams to come, too."""
+        return 1 if self.group is None else self.group.width
 
     @property
     def is_suspect(self) -> bool:
@@ -181,12 +236,14 @@ class Sequence:
         self.num_scheduled_tokens = num_scheduled_tokens
         self.num_shared_tokens = num_scheduled_tokens if num_shared_tokens is None else num_shared_tokens
         self.host_id, self.num_host_tokens = None, 0
+        self.num_untold_tokens = 0
         self.sampling_sent = False
         self.was_admitted = True
 
     def schedule(self, num_tokens: int) -> bool:
         """Count a run of this many tokens as planned. Returns whether it samples."""
         self.num_scheduled_tokens += num_tokens
+        self.num_untold_tokens = 0
         samples = self.num_scheduled_tokens == len(self.token_ids) + self.num_sampling
         self.num_sampling += samples
         return samples
@@ -194,11 +251,26 @@ class Sequence:
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the oldest token being sampled. Returns why the sequence ends with it, None if it goes on."""
         self.num_sampling -= 1
+        if self.group is not None:
+            return None  # which tokens its heirs get is chosen when the outcome of all beams is known
         self.token_ids.append(token_id)
         if token_id in self.end_token_ids:
             return FinishReason.STOP
         num_output = len(self.token_ids) - self.num_prompt_tokens
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
+
+    def choose(self, token_id: int) -> None:
+        """Go on with this token, for a beam whose outcome is known. It may get one more."""
+        self.token_ids.append(token_id)
+        self.num_untold_tokens = 1
+        self.max_tokens += 1
+        self.top = None
+
+    def follow(self, leader: "Sequence") -> None:
+        """Wait to be forked from another beam, at the tokens that both have."""
+        self.move(SequenceState.FOLLOWING)
+        pairs = zip(self.token_ids, leader.token_ids, strict=True)
+        self.num_forked_tokens = next(index for index, (own, other) in enumerate(pairs) if own != other)
 
     def preempt(self, *, is_offloaded: bool = False) -> None:
         """Leave the pool, perhaps for the host tier; tokens being sampled are still awaited, under the id it had."""
@@ -215,6 +287,8 @@ class Sequence:
         self.host_id, self.num_host_tokens = None, 0
         self.num_scheduled_tokens = 0
         self.num_sampling = 0
+        self.num_untold_tokens = 0
+        self.top = None
 
     def finish(self, reason: FinishReason) -> None:
         """End."""

@@ -368,6 +368,7 @@ AT_BOUNDS: dict[str, list[Any]] = {
     "logprobs": [0, 20, None],
     "grammar": [None],  # there is no tokenizer here
     "n": [1, MAX_SAMPLES],
+    "best_of": [1, MAX_SAMPLES, None],
     "priority": [-(2**31), 2**31 - 1],
     "tenant": ["", "x" * 128],
     "timeout_s": [1e-9, 604_800, None],

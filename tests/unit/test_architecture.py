@@ -44,7 +44,10 @@ PURE = {
     "cachemgr": ("blocks", "catalog", "errors", "geometry"),
     "client": (
         "errors",
-        *(f"engine.{name}" for name in ("caching", "drafting", "fairness", "flight", "grammar", "plans", "policy")),
+        *(
+            f"engine.{name}"
+            for name in ("beam", "caching", "drafting", "fairness", "flight", "grammar", "plans", "policy")
+        ),
         *(f"engine.{name}" for name in ("prompt_logprobs", "queues", "room", "sampling", "scheduler", "sequence")),
         "engine.tier",
     ),

@@ -7,14 +7,24 @@ that does not continue them, so a token scheduled twice, left out or taken from 
 
 import random
 import zlib
-from collections import deque
+from collections import abc, deque
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.engine.plans import (
+    Admission,
+    Blocks,
+    Plan,
+    PlanItem,
+    PlanOutcome,
+    Refusal,
+    Sampled,
+    SchedulerLimits,
+    Step,
+)
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.room import Pressure as PressureNow
 from quire.client.engine.sampling import SamplingParams
@@ -175,6 +185,13 @@ class ModelCache:
         for seq_id in plan.offload_ids:
             refusal = self.offload(step, seq_id)
             refusals += [refusal] if refusal else []
+        for seq_id, num_kept in plan.trims.items():
+            held = self.held[seq_id]
+            assert 1 <= num_kept <= len(held.tokens), "keeps what is not there"
+            del held.tokens[num_kept:]
+            held.sampled = None
+            self.let_go(held.table[-(-num_kept // self.block_size) :])
+            del held.table[-(-num_kept // self.block_size) :]
         for fork in plan.forks:
             for child_id in fork.child_ids:
                 if self.refuses_forks:
@@ -192,7 +209,7 @@ class ModelCache:
                 self.held[child_id] = Held(parent.tokens[: fork.num_tokens], table, num_scheduled)
                 step.forked.append((fork.parent_id, child_id, fork.num_tokens))
         for seq_id, count in zip(plan.extend_ids, plan.extend_counts, strict=True):
-            refusal = self.extend(step, seq_id, count, given)
+            refusal = self.extend(step, seq_id, count, given, plan.appended.get(seq_id, ()))
             refusals += [refusal] if refusal else []
         budget = plan.admission_token_budget or 10**9
         for seq_id in plan.restore_ids:
@@ -257,16 +274,21 @@ class ModelCache:
             found.append(block)
         return found
 
-    def extend(self, step: Pending, seq_id: int, count: int, given: list[int]) -> Refusal | None:
+    def extend(
+        self, step: Pending, seq_id: int, count: int, given: list[int], appended: abc.Sequence[int] = ()
+    ) -> Refusal | None:
         held = self.held.get(seq_id)
         if held is None:
             return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_NOT_FOUND", ""))
         start, end = held.num_scheduled, held.num_scheduled + count
-        assert end <= len(held.tokens), "computes what is neither known nor being sampled"
+        num_tokens = len(held.tokens) + len(appended)
+        assert not appended or None not in held.tokens, "appends to a token that is being sampled"
+        assert end <= num_tokens, "computes what is neither known nor being sampled"
         if -(-end // self.block_size) > self.num_blocks:
             return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_TOO_LONG", ""))
-        indexes = range(start // self.block_size, -(-end // self.block_size))
-        shared = [i for i in indexes if i < len(held.table) and self.is_foreign(held.table[i])]
+        indexes = range(start // self.block_size, -(-max(end, num_tokens if appended else 0) // self.block_size))
+        written = indexes[: -(-end // self.block_size) - indexes.start]
+        shared = [i for i in written if i < len(held.table) and self.is_foreign(held.table[i])]
         missing = len(shared) + max(0, indexes.stop - len(held.table))
         if missing > self.room():
             return self.out_of_blocks(PlanItem.EXTEND, seq_id, missing)
@@ -274,6 +296,7 @@ class ModelCache:
             old, (held.table[index],) = held.table[index], self.take(1)
             self.let_go([old])
         held.table += self.take(missing - len(shared))
+        held.tokens += appended
         if None not in held.tokens[start:end] and (start, count) != (held.sampled, 1):
             given.append(len(step.runs))
         samples = end == len(held.tokens)
@@ -429,8 +452,11 @@ class World:
         step, _, _ = self.flight.popleft()
         sampled, is_behind = self.outcomes.popleft()
         if sampled is not None and not step.is_void:
-            for event in self.scheduler.on_step_done(step, list(sampled), list(sampled.values())):
-                self.take(event.sequence, event.token_id, event.finish_reason)
+            events = self.scheduler.on_step_done(step, list(sampled), list(sampled.values()))
+            for event in events:
+                if event.sequence.group is None:
+                    self.take(event.sequence, event.token_id, event.finish_reason)
+            self.choose([event for event in events if event.sequence.group is not None])
         elif is_behind:
             self.scheduler.on_step_dropped(step)
         elif refused is not None:
@@ -438,6 +464,9 @@ class World:
         else:
             for failed in self.scheduler.on_step_failed(step, StepFailed("broken")):
                 self.ended[failed.sequence.arrival] = FinishReason.FAILED
+
+    def choose(self, events: list[Sampled]) -> None:
+        assert not events, "nobody searches here"
 
     def take(self, sequence: Sequence, token: int, reason: FinishReason | None) -> None:
         assert sequence.arrival not in self.ended, "a token after the end"
