@@ -143,6 +143,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
     ),
     "What is shown": (
         option("--n", default=1, metavar="COUNT", help="Samples of the prompt. They share its blocks."),
+        option("--best-of", type=int, metavar="COUNT", help="Generate so many samples; show the n most probable ones."),
         option("--include-stop-str-in-output", is_flag=True, help="Show the text or token at which a sample ends."),
         option("--show-special-tokens", is_flag=True, help="Show special tokens in the text."),
         option("--logprobs", type=int, metavar="COUNT", help="Log-probabilities: of each token and this many others."),

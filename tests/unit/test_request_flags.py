@@ -49,6 +49,8 @@ def test_every_parameter_of_a_request_has_a_flag(tmp_path: Path) -> None:
         *(
             "--n",
             "2",
+            "--best-of",
+            "4",
             "--max-tokens",
             "9",
             "--min-tokens",
@@ -69,6 +71,7 @@ def test_every_parameter_of_a_request_has_a_flag(tmp_path: Path) -> None:
     )
     expected = SamplingParams(
         n=2,
+        best_of=4,
         max_tokens=9,
         min_tokens=2,
         temperature=0.5,
