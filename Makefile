@@ -24,7 +24,8 @@ REQUIRE_FOREIGN ?= 0
 REQUIRE_DEPLOY ?= 0
 
 # Two processes with OpenMP threads that spin while they wait take each other's cores.
-TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 \
+# Compiled Python is kept, also where the environment says otherwise: hundreds of processes import the same files.
+TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 \
   QUIRE_REQUIRE_FOREIGN=$(REQUIRE_FOREIGN) QUIRE_REQUIRE_SYSTEMD=$(REQUIRE_DEPLOY) \
   QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY) \
   QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
@@ -32,8 +33,12 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP
 CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
 # In the interpreter, which Triton chooses when it is imported: in a process of their own.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --quiet
-# A file's tests run in one process, one after the other: they share services.
-PARALLEL = --numprocesses 2 --dist loadfile
+# A file's tests run in one process, one after the other: they share services. tests/conftest.py has their order.
+PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
+WAITING = $(PARALLEL) --numprocesses 3
+# Runs a part of a tier, and keeps what it took for `make tiers` if it is all of it.
+record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $@ $(1) env)
 
 # The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
 PLUGINS = $(CURDIR)/$(GO_TOOLS)
@@ -41,7 +46,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify model faults flood soak mutants fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify tiers model faults flood soak mutants fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,19 +59,23 @@ demo: venv  ## start both services with the model that ships here, generate, sho
 check: venv  ## a minute's check: style of what changed, the crate's tests, unit tests without torch, a short state machine
 	@$(if $(ARGS),exit 0;) changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
 	  [ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
-	@$(if $(ARGS),true,$(CRATE_TESTS))
-	@QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
+	@$(if $(ARGS),true,$(call record,crate) $(CRATE_TESTS))
+	@$(call record,python) QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
 	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py))
 
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
-	@$(if $(ARGS),true,$(CRATE_TESTS))
-	@$(if $(ARGS),true,$(KERNEL_TESTS) -m sample)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m 'not verify')
+	@$(if $(ARGS),true,$(call record,crate) $(CRATE_TESTS))
+	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) -m sample)
+	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
 
 verify: venv typecheck-links  ## everything else: model, packages, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
-	@$(if $(ARGS),true,$(MAKE) --no-print-directory model check-packages)
-	@$(if $(ARGS),true,$(KERNEL_TESTS) $(PARALLEL))
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
+	@$(if $(ARGS),true,$(call record,model) python3 tests/model/check.py)
+	@$(if $(ARGS),true,$(call record,packages) $(BIN)/python tests/deploy/check_packages.py)
+	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) $(PARALLEL))
+	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
+
+tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the files that take most
+	@$(BIN)/python tests/tiers.py show
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/faults/run.py $(ARGS)

@@ -1,6 +1,7 @@
 """The environment every test runs in, also when pytest is called without make; and the tiers of the tests."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ DEFAULTS = {
     "GOMP_SPINCOUNT": "0",
     "GRPC_VERBOSITY": "NONE",
 }
+
+TESTS = Path(__file__).parent
 
 # What `make verify` runs and `make test` does not: it needs more than Python and Rust, or takes minutes, and changes of
 # most files can't break it. Folders and files of tests/.
@@ -32,6 +35,33 @@ VERIFY = (
     "integration/test_bench.py",
     "kernels",
     "unit/test_mutants.py",
+)
+
+BEGIN = pytest.StashKey[tuple[float, float]]()
+
+# What begins first, the longest before the others: no process is left with a long file when the others have ended.
+FIRST = (
+    "integration/test_warm_restart.py",
+    "integration/test_grammars.py",
+    "integration/test_cli.py",
+    "unit/test_ledger_machine.py",
+    "integration/test_top.py",
+    "integration/test_own_mistakes.py",
+    "integration/test_launch.py",
+    "integration/test_equality.py",
+    "integration/test_bad_input.py",
+    "unit/test_engine.py",
+    "conformance/test_reasons.py",
+    "integration/test_demo.py",
+    "unit/test_grammars.py",
+    "integration/test_stuck_step.py",
+    "integration/test_ownership.py",
+    "gpu_desk/test_start.py",
+    "integration/test_docs.py",
+    "integration/test_cache_use.py",
+    "integration/test_tracing.py",
+    "integration/test_outages.py",
+    "integration/test_policy.py",
 )
 
 # Before anything imports torch or grpc.
@@ -58,10 +88,47 @@ def started_by_exec() -> Iterator[None]:
         yield
 
 
+def is_verify(path: Path) -> bool:
+    """Return True if VERIFY lists this file or folder, or a folder around it."""
+    place = path.relative_to(TESTS).as_posix()
+    return any(place == listed or place.startswith(f"{listed}/") for listed in VERIFY)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of VERIFY unread where none of their tests will run: to read all of them takes seconds."""
+    return True if config.option.markexpr == "not verify" and is_verify(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of VERIFY."""
-    here = Path(__file__).parent
+    """Mark the tests of VERIFY; put those of FIRST before the others."""
     for item in items:
-        place = item.path.relative_to(here).as_posix()
-        if any(place == listed or place.startswith(f"{listed}/") for listed in VERIFY):
+        if is_verify(item.path):
             item.add_marker("verify")
+    order = {TESTS / place: number for number, place in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(FIRST)))
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of its children that have ended, in seconds."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note when the test began."""
+    item.stash[BEGIN] = time.perf_counter(), processor_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Give the test's times to its reports, which junit's XML shows: tiers.py reads them."""
+    try:
+        return (yield)
+    finally:
+        begin_s, begin_processor_s = item.stash[BEGIN]
+        item.user_properties += [
+            ("wall_s", round(time.perf_counter() - begin_s, 3)),
+            ("processor_s", round(processor_s() - begin_processor_s, 3)),
+        ]
