@@ -62,7 +62,7 @@ async def show_order(cachemgr: str, policy: Policy) -> None:
     async with Engine.connect(cachemgr, policy=policy) as engine, asyncio.TaskGroup() as group:
 
         async def answer(name: str, priority: int) -> None:
-            await engine.complete(name, SamplingParams(max_tokens=700, priority=priority, ignore_eos=True))
+            await engine.complete(name, SamplingParams(max_tokens=180, priority=priority, ignore_eos=True))
             click.echo(name)
 
         for name, priority in REQUESTS.items():
@@ -75,7 +75,7 @@ def main(cachemgr: str | None) -> None:
     """Send both requests."""
     with contextlib.ExitStack() as stack:
         if cachemgr is None:
-            services = stack.enter_context(LocalServices.start(model=MODEL, num_blocks=64))
+            services = stack.enter_context(LocalServices.start(model=MODEL, num_blocks=16))
             cachemgr = services.cachemgr_address
         asyncio.run(show_order(cachemgr, FirstComeFirstServed()))
 

@@ -88,11 +88,12 @@ def test_advice_and_hints_reach_the_blocks(cachemgr: str) -> None:
     assert sorted(block.priority for block in blocks) == [1, 1, 3, 7, 7, 9]
 
 
-def test_a_reservation_is_made_and_one_that_has_no_room_waits(cachemgr: str) -> None:
+def test_a_reservation_is_made_and_one_that_has_no_room_waits() -> None:
     """Each needs more than half of the pool: one runs, the other waits without being preempted."""
-    num_tokens = (NUM_BLOCKS - 1) * 16 * 2 // 3
+    num_blocks = 16
+    num_tokens = (num_blocks - 1) * 16 * 2 // 3
 
-    async def run() -> tuple[list[int], int, list[int]]:
+    async def run(cachemgr: str) -> tuple[list[int], int, list[int]]:
         async with Engine.connect(cachemgr) as engine:
             tasks = [
                 asyncio.create_task(
@@ -110,7 +111,8 @@ def test_a_reservation_is_made_and_one_that_has_no_room_waits(cachemgr: str) -> 
             done = [len(completion.samples[0].token_ids) for task in tasks for completion in await task]
             return done, engine.statistics().scheduler.preemptions, reserved
 
-    done, num_preemptions, reserved = asyncio.run(run())
+    with LocalServices.start(model=MODEL, num_blocks=num_blocks) as services:
+        done, num_preemptions, reserved = asyncio.run(run(services.cachemgr_address))
     assert (done, num_preemptions) == ([num_tokens] * 2, 0)
     assert reserved == [len(prompt_of(1)) + num_tokens - 1]
 

@@ -22,6 +22,7 @@ import pages
 import pytest
 from conformance.foreign import build_grpcurl, find
 from deadlines import DEADLINE_S
+from integration.test_tracing import Collector
 from pages import ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2 as pb
@@ -139,18 +140,21 @@ def test_an_engine_serves_metrics(services: LocalServices) -> None:
 
 
 def test_an_engine_makes_traces(services: LocalServices) -> None:
-    """docs/observability.md, Traces. Nobody takes the spans here; tests/integration/test_tracing.py has a collector."""
+    """docs/observability.md, Traces."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    collector = Collector()
 
     async def run() -> None:
         block = pages.block("docs/observability.md", test=THIS, containing="otlp_tracing")
         assert block.text.count("    ...\n") == 1
         text = block.text.replace("    ...\n", "    done = await engine.complete(['The input tensor'])\n")
-        block = on_ports(replace(block, text=text), {"4317": free_ports(1)[0]})
+        block = on_ports(replace(block, text=text), {"4317": int(collector.endpoint.rpartition(":")[2])})
         names = await run_python(block, {"cachemgr": services.cachemgr_address})
         assert names["done"][0].samples[0].text
 
     asyncio.run(run())
+    assert {span.service for span in collector.spans()} == {"quire-client"}
+    collector.close()
 
 
 def test_the_set_up_of_security(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A request's own mistake is its own: whatever refuses it, the requests beside it get the tokens that they get alone.
 
 The client checks a request before it sends it. So that the services have to refuse, the clients here change the
-messages of one request, MARKED by its seed and its prompt, on the way.
+messages of requests, marked by their seeds and their prompt, on the way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ INNOCENTS = [
     (draw_tokens(9, seed=3), SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True, logprobs=2)),
 ]
 MARK = 424_242
+MARKS = range(MARK, MARK + 32)
+"""Seeds of marked requests, of which several may run at once."""
 BAD_PROMPT = draw_tokens(7, seed=4)
-BAD_PARAMS = SamplingParams(max_tokens=3, seed=MARK, presence_penalty=0.5)
+
+
+def bad_params(mark: int = MARK) -> SamplingParams:
+    return SamplingParams(max_tokens=3, seed=mark, presence_penalty=0.5)
+
 
 ChangeInput = Callable[[worker_service_pb2.SequenceInput], None]
 ChangePlan = Callable[[cache_service_pb2.PlanStepRequest, cache_service_pb2.Admission], None]
@@ -64,11 +70,12 @@ def said(caplog: pytest.LogCaptureFixture) -> None:
 
 @dataclass
 class Changes:
-    """Changes of the marked request's messages: of each of its entries, of each of its admissions."""
+    """Changes of the marked requests' messages: of each of their entries, of each of their admissions."""
 
     to_input: ChangeInput = leave_input
     to_plan: ChangePlan = leave_plan
-    num_changed: int = 0
+    changed: set[int] = field(default_factory=set)
+    """The seeds of requests whose entries were changed."""
 
 
 class ChangedWorker(WorkerClient):
@@ -76,9 +83,9 @@ class ChangedWorker(WorkerClient):
 
     async def run(self, request: worker_service_pb2.RunStepRequest) -> StepAnswer:
         for entry in request.inputs:
-            if entry.sampling.seed == MARK:
+            if (seed := entry.sampling.seed) in MARKS:
                 self.changes.to_input(entry)
-                self.changes.num_changed += 1
+                self.changes.changed.add(seed)
         return await super().run(request)
 
 
@@ -89,7 +96,6 @@ class ChangedCache(CacheClient):
         for admission in request.admissions:
             if list(admission.token_ids) == BAD_PROMPT:
                 self.changes.to_plan(request, admission)
-                self.changes.num_changed += 1
         return await super().plan(request)
 
 
@@ -199,10 +205,10 @@ def put(entry: worker_service_pb2.SequenceInput, field: FieldDescriptor, value: 
         setattr(entry.sampling, field.name, value)
 
 
-async def outcome_of(engine: Engine, changes: Changes) -> str:
-    """The field for which the marked request was refused, "" if it was served."""
-    (outcome,) = await asyncio.gather(engine.complete([BAD_PROMPT], BAD_PARAMS), return_exceptions=True)
-    assert changes.num_changed
+async def outcome_of(engine: Engine, changes: Changes, mark: int) -> str:
+    """The field for which the request with this mark was refused, "" if it was served."""
+    (outcome,) = await asyncio.gather(engine.complete([BAD_PROMPT], bad_params(mark)), return_exceptions=True)
+    assert mark in changes.changed
     if isinstance(outcome, list):
         return ""
     assert isinstance(outcome, InvalidRequest), outcome
@@ -211,29 +217,32 @@ async def outcome_of(engine: Engine, changes: Changes) -> str:
     return outcome.metadata["field"]
 
 
-@pytest.mark.parametrize("field", SAMPLING_FIELDS, ids=lambda field: field.name)
+@pytest.mark.parametrize("parameter", SAMPLING_FIELDS, ids=lambda parameter: parameter.name)
 def test_a_value_that_the_worker_refuses_fails_its_own_request(
-    field: FieldDescriptor, services: LocalServices, alone: list[list[int]], caplog: pytest.LogCaptureFixture
+    parameter: FieldDescriptor, services: LocalServices, alone: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each value has a request, and all of these run beside each other and the innocent ones."""
+    values = values_of(parameter)
+    outcomes: list[str] = []
+
     async def main() -> None:
-        changes, refused = Changes(), []
+        changes = Changes(to_input=lambda entry: put(entry, parameter, values[MARKS.index(entry.sampling.seed)]))
         async with connect(services, changes) as engine:
-            for value in values_of(field):
-                changes.to_input = lambda entry, value=value: put(entry, field, value)
 
-                async def beside(value: Any = value) -> None:
-                    outcome = await outcome_of(engine, changes)
-                    assert outcome in ("", f"sampling.{field.name}")
-                    if field.name in RANGES:
-                        assert (outcome == "") == RANGES[field.name].allows(value), value
-                    refused.append(outcome != "")
+            async def beside() -> None:
+                marks = MARKS[: len(values)]
+                outcomes.extend(await asyncio.gather(*(outcome_of(engine, changes, mark) for mark in marks)))
 
-                assert await run_innocents(engine, beside) == alone, value
+            assert await run_innocents(engine, beside) == alone
             assert_no_recovery(engine, caplog)
-        assert any(refused) == (field.name not in WITHOUT_LIMIT)
-        assert all(refused) == (field.name in ALWAYS_REFUSED)
 
     asyncio.run(main())
+    assert set(outcomes) <= {"", f"sampling.{parameter.name}"}
+    refused = [outcome != "" for outcome in outcomes]
+    if parameter.name in RANGES:
+        assert refused == [not RANGES[parameter.name].allows(value) for value in values], values
+    assert any(refused) == (parameter.name not in WITHOUT_LIMIT)
+    assert all(refused) == (parameter.name in ALWAYS_REFUSED)
 
 
 def other_tokens(entry: worker_service_pb2.SequenceInput) -> None:
@@ -294,7 +303,7 @@ def test_tokens_that_the_worker_refuses_fail_their_own_request(
 
             async def beside() -> None:
                 with pytest.raises(kind):
-                    await engine.complete([BAD_PROMPT], BAD_PARAMS)
+                    await engine.complete([BAD_PROMPT], bad_params())
 
             assert await run_innocents(engine, beside) == alone
             assert_no_recovery(engine, caplog)
@@ -332,7 +341,7 @@ def test_what_cachemgr_refuses_fails_its_own_request(
 
             async def beside() -> None:
                 with pytest.raises(InvalidRequest):
-                    await engine.complete([BAD_PROMPT], BAD_PARAMS)
+                    await engine.complete([BAD_PROMPT], bad_params())
 
             assert await run_innocents(engine, beside) == alone
             assert_no_recovery(engine, caplog)

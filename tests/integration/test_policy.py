@@ -23,6 +23,6 @@ def test_the_example_serves_first_come_first_served() -> None:
 
 def test_by_default_the_higher_priority_of_the_same_requests_ends_first(capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(EXAMPLE))
-    with LocalServices.start(model=example["MODEL"], num_blocks=64) as services:
+    with LocalServices.start(model=example["MODEL"], num_blocks=16) as services:
         asyncio.run(example["show_order"](services.cachemgr_address, PriorityPolicy()))
     assert capsys.readouterr().out.split() == ["second", "first"]

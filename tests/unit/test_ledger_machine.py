@@ -56,7 +56,8 @@ SALTS = (b"", b"salt")
 TENANTS = ("", "acme")
 FINGERPRINT = "model-1"
 POISON = ("poison",)
-NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "1000"))
+NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
+NUM_EXAMPLES_OF_VERIFY = 1_000
 PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
 """Whoever asks for a number of examples wants to know whether there is a failure, not the smallest one."""
 
@@ -1537,3 +1538,13 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = configured(NUM_EXAMPLES - NUM_EXAMPLES // 4)
 TestDefaultPolicyMachine = DefaultPolicyMachine.TestCase
 TestDefaultPolicyMachine.settings = configured(max(1, NUM_EXAMPLES // 4))
+
+
+@pytest.mark.verify
+class TestLedgerMachineForLong(LedgerMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_VERIFY * 3 // 4)
+
+
+@pytest.mark.verify
+class TestDefaultPolicyMachineForLong(DefaultPolicyMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_VERIFY // 4)
