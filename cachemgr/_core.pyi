@@ -89,6 +89,8 @@ class SequenceView:
     @property
     def seq_id(self) -> int: ...
     @property
+    def tenant(self) -> str: ...
+    @property
     def num_known(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
@@ -366,12 +368,13 @@ class Ledger:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def plan(self, body: bytes, *, now: float) -> StepPlan:
+    def plan(self, body: bytes, *, now: float, names_tenants: bool = False) -> StepPlan:
         """Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
 
-        With a request_id the answer is remembered; the request_id of one of the last REMEMBERED_PLANS answers gets the
-        same answer. Raises CallRefused (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS,
-        INVALID_ARGUMENT) with nothing changed, ValueError for bytes that are no message.
+        `names_tenants`: the caller may say whose an admission is. With a request_id the answer is remembered; the
+        request_id of one of the last REMEMBERED_PLANS answers gets the same answer. Raises CallRefused
+        (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with nothing changed,
+        ValueError for bytes that are no message.
         """
 
     def settle(self, body: bytes) -> None:
@@ -424,8 +427,11 @@ class Ledger:
     def sequence_ids(self, lease_id: str) -> list[int]:
         """The sequences of a lease, one that has ended included, as they were admitted."""
 
-    def sequences_from(self, lease_id: str, first: int, most: int) -> list[SequenceView]:
-        """The first `most` of a lease's sequences with ids from `first` on, by id. Cost: O(the lease's sequences)."""
+    def sequences_from(self, lease_id: str, first: int, most: int, *, tenant: str | None = None) -> list[SequenceView]:
+        """The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
+
+        Cost: O(the lease's sequences).
+        """
 
     def tokens(self, lease_id: str, seq_id: int) -> bytes | None:
         """All known tokens of a sequence, 4 bytes each; None if there is no such sequence."""

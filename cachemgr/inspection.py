@@ -15,7 +15,7 @@ from quire.cachemgr._core import Ledger, Reset
 from quire.cachemgr.bounds import MAX_WATCHES, Places
 from quire.cachemgr.catalog import AttachedPool, Catalog, leases_from
 from quire.cachemgr.errors import CallRefused, sequence_not_found
-from quire.cachemgr.pools import VisiblePools, is_visible, require_role, sees_all
+from quire.cachemgr.pools import VisiblePools, is_visible, require_role, sees_all, tenant_asked_for
 from quire.cachemgr.statuses import refusing, to_error_status
 from quire.cachemgr.turns import in_turns
 from quire.cachemgr.watch import View, watch_blocks
@@ -119,7 +119,7 @@ class Inspection:
         self, request: cache_service_pb2.GetSequenceRequest, context: Context
     ) -> cache_service_pb2.GetSequenceResponse:
         lease_id = self._pools.lease_id_of(request.lease_id)
-        sequence = self._pools.visible_pool(lease_id).ledger.sequence(lease_id, request.sequence_id)
+        sequence = self._pools.sequence(lease_id, request.sequence_id)
         if sequence is None:
             raise CallRefused(sequence_not_found(request.sequence_id))
         encoded = messages.encode_sequence(sequence, lease_id, with_blocks=True)
@@ -136,10 +136,11 @@ class Inspection:
         last_lease, _, last_id = request.page_token.partition(".")
         response, last_token = cache_service_pb2.ListSequencesResponse(), ""
         for key, lease in leases_from(ledger, last_lease, only=request.lease_id):
-            if not is_visible(lease) or tenant not in (None, lease.tenant):
+            shown = tenant if is_visible(lease) else caller().name
+            if tenant not in (None, shown):
                 continue
-            first = int(last_id) + 1 if key == last_lease else 0
-            for sequence in ledger.sequences_from(lease.lease_id, first, limit + 1 - len(response.sequences)):
+            first, most = int(last_id) + 1 if key == last_lease else 0, limit + 1 - len(response.sequences)
+            for sequence in ledger.sequences_from(lease.lease_id, first, most, tenant=shown):
                 if len(response.sequences) == limit:
                     response.next_page_token = last_token
                     return response
@@ -196,9 +197,7 @@ class Inspection:
         ledger = self._pools.pool(request.pool).ledger
         salt, tokens = messages.decode_reset_scope(request, ledger.geometry)
         if request.HasField("tenant") or salt is not None:
-            tenant = request.tenant if request.HasField("tenant") else caller().name
-            if tenant != caller().name:
-                require_role("ResetPrefixCache", Role.OPERATOR)
+            tenant = tenant_asked_for("ResetPrefixCache", request)
             parts = parts_of_reset(ledger, ledger.begin_reset(tenant, salt=salt, tokens=tokens), self._clock())
         else:
             require_role("ResetPrefixCache", Role.OPERATOR)
@@ -236,7 +235,7 @@ class Inspection:
         response.pool = ledger.pool
         if explanation.evicted_by is not None:
             evicting_tenant, lease_id_prefix = explanation.evicted_by
-            if sees_all() or evicting_tenant == caller().name:
+            if sees_all() or evicting_tenant == tenant:
                 response.evicted_by_tenant = evicting_tenant
                 response.evicted_by_lease_id_prefix = lease_id_prefix
         return response
@@ -248,9 +247,7 @@ def prefix_asked_for(
     pools: Sequence[AttachedPool],
 ) -> tuple[bytes, str]:
     """Tokens and tenant. Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE)."""
-    tenant = request.tenant if request.HasField("tenant") else caller().name
-    if tenant != caller().name:
-        require_role(method, Role.OPERATOR)
+    tenant = tenant_asked_for(method, request)
     geometries = [pool.ledger.geometry for pool in pools]
     return messages.decode_prefix(request.token_ids, request.salt, geometries), tenant
 

@@ -15,7 +15,7 @@ from quire.cachemgr.attachments import pool_detached
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, invalid
 from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE
-from quire.cachemgr.pools import VisiblePools, sees_all
+from quire.cachemgr.pools import VisiblePools, sees_all, tenant_asked_for
 from quire.cachemgr.statuses import refusing
 from quire.cachemgr.turns import in_turns
 from quire.serving.access import caller
@@ -40,9 +40,10 @@ class Keeping:
         reserve = request.admission_reserve_block_count
         messages.require_not_negative("admission_reserve_block_count", reserve)
         pools = self._pools.pools(request.pool)
+        tenant = tenant_asked_for("CheckAdmission", request.admission)
         most_tokens = max((pool.ledger.geometry.max_tokens for pool in pools), default=0)
         admission = Admission(messages.known_bytes(request.admission), most_tokens)
-        parts = [partial(check_admission, pool, admission, reserve) for pool in pools]
+        parts = [partial(check_admission, pool, tenant, admission, reserve) for pool in pools]
         checks = [check async for check in in_turns(parts)]
         checks.sort(key=lambda check: (not check.accepted, -check.cached_token_count))
         return cache_service_pb2.CheckAdmissionResponse(checks=checks)
@@ -112,9 +113,11 @@ class Keeping:
         return response
 
 
-def check_admission(pool: AttachedPool, admission: Admission, reserve: int) -> cache_service_pb2.AdmissionCheck:
-    """What one pool would do with an admission of the caller's tenant."""
-    check = pool.ledger.check_admission(caller().name, admission, reserve=reserve)
+def check_admission(
+    pool: AttachedPool, tenant: str, admission: Admission, reserve: int
+) -> cache_service_pb2.AdmissionCheck:
+    """What one pool would do with an admission of a tenant."""
+    check = pool.ledger.check_admission(tenant, admission, reserve=reserve)
     refusal = check.refusal if pool.is_attached else pool_detached(pool).refusal
     message = cache_service_pb2.AdmissionCheck(
         pool=pool.ledger.pool,

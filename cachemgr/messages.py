@@ -245,6 +245,7 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         host_block_ids=sequence.host_blocks if with_blocks else (),
         host_block_count=len(sequence.host_blocks),
         cache_use=cache_service_pb2.CacheUse.ValueType(sequence.cache_use),
+        tenant=sequence.tenant,
     )
 
 

@@ -20,7 +20,7 @@ from quire.cachemgr.grants import sign_grant
 from quire.cachemgr.pools import VisiblePools
 from quire.cachemgr.statuses import refusing
 from quire.cachemgr.turns import Turns
-from quire.serving.access import caller
+from quire.serving.access import Role, caller
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class Planning:
     def _plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[AttachedPool, StepPlan]:
         self._drain.refuse_new()
         pool = self._pools.own_pool(request.lease_id)
-        return pool, pool.ledger.plan(messages.known_bytes(request), now=self._clock())
+        names_tenants = Role.GATEWAY in caller().roles
+        return pool, pool.ledger.plan(messages.known_bytes(request), now=self._clock(), names_tenants=names_tenants)
 
     def _answer(
         self,

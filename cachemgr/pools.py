@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from quire.cachemgr import messages
-from quire.cachemgr._core import Lease
+from quire.cachemgr._core import Lease, SequenceView
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, lease_not_found
 from quire.cachemgr.roles import SERVICE
 from quire.cachemgr.statuses import DOMAIN
 from quire.serving import access
 from quire.serving.access import Role, caller
+
+
+class HasTenant(Protocol):
+    """A message with `optional string tenant`."""
+
+    tenant: str
+
+    def HasField(self, field_name: Literal["tenant"]) -> bool: ...  # noqa: N802
 
 
 class VisiblePools:
@@ -66,8 +75,28 @@ class VisiblePools:
         if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
             return given
         leases = (lease for pool in self._catalog.pools() for lease in pool.ledger.leases())
-        found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and is_visible(lease)]
+        found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and self._is_shown(lease)]
         return found[0] if len(found) == 1 else given
+
+    def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None:
+        """A sequence: of any lease if the caller sees all, of its own leases, or of its own tenant in others' leases.
+
+        Raises CallRefused (LEASE_NOT_FOUND).
+        """
+        ledger = self.pool_of(lease_id).ledger
+        lease = ledger.lease(lease_id)
+        if not self._is_shown(lease):
+            raise lease_not_found(lease_id)
+        sequence = ledger.sequence(lease_id, seq_id)
+        is_own = sequence is None or sequence.tenant == caller().name
+        return sequence if is_own or is_visible(lease) else None
+
+    def _is_shown(self, lease: Lease) -> bool:
+        """True if a list of sequences shows the caller something of the lease."""
+        if is_visible(lease):
+            return True
+        ledger = self._catalog.pool_of(lease.lease_id).ledger
+        return bool(ledger.sequences_from(lease.lease_id, 0, 1, tenant=caller().name))
 
     def wall_clock_offset_s(self) -> float:
         """The seconds by which the wall clock is ahead of the clock."""
@@ -79,13 +108,27 @@ def sees_all() -> bool:
     return Role.OPERATOR in caller().roles
 
 
+def tenant_asked_for(method: str, message: HasTenant) -> str:
+    """The tenant that a message names, else the caller's.
+
+    Raises CallRefused (ROLE_MISSING) if it is another one and the caller is neither operator nor gateway.
+    """
+    tenant = message.tenant if message.HasField("tenant") else caller().name
+    if tenant != caller().name:
+        require_role(method, Role.OPERATOR, Role.GATEWAY)
+    return tenant
+
+
 def is_visible(lease: Lease) -> bool:
     """True if the caller may know of this lease."""
     return sees_all() or lease.tenant == caller().name
 
 
-def require_role(method: str, role: Role) -> None:
-    """For what a method does for some of its callers only. Raises CallRefused (ROLE_MISSING)."""
-    if role not in caller().roles:
-        status = access.role_missing(f"{SERVICE}{method}", frozenset({role}), caller().name, DOMAIN)
+def require_role(method: str, *roles: Role) -> None:
+    """For what a method does for some of its callers only: those with one of the roles.
+
+    Raises CallRefused (ROLE_MISSING).
+    """
+    if not caller().roles & set(roles):
+        status = access.role_missing(f"{SERVICE}{method}", frozenset(roles), caller().name, DOMAIN)
         raise CallRefused(Refusal(Reason(status.reason), status.message, dict(status.metadata)))

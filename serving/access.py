@@ -32,6 +32,8 @@ class Role(StrEnum):
     WORKER = "worker"
     OPERATOR = "operator"
     CONTENT = "content"
+    GATEWAY = "gateway"
+    """A client that serves many tenants: it may say whose a sequence is."""
 
 
 Roles = frozenset[Role]

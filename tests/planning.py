@@ -119,6 +119,8 @@ class Admission:
     resumed: bool = False
     """It was here before, and was released to make room."""
     cache_use: CacheUse = CacheUse.READ_AND_WRITE
+    tenant: str | None = None
+    """None: the lease's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ def message_of(admission: Admission) -> pb.Admission:
         reserved_token_count=admission.reserved_tokens,
         resumed=admission.resumed,
         cache_use=admission.cache_use.value,
+        tenant=admission.tenant,
     )
     for part in admission.retention:
         added = message.retention.add(token_count=part.num_tokens, priority=part.priority)
@@ -334,11 +337,18 @@ def holdings_of(ledger: Ledger, lease_id: str) -> tuple[int, int, int, int]:
 
 
 def plan_step(
-    ledger: Ledger, lease_id: str, request: StepRequest, *, now: float, epoch: int | None = None, request_id: str = ""
+    ledger: Ledger,
+    lease_id: str,
+    request: StepRequest,
+    *,
+    now: float,
+    epoch: int | None = None,
+    request_id: str = "",
+    names_tenants: bool = False,
 ) -> Planned:
     """Plans a step of a lease, of the present epoch if no other is given. Raises CallRefused."""
     body = body_of(request, lease_id, ledger.epoch if epoch is None else epoch, request_id=request_id)
-    return Planned(ledger.plan(body, now=now))
+    return Planned(ledger.plan(body, now=now, names_tenants=names_tenants))
 
 
 def report_of(

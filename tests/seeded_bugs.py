@@ -336,7 +336,7 @@ BUGS = [
     rust(
         "reservations",
         "a trim takes the blocks that others were promised",
-        ("trim", "refuse_if!(self.room().refuse(trim.seq_id, needed, 0, 0));", "let _ = needed;"),
+        ("trim", "refuse_if!(room.refuse(trim.seq_id, needed, 0, 0));", "let _ = needed;"),
     ),
     rust(
         "reservations",
@@ -378,6 +378,69 @@ BUGS = [
             "unpin_prefix",
             "if self.pins.get(id).filter(is_theirs).is_none()",
             "let _ = is_theirs;\nif self.pins.get(id).is_none()",
+        ),
+    ),
+    # -- tenants of one lease
+    rust(
+        "tenants of a lease",
+        "the prefix hashes of a sequence begin with the lease's tenant",
+        ("admit", "self.lease.root(tenant, ", "self.lease.root(self.lease.tenant, "),
+    ),
+    rust(
+        "tenants of a lease",
+        "the blocks of a sequence are charged to the lease's tenant",
+        ("asker_for", "Asker { tenant,", "let _ = tenant;\nAsker { tenant: self.lease.tenant,"),
+    ),
+    rust(
+        "tenants of a lease",
+        "the limit of the lease's tenant decides on a sequence of another",
+        ("room_for", "pool: self.pool, tenant }", "pool: self.pool, tenant: self.lease.tenant.min(tenant) }"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a fork has the tenant of the lease",
+        (
+            "continue_from",
+            "let row = self.enter(child);",
+            "let row = self.enter(child);\nself.table.get_mut(row).tenant = self.lease.tenant;",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "the reservation of a released sequence is given back to the lease's tenant",
+        ("end", "self.pool.reserve(sequence.tenant,", "self.pool.reserve(self.lease.tenant,"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a caller without the role names tenants",
+        ("owner_of", "if !names_tenants {", "let _ = names_tenants;\nif false {"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a reset of a tenant forgets its sequences in another one's lease",
+        (
+            "withhold",
+            "self.leases.values().flat_map(|lease| lease.sequences.values())",
+            "self.leases.values().filter(|lease| tenant.is_none_or(|tenant| tenant == lease.tenant))"
+            ".flat_map(|lease| lease.sequences.values())",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "a watcher sees the blocks of another tenant that change",
+        (
+            "changes",
+            "let is_seen = tenant.is_none_or(|tenant| self.pool.owner(block) == Some(tenant));",
+            "let is_seen = tenant.is_none_or(|_| self.pool.owner(block).is_some());",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "a list of one tenant's sequences has all of the lease",
+        (
+            "sequences_from",
+            "id >= first && tenant.is_none_or(|tenant| self.table.get(row).tenant == tenant);",
+            "id >= first && tenant.is_none_or(|_| self.table.get(row).seq_id == id);",
         ),
     ),
     # -- the host tier

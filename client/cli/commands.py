@@ -610,7 +610,7 @@ def audit(place: Any, as_json: bool) -> None:
 @option(
     "--role",
     "roles",
-    type=click.Choice(("client", "worker", "operator", "content")),
+    type=click.Choice(("client", "worker", "operator", "content", "gateway")),
     multiple=True,
     required=True,
     help="What who has it may do. May be given several times.",

@@ -39,6 +39,7 @@ CALLERS = {
     "alice": "client",
     "bob": "client",
     "carla": "client,content",
+    "gina": "client,gateway",
     "olga": "operator",
     "oscar": "operator,content",
     "wanda": "worker",

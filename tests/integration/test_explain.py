@@ -232,7 +232,7 @@ def test_prefixes_of_others_are_for_operators(scene: Scene, cachemgr: LoneCachem
         assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING")
         assert refused.metadata == {
             "method": f"/quire.cache.v1.CacheService/{method}",
-            "roles": "operator",
+            "roles": "gateway,operator",
             "name": "alice",
         }
     for caller, tenant, count in (("olga", "bob", 8), ("olga", "alice", 0), ("bob", "bob", 8)):

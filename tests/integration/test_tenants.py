@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,7 +20,9 @@ from integration.lone_cachemgr import (
     refusals,
     use,
 )
-from integration.protocol_client import RefusedError, await_that
+from integration.protocol_client import DEADLINE_S, RefusedError, await_that
+
+from quire.cache.v1 import cache_service_pb2
 
 TENANTS = """
 [tenants.bob]
@@ -133,3 +136,128 @@ def test_shares_are_read_again_while_it_runs(
     assert reasons(bob.plan(admissions=[{"sequence_id": 2, "token_ids": prompt(2, 1)}])) == []
     bob.settle()
     bob.delete()
+
+
+# -- tenants of one lease -------------------------------------------------------------------------------------------
+
+
+def named(tenant: str, seq_id: int, tokens: list[int], **fields: Any) -> dict[str, Any]:
+    return {"sequence_id": seq_id, "token_ids": tokens, "tenant": tenant, **fields}
+
+
+def test_two_tenants_in_one_plan_share_nothing_and_each_is_held_to_its_own_share(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    gina = begin("gina")
+    plan = gina.plan(admissions=[named("alice", 1, prompt(1, 2)), named("bob", 2, prompt(1, 2))])
+    assert not plan.refusals
+    tables = dict(zip(plan.admitted_sequence_ids, plan.admitted_cached_token_counts, strict=True))
+    assert tables == {1: 0, 2: 0}, "neither finds what the other one computes"
+    gina.settle()
+    found = {name: cached(cachemgr, worker, prompt(1, 2), name) for name in ("alice", "bob", "gina")}
+    assert found == {"alice": 2, "bob": 2, "gina": 0}
+    held = {name: use(cachemgr, worker, name) for name in ("alice", "bob", "gina")}
+    assert {name: (each.held_block_count, each.lease_count) for name, each in held.items()} == {
+        "alice": (2, 0),
+        "bob": (2, 0),
+        "gina": (0, 1),
+    }
+    plan = gina.plan(
+        admissions=[named("bob", 3, prompt(2, 5)), named("alice", 4, prompt(2, 5)), named("bob", 5, prompt(1, 2))]
+    )
+    (refused,) = refusals(plan)
+    assert (refused.reason, refused.metadata["sequence_id"], refused.metadata["limit"]) == ("QUOTA_EXCEEDED", "3", "6")
+    assert list(plan.admitted_sequence_ids) == [4, 5]
+    gina.settle()
+    forked = gina.plan(forks=[{"parent_sequence_id": 2, "child_sequence_ids": [6], "token_count": 3}])
+    assert not forked.refusals
+    gina.settle()
+    whose = {
+        each.sequence_id: each.tenant for each in call(cachemgr, "gina", "ListSequences", pool=worker.pool).sequences
+    }
+    assert whose == {1: "alice", 2: "bob", 4: "alice", 5: "bob", 6: "bob"}
+    gina.release(1, 2, 4, 5, 6)
+    assert [use(cachemgr, worker, name).held_block_count for name in ("alice", "bob", "gina")] == [0, 0, 0]
+    assert not call(cachemgr, "olga", "AuditPool", pool=worker.pool).violations
+    gina.delete()
+
+
+def test_who_is_no_gateway_names_no_other_tenant_and_loses_that_admission_alone(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    alice = begin()
+    plan = alice.plan(admissions=[named("bob", 1, prompt(1, 1)), named("alice", 2, prompt(1, 1))])
+    (refused,) = refusals(plan)
+    assert (refused.reason, refused.code) == ("ROLE_MISSING", grpc.StatusCode.PERMISSION_DENIED)
+    assert refused.metadata == {"sequence_id": "1", "roles": "gateway", "name": "alice"}
+    assert list(plan.admitted_sequence_ids) == [2]
+    alice.settle()
+    asked = {"pool": worker.pool, "token_ids": prompt(1, 1), "tenant": "alice"}
+    check = {"pool": worker.pool, "admission": named("alice", 0, prompt(1, 1))}
+    for method, fields in (
+        ("LookupPrefix", asked),
+        ("ExplainPrefix", asked),
+        ("CheckAdmission", check),
+        ("ResetPrefixCache", asked),
+    ):
+        with pytest.raises(RefusedError) as failed:
+            call(cachemgr, "bob", method, **fields)
+        assert (failed.value.reason, failed.value.metadata["roles"]) == ("ROLE_MISSING", "gateway,operator"), method
+        call(cachemgr, "gina", method, **fields)
+    assert cached(cachemgr, worker, prompt(1, 1)) == 0, "the gateway has reset it"
+    with pytest.raises(grpc.RpcError) as refused_call:
+        alice.plan(admissions=[named("b" * 129, 3, [1])])
+    assert "admissions.tenant is 129 characters; must be at most 128" in refused_call.value.details()
+    (found,) = call(cachemgr, "gina", "CheckAdmission", **check | {"admission": named("bob", 0, prompt(1, 7))}).checks
+    assert found.refusal.reason == "SEQUENCE_TOO_LONG", "by bob's limit"
+    alice.delete()
+
+
+def test_a_tenant_sees_its_own_sequences_and_blocks_in_the_lease_of_a_gateway(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    gina = begin("gina")
+    gina.plan(
+        admissions=[named("alice", 1, prompt(1, 2)), named("bob", 2, prompt(1, 1)), named("gina", 3, prompt(1, 3))]
+    )
+    gina.settle()
+
+    def listed(caller: str, **fields: Any) -> list[tuple[str, int]]:
+        sequences = call(cachemgr, caller, "ListSequences", pool=worker.pool, **fields).sequences
+        return [(each.tenant, each.sequence_id) for each in sequences]
+
+    everything = [("alice", 1), ("bob", 2), ("gina", 3)]
+    assert (listed("alice"), listed("bob"), listed("carla")) == ([("alice", 1)], [("bob", 2)], [])
+    assert (listed("gina"), listed("olga")) == (everything, everything)
+    assert (listed("bob", tenant="alice"), listed("gina", tenant="alice")) == ([], [("alice", 1)])
+    (shown,) = call(cachemgr, "bob", "ListSequences", pool=worker.pool).sequences
+    for given in (shown.lease_id_prefix, gina.lease_id):
+        sequence = call(cachemgr, "bob", "GetSequence", lease_id=given, sequence_id=2).sequence
+        assert (sequence.tenant, len(sequence.block_ids)) == ("bob", 1)
+        with pytest.raises(RefusedError) as failed:
+            call(cachemgr, "bob", "GetSequence", lease_id=given, sequence_id=1)
+        assert failed.value.reason == "SEQUENCE_NOT_FOUND"
+        with pytest.raises(RefusedError) as failed:
+            call(cachemgr, "carla", "GetSequence", lease_id=given, sequence_id=2)
+        assert failed.value.reason == "LEASE_NOT_FOUND"
+    blocks = {name: call(cachemgr, name, "ListBlocks", pool=worker.pool).blocks for name in ("alice", "bob", "carla")}
+    assert {name: [each.tenant for each in shown] for name, shown in blocks.items()} == {
+        "alice": ["alice"] * 2,
+        "bob": ["bob"],
+        "carla": [],
+    }
+    watch = cachemgr.stub("bob").WatchBlocks(cache_service_pb2.WatchBlocksRequest(pool=worker.pool), timeout=DEADLINE_S)
+    answers = iter(watch)
+    while not (answer := next(answers)).cursor:
+        assert {event.block.tenant for event in answer.events} <= {"bob"}
+    gina.release(1)
+    gina.release(2)
+    (event,) = next(answers).events
+    assert (event.block.tenant, event.block.state) == ("bob", cache_service_pb2.BLOCK_STATE_CACHED)
+    watch.cancel()
+    assert call(cachemgr, "bob", "PinPrefix", pool=worker.pool, token_ids=prompt(1, 1)).pinned_token_count
+    with pytest.raises(RefusedError) as failed:
+        call(cachemgr, "carla", "PinPrefix", pool=worker.pool, token_ids=prompt(1, 1))
+    assert failed.value.reason == "PREFIX_NOT_CACHED", "it is another tenant's"
+    gina.settle()
+    gina.delete()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -60,6 +60,14 @@ NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
 NUM_EXAMPLES_OF_VERIFY = 1_000
 PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
 """Whoever asks for a number of examples wants to know whether there is a failure, not the smallest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant may take, in blocks."""
+
+    floor: int
+    limit: int
 
 
 def pack(tokens) -> bytes:
@@ -272,6 +280,10 @@ class BookSequence:
     def known(self) -> int:
         return sum(token.known for token in self.tokens)
 
+    @property
+    def tenant(self) -> int:
+        return self.tag // len(SALTS)
+
     def key(self, num_tokens: int) -> tuple:
         return (self.tag, *(token.value for token in self.tokens[:num_tokens]))
 
@@ -302,7 +314,8 @@ class BookStep:
 
 @dataclass
 class BookLease:
-    tag_base: int
+    tenant: int
+    names_tenants: bool
     sequences: dict[int, BookSequence] = field(default_factory=dict)
     steps: list[BookStep] = field(default_factory=list)
     changes: list[tuple[BookSequence, int]] = field(default_factory=list)
@@ -330,8 +343,12 @@ class Writes:
 class Books:
     """Plain dictionaries, everything counted anew each time."""
 
-    def __init__(self, geometry: Geometry, *, is_lru: bool) -> None:
+    def __init__(self, geometry: Geometry, shares: Sequence[Share], *, is_lru: bool) -> None:
         self.geometry = geometry
+        self.shares = shares
+        """By tenant."""
+        self.owners: dict[int, int] = {}
+        """The tenant that each block was handed out for last."""
         self.is_lru = is_lru
         """True if what is evicted is known beforehand: the block parked longest ago."""
         self.size = geometry.block_size
@@ -419,13 +436,35 @@ class Books:
         for sequence in sequences:
             sequence.promised = self.needs(sequence)
 
-    def num_promised(self) -> int:
-        return sum(s.promised for lease in self.leases.values() for s in lease.sequences.values())
+    # tenants
 
-    def lacks(self, needed: int, *, parked: int = 0, spared: int = 0) -> bool:
-        """Return whether there are too few blocks beside those that are promised."""
-        taken = needed + parked
-        return taken > 0 and taken + spared > max(0, self.num_room() - self.num_promised())
+    def num_reserved(self, tenant: int) -> int:
+        sequences = [s for lease in self.leases.values() for s in lease.sequences.values()]
+        return sum(s.promised for s in sequences if s.tenant == tenant)
+
+    def blocks_of(self, tenant: int, *wanted: BlockState) -> int:
+        return sum(state in wanted and self.owners[block] == tenant for block, state in self.states().items())
+
+    def num_held(self, tenant: int) -> int:
+        return self.blocks_of(tenant, BlockState.ACTIVE, BlockState.RETIRED)
+
+    def num_unclaimed(self, tenant: int) -> int:
+        """Blocks that the tenant's floor promises beyond what is reserved for its sequences."""
+        return max(0, self.shares[tenant].floor - self.num_held(tenant) - self.num_reserved(tenant))
+
+    def num_promised(self) -> int:
+        return sum(self.num_reserved(tenant) + self.num_unclaimed(tenant) for tenant in range(len(TENANTS)))
+
+    def refuse(self, tenant: int, needed: int, *, parked: int = 0, spared: int = 0) -> Reason | None:
+        """The reason why the tenant can't take so many blocks, beside those that are promised."""
+        taken, limit = needed + parked, self.shares[tenant].limit
+        if not taken:
+            return None
+        is_limited = limit < self.geometry.num_blocks - 1
+        if is_limited and self.num_held(tenant) + self.num_reserved(tenant) + taken > limit:
+            return Reason.QUOTA_EXCEEDED
+        others = self.num_promised() - self.num_unclaimed(tenant)
+        return Reason.OUT_OF_BLOCKS if taken + spared > max(0, self.num_room() - others) else None
 
     def num_parked(self, blocks: Collection[int]) -> int:
         states = self.states()
@@ -448,8 +487,11 @@ class Books:
                 self.let_go[block] = next(self.ticks)
         self.rest()
 
-    def hand_out(self, blocks: list[int]) -> None:
-        """The ledger chose these: blocks without content first, then those that may be evicted. They have no holder."""
+    def hand_out(self, blocks: list[int], tenant: int) -> None:
+        """The ledger chose these for a tenant: blocks without content first, then those that may be evicted.
+
+        They have no holder.
+        """
         for block in blocks:
             states = self.states()
             free = {b for b, state in states.items() if state is BlockState.FREE} - self.taken
@@ -461,6 +503,7 @@ class Books:
                 self.index = {key: b for key, b in self.index.items() if b != block}
                 self.evicted += 1
             self.taken.add(block)
+            self.owners[block] = tenant
             self.sealed.discard(block)
             self.generations[block] += 1
             self.allocated += 1
@@ -623,7 +666,7 @@ class Books:
             return Reason.SEQUENCE_BUSY
         if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
             return Reason.TOO_MANY_SEQUENCES
-        if sequence.known > self.max_tokens(sequence):
+        if sequence.known > self.max_tokens(sequence.tenant, sequence):
             return Reason.SEQUENCE_TOO_LONG
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
@@ -632,9 +675,10 @@ class Books:
         found = [self.index[key] for key in itertools.takewhile(self.index.__contains__, keys)]
         now = -(-sequence.known // self.size)
         need, later = now - len(found), max(0, -(-sequence.reserved_tokens // self.size) - now)
-        if self.lacks(need + later, parked=self.num_parked(found), spared=reserve):
-            return Reason.OUT_OF_BLOCKS
-        sequence.table = self.take_blocks(sequence.seq_id, found, need)
+        reason = self.refuse(sequence.tenant, need + later, parked=self.num_parked(found), spared=reserve)
+        if reason is not None:
+            return reason
+        sequence.table = self.take_blocks(sequence.seq_id, found, need, sequence.tenant)
         copied = slice(len(found), -(-sequence.scheduled // self.size))
         self.expected_restores += zip(sequence.host[copied], sequence.table[copied], strict=True)
         self.host_touched_now = {*self.host_touched_now, *sequence.host}
@@ -660,8 +704,9 @@ class Books:
             return sequence
         if not 1 <= count <= len(sequence.tokens):
             return Reason.POSITION_OUT_OF_RANGE
-        if self.lacks(self.needs_more(sequence, computed=min(sequence.computed, count))):
-            return Reason.OUT_OF_BLOCKS
+        needed = self.needs_more(sequence, computed=min(sequence.computed, count))
+        if (reason := self.refuse(sequence.tenant, needed)) is not None:
+            return reason
         full, kept = count // self.size, -(-count // self.size)
         kept = len(sequence.table) if sequence.reserved_tokens else kept
         sequence.tokens = sequence.tokens[:count]
@@ -689,8 +734,8 @@ class Books:
         if not 1 <= count <= len(parent.tokens):
             return Reason.POSITION_OUT_OF_RANGE
         shared = parent.table[: -(-count // self.size)]
-        if self.lacks(self.needs_more(parent, shared=shared)):
-            return Reason.OUT_OF_BLOCKS
+        if (reason := self.refuse(parent.tenant, self.needs_more(parent, shared=shared))) is not None:
+            return reason
         if (reason := self.refuse_new(child_id)) is not None:
             return reason
         scheduled = min(parent.scheduled, count - 1)
@@ -721,9 +766,14 @@ class Books:
             return Reason.TOO_MANY_SEQUENCES
         return None
 
-    def max_tokens(self, sequence: BookSequence | None = None) -> int:
-        """Of any sequence, or of this one."""
-        longest = min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+    def longest(self) -> int:
+        return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+
+    def max_tokens(self, tenant: int, sequence: BookSequence | None = None) -> int:
+        """Of any sequence of a tenant, or of this one."""
+        others = sum(share.floor for share in self.shares) - self.shares[tenant].floor
+        most = min(self.shares[tenant].limit, self.geometry.num_blocks - 1 - others)
+        longest = min(self.longest(), most * self.size)
         return min(longest, (sequence and sequence.reserved_tokens) or longest)
 
     def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
@@ -737,7 +787,7 @@ class Books:
             return Reason.INVALID_ARGUMENT
         if any(not 0 <= token < VOCAB for token in append):
             return Reason.TOKEN_OUT_OF_RANGE
-        if max(end, known + len(append)) > self.max_tokens(sequence):
+        if max(end, known + len(append)) > self.max_tokens(sequence.tenant, sequence):
             return Reason.SEQUENCE_TOO_LONG
         is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
         if end > known + len(append) and not is_last_sampled:
@@ -746,8 +796,9 @@ class Books:
         num_table = -(-(len(sequence.tokens) + len(append)) // self.size)
         written = range(start // self.size, min(-(-end // self.size), len(table)))
         foreign = [i for i in written if holders[table[i]] > 1 or table[i] in self.sealed]
-        if self.lacks(max(0, len(foreign) + max(0, num_table - len(table)) - sequence.promised)):
-            return Reason.OUT_OF_BLOCKS
+        needed = max(0, len(foreign) + max(0, num_table - len(table)) - sequence.promised)
+        if (reason := self.refuse(sequence.tenant, needed)) is not None:
+            return reason
         self.replace(sequence, foreign, num_table, start)
         sequence.tokens = sequence.tokens + [Token(value) for value in append]
         for index in written:
@@ -763,7 +814,7 @@ class Books:
         if grown > 0:
             fresh += self.writes.take(sequence.seq_id, len(table), grown)
         self.taken = set()
-        self.hand_out(fresh)
+        self.hand_out(fresh, sequence.tenant)
         for index in foreign:
             source, target = table[index], fresh.pop(0)
             if index * self.size < start:
@@ -803,28 +854,32 @@ class Books:
     def admit(self, admission: Admission, reserve: int) -> Reason | int:
         data = admission.tokens
         tokens = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
+        tenant = self.lease.tenant if admission.tenant is None else TENANTS.index(admission.tenant)
+        if tenant != self.lease.tenant and not self.lease.names_tenants:
+            return Reason.ROLE_MISSING
         if (reason := self.refuse_new(admission.seq_id)) is not None:
             return reason
-        if 0 < admission.reserved_tokens < len(tokens) <= self.max_tokens():
+        if 0 < admission.reserved_tokens < len(tokens) <= self.longest():
             return Reason.INVALID_ARGUMENT
         if not tokens:
             return Reason.EMPTY_PROMPT
-        if max(len(tokens), admission.reserved_tokens) > self.max_tokens():
+        if max(len(tokens), admission.reserved_tokens) > self.max_tokens(tenant):
             return Reason.SEQUENCE_TOO_LONG
         if any(not 0 <= token < VOCAB for token in tokens):
             return Reason.TOKEN_OUT_OF_RANGE
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
-        tag = self.lease.tag_base + SALTS.index(admission.salt)
+        tag = tenant * len(SALTS) + SALTS.index(admission.salt)
         found, published = self.find(tag, tokens) if admission.cache_use is CacheUse.READ_AND_WRITE else ([], 0)
         now = -(-len(tokens) // self.size)
         later = -(-admission.reserved_tokens // self.size) - now + len(found) - published
         later = (later if admission.reserved_tokens else 0) + sum(
             self.needs_more(other, shared=found[published:]) for other in self.lease.sequences.values()
         )
-        if self.lacks(now - len(found) + later, parked=self.num_parked(found), spared=reserve):
-            return Reason.OUT_OF_BLOCKS
-        ids = self.take_blocks(admission.seq_id, found, now - len(found))
+        needed = now - len(found) + later
+        if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
+            return reason
+        ids = self.take_blocks(admission.seq_id, found, now - len(found), tenant)
         cached = len(found) * self.size
         sequence = BookSequence(
             admission.seq_id,
@@ -845,13 +900,13 @@ class Books:
         self.run(sequence, count, given=True)
         return cached
 
-    def take_blocks(self, seq_id: int, found: list[int], need: int) -> list[int]:
+    def take_blocks(self, seq_id: int, found: list[int], need: int, tenant: int) -> list[int]:
         """Those that were found, and fresh ones of the ledger's choice."""
         ids = self.writes.take(seq_id, 0, need + len(found))
         assert ids[: len(found)] == found, "other blocks than the ones that hold the prefix"
         self.taken = set(found)
         self.lru = [block for block in self.lru if block not in found]
-        self.hand_out(ids[len(found) :])
+        self.hand_out(ids[len(found) :], tenant)
         self.taken = set()
         return ids
 
@@ -982,6 +1037,7 @@ class Client:
         self.reported: list[Report] = []
         self.last_call: tuple[str, StepRequest, Planned] | None = None
         self.is_open = True
+        self.names_tenants = False
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -996,8 +1052,12 @@ class LedgerMachine(RuleBasedStateMachine):
         tenants=st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
         delay=st.sampled_from([2, 1, 3, 0, 6]),
         reserving=st.sampled_from([0.3, 0.0, 0.7]),
+        naming=st.sampled_from([0.3, 0.0, 0.6]),
+        shares=st.sampled_from([(0, None), (0, None), (2, None), (0, 3), (1, 4)]),
     )
-    def start(self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay, reserving):
+    def start(
+        self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay, reserving, naming, shares
+    ):
         self.geometry = Geometry(
             block_size=block_size,
             num_blocks=num_usable + 1,
@@ -1010,12 +1070,18 @@ class LedgerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host,
         )
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
-        self.books = Books(self.geometry, is_lru=self.policy == "lru")
+        floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
+        of_all, of_second = Share(0, num_usable), Share(floor, limit)
+        as_blocks = lambda share: (share.floor, num_usable, share.limit, 0)  # noqa: E731
+        self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
+        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.policy == "lru")
         self.worker = Worker(num_usable + 1, num_host, block_size)
         self.tenants = tenants
         self.delay = delay
         self.reserving = reserving
         """The part of the admissions that have a reservation."""
+        self.naming = naming
+        """The part of the admissions that say whose they are."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -1026,7 +1092,9 @@ class LedgerMachine(RuleBasedStateMachine):
         client = self.clients[slot] = Client(f"lease-{next(self.names)}")
         tenant = self.tenants[slot]
         self.ledger.open_lease(client.lease_id, ttl_s=TTL_S, now=self.now, tenant=TENANTS[tenant])
-        self.books.leases[client.lease_id] = BookLease(tag_base=tenant * len(SALTS))
+        # The third lease's holder has no role to name tenants.
+        client.names_tenants = slot != 2
+        self.books.leases[client.lease_id] = BookLease(tenant, client.names_tenants)
         self.worker.leases[client.lease_id] = WorkerLease()
 
     def pick(self, rng, wanted=lambda client: client.is_open):
@@ -1062,6 +1130,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 forks.append(Fork(seq_id, [new_id], position))
             elif kind == "admit":
                 salt = SALTS[rng.random() < 0.2]
+                tenant = rng.randrange(len(TENANTS)) if rng.random() < self.naming else None
                 tokens = self.prompt(book, rng)
                 admissions.append(
                     Admission(
@@ -1071,6 +1140,7 @@ class LedgerMachine(RuleBasedStateMachine):
                         salt=salt,
                         reserved_tokens=self.reservation(len(tokens), rng),
                         cache_use=rng.choices([*CacheUse], [6, 1, 2])[0],
+                        tenant=None if tenant is None else TENANTS[tenant],
                     )
                 )
             elif seq_id not in counts:
@@ -1100,7 +1170,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def prompt(self, book, rng):
         """Some prompts begin like a sequence that is there, or as one that was here before may have begun."""
-        longest = self.books.max_tokens()
+        longest = max(1, self.books.max_tokens(rng.randrange(len(TENANTS))))
         length = rng.choices(
             [rng.randint(1, min(longest, 3 * self.books.size + 1)), longest, longest + 1, 0], [40, 2, 2, 1]
         )
@@ -1115,7 +1185,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """None, one that mostly ends within a block, or seldom one that can't be."""
         if rng.random() >= self.reserving:
             return 0
-        return max(0, num_tokens + rng.choice([*range(2 * self.books.size + 2), self.books.max_tokens(), -1]))
+        return max(0, num_tokens + rng.choice([*range(2 * self.books.size + 2), self.books.max_tokens(0), -1]))
 
     @rule(kind=st.sampled_from(PLANS), num_items=st.integers(1, 5), seed=SEED)
     def plan(self, kind, num_items, seed):
@@ -1201,7 +1271,15 @@ class LedgerMachine(RuleBasedStateMachine):
             client.last_call = (request_id, request, plan)
 
     def call(self, client, request, *, request_id="", epoch=EPOCH):
-        return plan_step(self.ledger, client.lease_id, request, now=self.now, epoch=epoch, request_id=request_id)
+        return plan_step(
+            self.ledger,
+            client.lease_id,
+            request,
+            now=self.now,
+            epoch=epoch,
+            request_id=request_id,
+            names_tenants=client.names_tenants,
+        )
 
     def refused_call(self, reason, call):
         before = state_of(self.ledger)
@@ -1400,15 +1478,14 @@ class LedgerMachine(RuleBasedStateMachine):
         client = self.pick(rng)
         if client is None:
             return
-        book, salt = self.books.leases[client.lease_id], rng.randrange(2)
+        book, (tenant, salt) = self.books.leases[client.lease_id], (rng.randrange(len(TENANTS)), rng.randrange(2))
         tokens = self.prompt(book, rng)
-        expected, tag = 0, book.tag_base + salt
+        expected, tag = 0, tenant * len(SALTS) + salt
         size = self.geometry.block_size
         while expected + size < len(tokens) and (tag, *tokens[: expected + size]) in self.books.index:
             expected += size
         before = state_of(self.ledger)
-        tenant = TENANTS[book.tag_base // len(SALTS)]
-        found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=tenant)
+        found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
         assert (found, state_of(self.ledger)) == (expected, before)
 
     # what holds after every rule
@@ -1437,10 +1514,19 @@ class LedgerMachine(RuleBasedStateMachine):
         host_states = Counter(books.host_states().values())
         host_counts = host_counts_of(ledger) or (0, 0, 0)
         assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
-        assert statistics_of(ledger).reserved_block_count == books.num_promised()
+        reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
+        assert statistics_of(ledger).reserved_block_count == reserved
+        self.tenants_agree()
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)
+
+    def tenants_agree(self):
+        for use in self.ledger.tenants():
+            tenant = TENANTS.index(use.name)
+            held, cached = self.books.num_held(tenant), self.books.blocks_of(tenant, BlockState.CACHED)
+            assert (use.num_held, use.num_cached) == (held, cached), use.name
+            assert use.num_reserved == self.books.num_reserved(tenant), use.name
 
     def parked_blocks_agree(self):
         parked, expected = self.ledger.parked_blocks(), self.books.lru
@@ -1451,6 +1537,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for seq_id, book in book_sequences.items():
             sequence = sequence_of(self.ledger, lease_id, seq_id)
             assert (sequence.block_table, sequence.host_blocks) == (book.table, book.host or [])
+            assert sequence.tenant == TENANTS[book.tenant]
             assert sequence.is_offloaded == (book.host is not None)
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)

@@ -28,6 +28,7 @@ pub enum Reason {
     PinBudgetSpent,
     RequestIdReused,
     EpochChanged,
+    RoleMissing,
 }
 
 impl Reason {
@@ -53,6 +54,7 @@ impl Reason {
             Reason::PinBudgetSpent => "PIN_BUDGET_SPENT",
             Reason::RequestIdReused => "REQUEST_ID_REUSED",
             Reason::EpochChanged => "EPOCH_CHANGED",
+            Reason::RoleMissing => "ROLE_MISSING",
         }
     }
 }

@@ -172,6 +172,7 @@ impl PyStepPlan {
 #[pyclass(name = "SequenceView", module = "quire.cachemgr._core", frozen, get_all)]
 struct SequenceView {
     seq_id: i32,
+    tenant: String,
     num_known: usize,
     num_tokens: usize,
     num_cached: usize,
@@ -371,6 +372,7 @@ impl PyLedger {
         let sequence = self.stored.books().sequence(row);
         SequenceView {
             seq_id: sequence.seq_id,
+            tenant: self.tenant(sequence.tenant),
             num_known: sequence.num_known(),
             num_tokens: sequence.num_tokens,
             num_cached: sequence.num_cached,
@@ -593,11 +595,13 @@ impl PyLedger {
     // -- steps --------------------------------------------------------------------------------------------------------
 
     /// Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
-    #[pyo3(signature = (body, *, now))]
-    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64) -> PyResult<PyStepPlan> {
+    ///
+    /// `names_tenants`: the caller may say whose an admission is.
+    #[pyo3(signature = (body, *, now, names_tenants = false))]
+    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyStepPlan> {
         let mut request = decoded::<messages::PlanStepRequest>(body)?;
         let geometry = self.stored.books().geometry();
-        let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens());
+        let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
         let items = items.map_err(|refused| to_python(py, refused))?;
         let digest = requests::digest_of(&request, body);
         let key = RequestKey { request_id: &request.request_id, digest: &digest };
@@ -644,12 +648,14 @@ impl PyLedger {
         rows.into_iter().map(|row| self.stored.books().sequence(row).seq_id).collect()
     }
 
-    /// The first `most` of a lease's sequences with ids from `first` on, by id.
-    fn sequences_from(&self, lease_id: &str, first: i64, most: usize) -> Vec<SequenceView> {
+    /// The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
+    #[pyo3(signature = (lease_id, first, most, *, tenant = None))]
+    fn sequences_from(&self, lease_id: &str, first: i64, most: usize, tenant: Option<&str>) -> Vec<SequenceView> {
         let Ok(first) = i32::try_from(first) else {
             return Vec::new();
         };
-        self.stored.books().sequences_from(lease_id, first, most).into_iter().map(|row| self.view(row)).collect()
+        let rows = self.stored.books().sequences_from(lease_id, first, most, tenant.map(str::as_bytes));
+        rows.into_iter().map(|row| self.view(row)).collect()
     }
 
     /// A sequence of an open lease. Raises CallRefused (LEASE_NOT_FOUND).

@@ -8,6 +8,7 @@ use crate::books::Books;
 use crate::books::room::Room;
 use crate::books::sequences::Sequence;
 use crate::cache::prefix::{BlockId, Past};
+use crate::cache::tenants::TenantId;
 
 impl Books {
     /// What is wrong, one sentence each. Cost: O(blocks + table entries).
@@ -24,6 +25,7 @@ impl Books {
         let mut wrong = Vec::new();
         self.pool.audit(blocks, &mut wrong);
         self.check_references(blocks, &mut wrong);
+        self.check_owners(blocks, &mut wrong);
         self.check_pins(blocks, &mut wrong);
         self.check_sharing(blocks, &mut wrong);
         self.check_unpublished(blocks, &mut wrong);
@@ -79,21 +81,21 @@ impl Books {
         if num_reserved > num_there {
             wrong.push(format!("{num_reserved} blocks are reserved, {num_there} can be handed out"));
         }
-        for lease in self.leases.values() {
-            let room = Room { geometry: &self.geometry, pool: &self.pool, tenant: lease.tenant };
-            for row in lease.sequences.values() {
-                let sequence = self.table.get(*row);
-                let (num_reserved, needed) = (sequence.num_reserved, room.num_reserved_for(sequence));
-                if num_reserved != needed {
-                    let seq_id = sequence.seq_id;
-                    wrong.push(format!("sequence {seq_id} may need {needed} blocks, {num_reserved} are reserved"));
-                }
+        let mut counted = vec![0; self.tenants.len()];
+        for sequence in self.sequences() {
+            let room = Room { geometry: &self.geometry, pool: &self.pool, tenant: sequence.tenant };
+            let (num_reserved, needed) = (sequence.num_reserved, room.num_reserved_for(sequence));
+            if num_reserved != needed {
+                let seq_id = sequence.seq_id;
+                wrong.push(format!("sequence {seq_id} may need {needed} blocks, {num_reserved} are reserved"));
             }
+            counted[sequence.tenant as usize] += num_reserved;
         }
-        let rows = self.leases.values().flat_map(|lease| lease.sequences.values());
-        let num_counted: usize = rows.map(|row| self.table.get(*row).num_reserved).sum();
-        if num_counted != num_reserved {
-            wrong.push(format!("{num_reserved} blocks are reserved, {num_counted} for sequences"));
+        for (tenant, num_counted) in counted.into_iter().enumerate() {
+            let num_reserved = self.pool.accounts().get(tenant as TenantId).num_reserved;
+            if num_counted != num_reserved {
+                wrong.push(format!("tenant {tenant} has {num_reserved} blocks reserved, {num_counted} for sequences"));
+            }
         }
     }
 
@@ -108,6 +110,17 @@ impl Books {
             let references = self.pool.ref_count(block);
             if references != holders {
                 wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
+            }
+        }
+    }
+
+    /// A sequence's blocks are of its tenant.
+    fn check_owners(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        for sequence in self.sequences() {
+            let held = sequence.block_table.iter().filter(|block| blocks.contains(block));
+            for block in held.filter(|block| self.pool.owner(**block) != Some(sequence.tenant)) {
+                let (seq_id, tenant) = (sequence.seq_id, sequence.tenant);
+                wrong.push(format!("block {block} of sequence {seq_id} is not of its tenant {tenant}"));
             }
         }
     }
@@ -217,11 +230,23 @@ fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<
 
 /// All of a sequence but the hashes that were computed because somebody asked.
 fn bounds(sequence: &Sequence) -> impl Debug {
-    let Sequence { seq_id, number, root, block_table, tokens, released, .. } = sequence;
+    let Sequence { seq_id, number, tenant, root, block_table, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
     let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_withheld, sequence.cache_use);
     let tables = (block_table, &sequence.host_blocks, tokens, root, sequence.last_hash());
-    (seq_id, number, released, num_tokens, num_cached, num_computed, num_scheduled, num_published, positions, tables)
+    (
+        seq_id,
+        number,
+        *tenant,
+        released,
+        num_tokens,
+        num_cached,
+        num_computed,
+        num_scheduled,
+        num_published,
+        positions,
+        tables,
+    )
 }
 
 #[cfg(test)]
@@ -265,7 +290,7 @@ mod tests {
     #[test]
     fn every_wrong_book_is_told() {
         type Damage = fn(&mut Bench);
-        let damages: [(Damage, &[&str]); 12] = [
+        let damages: [(Damage, &[&str]); 13] = [
             (|bench| bench.sequence(1).block_table.push(1), &["block 1 is in 2 tables and has 1 references"]),
             (|bench| bench.sequence(2).block_table.truncate(1), &["block 4 is in 0 tables and has 1 references"]),
             (
@@ -294,7 +319,11 @@ mod tests {
                     bench.offload(1);
                     bench.sequence(1).block_table.push(8);
                 },
-                &["block 8 is in 1 tables and has 0 references", "sequence 1 has 2 host blocks and 1 of the pool"],
+                &[
+                    "block 8 is in 1 tables and has 0 references",
+                    "block 8 of sequence 1 is not of its tenant 0",
+                    "sequence 1 has 2 host blocks and 1 of the pool",
+                ],
             ),
             (
                 |bench| {
@@ -302,6 +331,10 @@ mod tests {
                     bench.sequence(1).host_blocks = Some(vec![1]);
                 },
                 &["host block 0 is held, and of 0 sequences", "sequence 1 has 1 host blocks and 0 of the pool"],
+            ),
+            (
+                |bench| bench.sequence(2).tenant = bench.0.enter_tenant(b"t"),
+                &["block 3 of sequence 2 is not of its tenant 1", "block 4 of sequence 2 is not of its tenant 1"],
             ),
             (share_the_first_block, &["block 1 is shared by sequences with different tokens"]),
             (

@@ -12,7 +12,7 @@ use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, root_hash};
-use crate::cache::tenants::TenantId;
+use crate::cache::tenants::{TenantId, Tenants};
 use crate::errors::{Failure, Reason, Refusal, Result};
 
 /// Steps a lease may have planned without their outcome being known.
@@ -36,8 +36,8 @@ pub struct Lease {
     pub table_changes: Vec<(Row, usize)>,
     /// Sequences with a reservation.
     pub reserved: Vec<Row>,
-    /// The root that was asked for last, by salt.
-    pub last_root: Option<(Vec<u8>, Hash)>,
+    /// The root that was asked for last, by tenant and salt.
+    last_root: Option<(TenantId, Vec<u8>, Hash)>,
     /// The lease ends this many seconds after it was renewed last.
     pub ttl: f64,
     /// It has ended, and waits for the worker's fence.
@@ -116,19 +116,20 @@ impl Lease {
     /// Brings up to date what is reserved for the lease's sequences.
     pub fn update_reservations(&mut self, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
         for row in &self.reserved {
-            update_reservation(*row, self.tenant, pool, table, geometry);
+            update_reservation(*row, pool, table, geometry);
         }
     }
 
-    /// The root of a prompt's prefix hashes.
-    pub fn root(&mut self, salt: &[u8], model_fingerprint: &[u8]) -> Hash {
-        if let Some((known, root)) = &self.last_root
-            && known == salt
+    /// The root of the prefix hashes of a tenant's prompt.
+    pub fn root(&mut self, tenant: TenantId, tenants: &Tenants, salt: &[u8], model_fingerprint: &[u8]) -> Hash {
+        if let Some((known_tenant, known_salt, root)) = &self.last_root
+            && *known_tenant == tenant
+            && known_salt == salt
         {
             return *root;
         }
-        let root = root_hash(&self.tenant_name, salt, model_fingerprint);
-        self.last_root = Some((salt.to_vec(), root));
+        let root = root_hash(tenants.name(tenant), salt, model_fingerprint);
+        self.last_root = Some((tenant, salt.to_vec(), root));
         root
     }
 }
@@ -139,9 +140,10 @@ mod tests {
 
     #[test]
     fn a_root_is_of_tenant_salt_and_model_whatever_was_asked_before() {
-        let mut lease = Lease { tenant_name: b"t".to_vec(), ..Lease::default() };
-        for salt in [&b"x"[..], b"x", b"", b"y", b"x"] {
-            assert_eq!(lease.root(salt, b"f"), root_hash(b"t", salt, b"f"));
+        let (mut lease, mut tenants) = (Lease::default(), Tenants::default());
+        for (name, salt) in [("t", "x"), ("t", "x"), ("u", "x"), ("u", ""), ("t", ""), ("t", "y"), ("t", "x")] {
+            let (tenant, salt) = (tenants.enter(name.as_bytes()), salt.as_bytes());
+            assert_eq!(lease.root(tenant, &tenants, salt, b"f"), root_hash(name.as_bytes(), salt, b"f"));
         }
     }
 }

@@ -42,11 +42,15 @@ pub struct BlockFilter<'a> {
 }
 
 impl Books {
-    /// The first `most` of a lease's sequences with ids from `first` on, by id. Cost: O(the lease's sequences).
-    pub fn sequences_from(&self, lease_id: &str, first: i32, most: usize) -> Vec<Row> {
+    /// The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
+    /// Cost: O(the lease's sequences).
+    pub fn sequences_from(&self, lease_id: &str, first: i32, most: usize, tenant: Option<&[u8]>) -> Vec<Row> {
+        let tenant = self.tenant_of_filter(tenant);
+        let is_listed =
+            |id: i32, row: Row| id >= first && tenant.is_none_or(|tenant| self.table.get(row).tenant == tenant);
         let sequences = self.leases.get(lease_id).into_iter().flat_map(|lease| &lease.sequences);
         let mut listed: Vec<(i32, Row)> =
-            sequences.map(|(id, row)| (*id, *row)).filter(|(id, _)| *id >= first).collect();
+            sequences.map(|(id, row)| (*id, *row)).filter(|(id, row)| is_listed(*id, *row)).collect();
         if most < listed.len() {
             listed.select_nth_unstable(most);
             listed.truncate(most);
@@ -216,12 +220,12 @@ mod tests {
         let mut bench = bench("lru", 8);
         [7, 3, 9, 5].iter().for_each(|seq_id| admit(&mut bench, "a", *seq_id, &[1]));
         let listed = |first, most| {
-            let rows = bench.0.sequences_from("a", first, most);
+            let rows = bench.0.sequences_from("a", first, most, None);
             rows.into_iter().map(|row| bench.0.sequence(row).seq_id).collect::<Vec<_>>()
         };
         assert_eq!((listed(0, 9), listed(0, 2), listed(4, 2)), (vec![3, 5, 7, 9], vec![3, 5], vec![5, 7]));
         assert_eq!((listed(9, 4), listed(10, 4), listed(0, 0)), (vec![9], vec![], vec![]));
-        assert_eq!(bench.0.sequences_from("none", 0, 9), [0; 0]);
+        assert_eq!(bench.0.sequences_from("none", 0, 9, None), [0; 0]);
     }
 
     #[test]

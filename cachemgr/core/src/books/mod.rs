@@ -30,7 +30,7 @@ use crate::books::expiry::{ExpiryQueue, LeaseOrder, page_key};
 use crate::books::geometry::Geometry;
 use crate::books::leases::{Lease, RequestKey};
 use crate::books::pins::Pins;
-use crate::books::planner::StepPlanner;
+use crate::books::planner::{Owner, StepPlanner};
 use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
@@ -40,8 +40,8 @@ use crate::cache::host::HostPool;
 use crate::cache::policies::Policy;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, chain_hashes, root_hash};
-use crate::cache::tenants::{Asker, TenantId, Tenants, beginning_of};
-use crate::errors::{Refusal, Result};
+use crate::cache::tenants::{MAX_TENANTS, TenantId, Tenants, beginning_of};
+use crate::errors::{Reason, Refusal, Result, invalid};
 
 /// What tenants may take.
 #[derive(Debug, Serialize, Deserialize)]
@@ -146,7 +146,7 @@ impl Books {
         }
         for row in self.rows_in_order(&holdings) {
             let sequence = self.table.leave(row);
-            self.pool.reserve(holdings.tenant, sequence.num_reserved, 0);
+            self.pool.reserve(sequence.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
             self.host.release(&sequence.host_blocks.unwrap_or_default())?;
         }
@@ -182,14 +182,44 @@ impl Books {
         let lease = self.leases.get_mut(lease_id).expect("it is there");
         request.refuse_repeated()?;
         lease.refuse_too_many_steps()?;
-        let asker = Asker { tenant: lease.tenant, lease: beginning_of(lease_id), now };
-        let Books { geometry, pool, host, table, counters, .. } = self;
-        let plan = Arc::new(StepPlanner::new(lease, pool, host, table, geometry, counters, asker).run(request)?);
+        let lease_tenant = lease.tenant;
+        let owners: Vec<Owner> =
+            request.admissions.iter().map(|each| self.owner_of(each, lease_tenant, request.names_tenants)).collect();
+        let Books { geometry, pool, host, table, tenants, counters, leases, .. } = self;
+        let lease = leases.get_mut(lease_id).expect("it is there");
+        let name = beginning_of(lease_id);
+        let planner = StepPlanner::new(lease, pool, host, table, geometry, tenants, counters, name, now);
+        let plan = Arc::new(planner.run(request, owners)?);
         self.counters.planned_steps += 1;
         if let Some(lease) = self.leases.get_mut(lease_id) {
             lease.remember(key, &plan);
         }
         Ok(Some(plan))
+    }
+
+    /// Whose an admission is: the tenant that it names, else the lease's. Refused: ROLE_MISSING, if another tenant may
+    /// not be named; INVALID_ARGUMENT, if it would be one too many.
+    fn owner_of(&mut self, admission: &Admission, lease_tenant: TenantId, names_tenants: bool) -> Owner {
+        let Some(name) = &admission.tenant else { return Ok(lease_tenant) };
+        let seq_id = admission.seq_id;
+        let known = self.tenants.find(name);
+        if known == Some(lease_tenant) {
+            return Ok(lease_tenant);
+        }
+        if !names_tenants {
+            return Err(refuse_without_role(seq_id, self.tenants.name(lease_tenant)));
+        }
+        if let Some(refusal) = self.refuse_new_tenant(name) {
+            return Err(refusal.with("sequence_id", seq_id));
+        }
+        Ok(self.enter_tenant(name))
+    }
+
+    /// A tenant that is not known, and that there is no place for.
+    pub fn refuse_new_tenant(&self, name: &[u8]) -> Option<Refusal> {
+        let is_full = self.tenants.find(name).is_none() && self.tenants.len() >= MAX_TENANTS;
+        let limit = || format!("one of the {MAX_TENANTS} tenants that the pool knows: there is no place for more");
+        is_full.then(|| invalid("admissions.tenant", format!("'{}'", String::from_utf8_lossy(name)), limit()))
     }
 
     /// True if an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
@@ -333,6 +363,15 @@ impl Books {
         let num_missing: usize = fills.values().map(|fill| size - fill).sum();
         self.pool.counters().num_active * size - num_missing
     }
+}
+
+/// An admission that names a tenant, of a caller who may not.
+fn refuse_without_role(seq_id: i64, caller: &[u8]) -> Refusal {
+    let caller = String::from_utf8_lossy(caller);
+    let message =
+        format!("sequence {seq_id} names a tenant; '{caller}' has none of the roles that this needs: gateway");
+    let refusal = Refusal::new(Reason::RoleMissing, message).with("sequence_id", seq_id);
+    refusal.with("roles", "gateway").with("name", caller)
 }
 
 /// The outcome that an admission would have now.
@@ -592,6 +631,7 @@ pub(crate) mod tests {
                 resumed,
                 cache_use: [CacheUse::ReadAndWrite, CacheUse::WriteOnly, CacheUse::None]
                     [random.below(8).saturating_sub(5)],
+                tenant: [None, None, Some(b"x".to_vec()), Some(b"z".to_vec())][random.below(4)].clone(),
                 ..Admission::default()
             }
         };
@@ -611,6 +651,7 @@ pub(crate) mod tests {
             extends,
             restores,
             admissions,
+            names_tenants: random.below(8) > 0,
             ..StepRequest::default()
         }
     }

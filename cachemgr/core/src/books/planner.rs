@@ -25,7 +25,7 @@ use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, milli
 use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, Hash, Past, chain_hashes, digest_of};
-use crate::cache::tenants::Asker;
+use crate::cache::tenants::{Asker, TenantId, Tenants};
 use crate::errors::{Reason, Refusal, Result, invalid};
 
 const DIGEST_BYTES: usize = 16;
@@ -49,6 +49,9 @@ macro_rules! refuse_if {
     };
 }
 
+/// Whose an admission is, or why it can't be theirs.
+pub type Owner = std::result::Result<TenantId, Refusal>;
+
 /// One plan in the making. `run` it once.
 pub struct StepPlanner<'a> {
     lease: &'a mut Lease,
@@ -56,8 +59,10 @@ pub struct StepPlanner<'a> {
     host: &'a mut HostPool,
     table: &'a mut SequenceTable,
     geometry: &'a Geometry,
+    tenants: &'a Tenants,
     counters: &'a mut Counters,
-    asker: Asker,
+    lease_name: [u8; 8],
+    now: f64,
     step: StepInFlight,
     plan: StepPlan,
     budget: Option<usize>,
@@ -70,16 +75,18 @@ impl<'a> StepPlanner<'a> {
         host: &'a mut HostPool,
         table: &'a mut SequenceTable,
         geometry: &'a Geometry,
+        tenants: &'a Tenants,
         counters: &'a mut Counters,
-        asker: Asker,
+        lease_name: [u8; 8],
+        now: f64,
     ) -> StepPlanner<'a> {
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
         let plan = StepPlan { step_number: lease.next_step, known_step: lease.known_step, ..StepPlan::default() };
-        StepPlanner { lease, pool, host, table, geometry, counters, asker, step, plan, budget: None }
+        StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget: None }
     }
 
-    /// Applies the request and puts the step in flight.
-    pub fn run(mut self, request: &StepRequest) -> Result<StepPlan> {
+    /// Applies the request and puts the step in flight. `owners`: whose its admissions are.
+    pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<StepPlan> {
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
             self.release(*seq_id, hints.get(seq_id).copied())?;
@@ -102,8 +109,8 @@ impl<'a> StepPlanner<'a> {
             let answer = self.restore(restore, request.admission_reserve)?;
             self.answer(PlanItem::Restore, restore.seq_id, answer);
         }
-        for admission in &request.admissions {
-            let answer = self.admit(admission, request.admission_reserve)?;
+        for (admission, owner) in request.admissions.iter().zip(owners) {
+            let answer = self.admit(admission, owner, request.admission_reserve)?;
             self.answer(PlanItem::Admission, admission.seq_id, answer);
         }
         if !self.lease.reserved.is_empty() {
@@ -141,8 +148,12 @@ impl<'a> StepPlanner<'a> {
         Err(Refusal::new(Reason::SequenceOffloaded, message).with("sequence_id", seq_id))
     }
 
-    fn room(&self) -> Room<'_> {
-        Room { geometry: self.geometry, pool: self.pool, tenant: self.asker.tenant }
+    fn room_for(&self, tenant: TenantId) -> Room<'_> {
+        Room { geometry: self.geometry, pool: self.pool, tenant }
+    }
+
+    fn asker_for(&self, tenant: TenantId) -> Asker {
+        Asker { tenant, lease: self.lease_name, now: self.now }
     }
 
     // -- letting go ---------------------------------------------------------------------------------------------------
@@ -171,7 +182,7 @@ impl<'a> StepPlanner<'a> {
         let sequence = self.table.get_mut(row);
         sequence.released = true;
         if sequence.reserved_tokens > 0 {
-            self.pool.reserve(self.asker.tenant, std::mem::take(&mut sequence.num_reserved), 0);
+            self.pool.reserve(sequence.tenant, std::mem::take(&mut sequence.num_reserved), 0);
             self.lease.reserved.retain(|reserved| *reserved != row);
         }
         self.lease.sequences.remove(&sequence.seq_id);
@@ -182,7 +193,7 @@ impl<'a> StepPlanner<'a> {
     /// These will be asked for again: they are worth more than others for a while, the sooner the more.
     fn expect_back(&mut self, tail_first: &[BlockId], seconds: f64) {
         let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
-        let until = millis(self.asker.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S));
+        let until = millis(self.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S));
         let is_raised = |block: &BlockId| self.is_kept_on(*block) && self.pool.level(*block) < level;
         let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
         self.pool.advise(&raised, Advice { level, until });
@@ -248,8 +259,9 @@ impl<'a> StepPlanner<'a> {
         let num_tokens = trim.num_tokens as usize;
         let has_reservation = sequence.reserved_tokens > 0;
         if has_reservation {
-            let needed = self.room().num_at_risk_after(sequence, num_tokens);
-            refuse_if!(self.room().refuse(trim.seq_id, needed, 0, 0));
+            let room = self.room_for(sequence.tenant);
+            let needed = room.num_at_risk_after(sequence, num_tokens);
+            refuse_if!(room.refuse(trim.seq_id, needed, 0, 0));
         }
         let sequence = self.table.get_mut(row);
         sequence.truncate(num_tokens, block_size, self.pool.index());
@@ -309,13 +321,13 @@ impl<'a> StepPlanner<'a> {
     fn refuse_unguaranteed(&self, row: Row, num_tokens: usize) -> Option<Refusal> {
         let sequence = self.table.get(row);
         let shared = sequence.blocks_of(num_tokens, self.geometry.block_size);
-        let needed = self.room().num_newly_at_risk(sequence, shared);
-        self.room().refuse(sequence.seq_id.into(), needed, 0, 0)
+        let needed = self.num_newly_at_risk(row, shared);
+        self.room_for(sequence.tenant).refuse(sequence.seq_id.into(), needed, 0, 0)
     }
 
     fn update_reservation(&mut self, row: Row) {
         if self.table.get(row).reserved_tokens > 0 {
-            update_reservation(row, self.asker.tenant, self.pool, self.table, self.geometry);
+            update_reservation(row, self.pool, self.table, self.geometry);
         }
     }
 
@@ -385,7 +397,7 @@ impl<'a> StepPlanner<'a> {
         let end = sequence.num_scheduled + num_wanted;
         refuse_if!(self.refuse_append(sequence, &extend.append));
         let num_most = end.max(sequence.num_known() + num_appended);
-        refuse_if!(self.room().refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
+        refuse_if!(self.room_for(sequence.tenant).refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
         refuse_if!(refuse_uncomputable(sequence, num_wanted, num_appended));
         let num_tokens = sequence.num_tokens + num_appended;
         if let Err(refusal) = self.make_writable(row, end, num_tokens)? {
@@ -417,19 +429,20 @@ impl<'a> StepPlanner<'a> {
     fn make_writable(&mut self, row: Row, end: usize, num_tokens: usize) -> Answer {
         let sequence = self.table.get(row);
         let (seq_id, start, length) = (sequence.seq_id, sequence.num_scheduled, sequence.block_table.len());
+        let asker = self.asker_for(sequence.tenant);
         let (block_size, num_blocks) = (self.geometry.block_size, self.geometry.num_blocks_for(end));
         let written = start / block_size..num_blocks.min(length);
         let is_foreign = |index: &usize| !self.pool.is_writable(sequence.block_table[*index]);
         let (foreign, own): (Vec<usize>, Vec<usize>) = written.partition(is_foreign);
         let num_fresh = foreign.len() + self.geometry.num_blocks_for(num_tokens).saturating_sub(length);
         let num_unreserved = num_fresh.saturating_sub(sequence.num_reserved);
-        refuse_if!(self.room().refuse(seq_id.into(), num_unreserved, 0, 0));
+        refuse_if!(self.room_for(asker.tenant).refuse(seq_id.into(), num_unreserved, 0, 0));
         for block in own.into_iter().map(|index| sequence.block_table[index]).collect::<Vec<_>>() {
             if self.pool.pin_count(block) > 0 {
                 self.forget_claims(block);
             }
         }
-        let mut fresh = self.pool.allocate(num_fresh, &self.asker)?;
+        let mut fresh = self.pool.allocate(num_fresh, &asker)?;
         self.advise_tail(row, &fresh);
         let added = fresh.split_off(foreign.len());
         for (index, target) in foreign.into_iter().zip(fresh) {
@@ -551,8 +564,8 @@ impl<'a> StepPlanner<'a> {
         refuse_if!(refuse_unrestorable(self.table.get(row)));
         refuse_if!(refuse_no_row(seq_id, self.table, geometry));
         let sequence = self.table.get(row);
-        let num_tokens = sequence.num_known();
-        refuse_if!(self.room().refuse_too_long(
+        let (num_tokens, asker) = (sequence.num_known(), self.asker_for(sequence.tenant));
+        refuse_if!(self.room_for(asker.tenant).refuse_too_long(
             seq_id,
             num_tokens.max(sequence.reserved_tokens),
             sequence.reserved_tokens
@@ -565,9 +578,10 @@ impl<'a> StepPlanner<'a> {
         let (num_found, num_now) = (found.len(), geometry.num_blocks_for(num_tokens));
         let num_guaranteed = geometry.num_blocks_for(sequence.reserved_tokens).saturating_sub(num_now);
         let num_needed = num_now - num_found;
-        refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, self.pool.num_parked(&found), reserve));
+        let num_parked = self.pool.num_parked(&found);
+        refuse_if!(self.room_for(asker.tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
         self.pool.acquire(&found, 1)?;
-        let fresh = self.pool.allocate(num_needed, &self.asker)?;
+        let fresh = self.pool.allocate(num_needed, &asker)?;
         if cache_use.writes() {
             self.pool.enter_admission(&found, &fresh, &hashes);
         }
@@ -602,12 +616,16 @@ impl<'a> StepPlanner<'a> {
 
     // -- admissions ---------------------------------------------------------------------------------------------------
 
-    fn admit(&mut self, admission: &Admission, reserve: usize) -> Answer {
+    fn admit(&mut self, admission: &Admission, owner: Owner, reserve: usize) -> Answer {
         let (geometry, seq_id, tokens) = (self.geometry, admission.seq_id, &admission.tokens);
+        let tenant = match owner {
+            Ok(tenant) => tenant,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
         refuse_if!(self.refuse_new(seq_id));
-        refuse_if!(self.room().refuse_impossible(admission));
+        refuse_if!(self.room_for(tenant).refuse_impossible(admission));
         refuse_if!(self.refuse_over_budget(seq_id));
-        let root = self.lease.root(&admission.salt, &geometry.model_fingerprint);
+        let root = self.lease.root(tenant, self.tenants, &admission.salt, &geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, tokens, geometry.block_size, &mut hashes);
         let (cache_use, num_sharable) = (admission.cache_use, self.num_sharable(tokens.len(), admission.cache_use));
@@ -615,13 +633,13 @@ impl<'a> StepPlanner<'a> {
         let num_needed = geometry.num_blocks_for(tokens.len()) - found.len();
         let num_guaranteed = self.num_guaranteed(admission, &found, num_published);
         let num_parked = self.pool.num_parked(&found);
-        refuse_if!(self.room().refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
+        refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
         let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..num_sharable]);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         self.pool.acquire(&found, 1)?;
-        let fresh = self.pool.allocate(num_needed, &self.asker)?;
+        let fresh = self.pool.allocate(num_needed, &self.asker_for(tenant))?;
         if cache_use.writes() {
-            self.pool.enter_root(&root, self.asker.tenant, &admission.salt);
+            self.pool.enter_root(&root, tenant, &admission.salt);
             self.pool.enter_admission(&found, &fresh, &hashes);
         }
         let num_found = found.len();
@@ -629,6 +647,7 @@ impl<'a> StepPlanner<'a> {
         let num_writable = geometry.num_slots(block_table.len(), admission.reserved_tokens);
         let mut sequence = Sequence::begin(
             seq_id as i32,
+            tenant,
             root,
             tokens.clone(),
             block_table,
@@ -654,7 +673,6 @@ impl<'a> StepPlanner<'a> {
     /// Blocks that must be there beside those that are handed out now: for the tokens to come of a sequence with a
     /// reservation, and for what it shares with others before it is computed, should that fail; for theirs likewise.
     fn num_guaranteed(&self, admission: &Admission, found: &[BlockId], num_published: usize) -> usize {
-        let room = self.room();
         let mut num_guaranteed = 0;
         if admission.reserved_tokens > 0 {
             let (num_now, num_most) = (admission.tokens.len(), admission.reserved_tokens);
@@ -665,7 +683,12 @@ impl<'a> StepPlanner<'a> {
             return num_guaranteed;
         }
         let rows = self.lease.reserved.iter();
-        num_guaranteed + rows.map(|row| room.num_newly_at_risk(self.table.get(*row), found)).sum::<usize>()
+        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, found)).sum::<usize>()
+    }
+
+    fn num_newly_at_risk(&self, row: Row, shared: &[BlockId]) -> usize {
+        let sequence = self.table.get(row);
+        self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared)
     }
 
     /// Enters what is said of a sequence's blocks; returns what is said of those to come.
@@ -683,7 +706,7 @@ impl<'a> StepPlanner<'a> {
         let mut least = Advice { level: LEAST_WORTH, until: FOREVER };
         let mut tail = None;
         for (first, end, range) in ranges.into_iter().rev() {
-            let until = range.ttl.map_or(FOREVER, |ttl| millis(self.asker.now + ttl));
+            let until = range.ttl.map_or(FOREVER, |ttl| millis(self.now + ttl));
             let own = Advice { level: range.level, until };
             least = if own.level >= least.level { own } else { least };
             let tail_first: Vec<BlockId> = block_table[first..end].iter().rev().copied().collect();

@@ -98,6 +98,8 @@ pub struct Admission {
     /// It was here before, and was released to make room.
     pub resumed: bool,
     pub cache_use: CacheUse,
+    /// Whose it is, by name; None: the lease's tenant's.
+    pub tenant: Option<Vec<u8>>,
 }
 
 /// How much a range of a sequence is worth keeping.
@@ -135,6 +137,8 @@ pub struct StepRequest {
     pub admission_token_budget: usize,
     /// Blocks that restores and admissions leave allocatable.
     pub admission_reserve: usize,
+    /// Admissions may be another tenant's than the lease's.
+    pub names_tenants: bool,
 }
 
 impl StepRequest {

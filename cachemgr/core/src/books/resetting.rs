@@ -72,10 +72,11 @@ impl Books {
 
     /// The sequences in the host tier of this tenant and with this root will not publish what is computed of them.
     pub(crate) fn withhold(&mut self, tenant: Option<TenantId>, root: Option<&Hash>) {
-        let leases = self.leases.values().filter(|lease| tenant.is_none_or(|tenant| tenant == lease.tenant));
-        for row in leases.flat_map(|lease| lease.sequences.values()) {
+        for row in self.leases.values().flat_map(|lease| lease.sequences.values()) {
             let sequence = self.table.get_mut(*row);
-            if sequence.is_offloaded() && root.is_none_or(|root| *root == sequence.root) {
+            let is_meant =
+                tenant.is_none_or(|tenant| tenant == sequence.tenant) && root.is_none_or(|root| *root == sequence.root);
+            if is_meant && sequence.is_offloaded() {
                 sequence.withhold(self.geometry.block_size);
             }
         }

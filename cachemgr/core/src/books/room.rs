@@ -127,16 +127,10 @@ pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -
 }
 
 /// Brings up to date what is reserved for a sequence.
-pub fn update_reservation(
-    row: Row,
-    tenant: TenantId,
-    pool: &mut BlockPool,
-    table: &mut SequenceTable,
-    geometry: &Geometry,
-) {
+pub fn update_reservation(row: Row, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
     let sequence = table.get_mut(row);
-    let needed = (Room { geometry, pool, tenant }).num_reserved_for(sequence);
-    pool.reserve(tenant, sequence.num_reserved, needed);
+    let needed = (Room { geometry, pool, tenant: sequence.tenant }).num_reserved_for(sequence);
+    pool.reserve(sequence.tenant, sequence.num_reserved, needed);
     sequence.num_reserved = needed;
 }
 
@@ -159,6 +153,7 @@ mod tests {
     use crate::books::settle::StepOutcome;
     use crate::books::tests::{Bench, admission};
     use crate::cache::accounts::Share;
+    use crate::cache::tenants::MAX_TENANTS;
 
     fn guaranteed(seq_id: i64, tokens: &[i32], reserved_tokens: usize) -> StepRequest {
         let admission = Admission { reserved_tokens, ..admission(seq_id, tokens) };
@@ -474,6 +469,122 @@ mod tests {
         );
         assert_eq!(reasons(&plan_for(&mut bench, "c", ask(1, &[1, 2, 3, 4, 5]))), []);
         assert_eq!(reasons(&bench.admit(2, &[4])), []);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    // -- tenants of one lease -----------------------------------------------------------------------------------------
+
+    fn of(tenant: &[u8], admission: Admission) -> Admission {
+        Admission { tenant: Some(tenant.to_vec()), ..admission }
+    }
+
+    /// A plan of a caller who may name tenants.
+    fn naming(admissions: Vec<Admission>) -> StepRequest {
+        StepRequest { admissions, names_tenants: true, ..StepRequest::default() }
+    }
+
+    /// Blocks that a tenant holds, and blocks that are reserved for its sequences.
+    fn charged(bench: &Bench, tenant: &[u8]) -> (usize, usize) {
+        let account = bench.0.pool().accounts().get(bench.0.tenants().find(tenant).unwrap());
+        (account.num_held, account.num_reserved)
+    }
+
+    #[test]
+    fn two_tenants_with_equal_prompts_share_no_block_and_each_is_charged_for_its_own() {
+        let mut bench = Bench::new(12);
+        let tokens = [1, 2, 3, 4, 5];
+        let guaranteed = |seq_id| Admission { reserved_tokens: 8, ..admission(seq_id, &tokens) };
+        let both = vec![of(b"t", guaranteed(1)), of(b"u", guaranteed(2)), of(b"t", admission(3, &tokens))];
+        assert_eq!(reasons(&bench.plan(naming(both))), []);
+        assert!(bench.blocks(1).iter().all(|block| !bench.blocks(2).contains(block)));
+        assert_eq!(bench.blocks(1)[..2], bench.blocks(3)[..2], "one tenant's are shared");
+        assert_eq!((charged(&bench, b"t").0, charged(&bench, b"u").0, charged(&bench, b"").0), (4, 3, 0));
+        bench.settle();
+        assert_eq!((charged(&bench, b"t").1, charged(&bench, b"u").1), (1, 1));
+        bench.fork(2, &[4], 5);
+        let tenant_of_fork = bench.sequence(4).tenant;
+        assert_eq!(bench.0.tenant_name(tenant_of_fork), b"u");
+        assert_eq!((charged(&bench, b"u"), reasons(&bench.extend(4, 1, &[]))), ((3, 2), vec![]));
+        bench.settle();
+        assert_eq!(charged(&bench, b"u"), (4, 1), "the copy is charged to the tenant of the fork");
+        bench.release(&[2, 4]);
+        assert_eq!((charged(&bench, b"u"), charged(&bench, b"t")), ((0, 0), (4, 1)));
+        bench.0.close_lease("a").unwrap();
+        assert_eq!((charged(&bench, b"t"), bench.0.violations()), ((0, 0), vec![]));
+    }
+
+    #[test]
+    fn a_tenant_over_its_limit_is_refused_and_the_others_of_the_plan_are_not() {
+        let mut bench = Bench::new(8);
+        bench.0.set_shares(share(0, 8, 8), BTreeMap::from([(b"t".to_vec(), share(0, 2, 2))]));
+        let admissions = vec![
+            of(b"t", admission(1, &[1, 2])),
+            of(b"t", admission(2, &[3, 4, 5])),
+            of(b"u", admission(3, &[3, 4, 5])),
+        ];
+        let plan = bench.plan(naming(admissions));
+        assert_eq!(messages(&plan), ["sequence 2 needs 2 blocks; its tenant holds 1, and may hold 2"]);
+        assert_eq!(plan.admitted_ids, [1, 3]);
+        bench.settle();
+        let extends = |seq_id| Extend { seq_id, num_tokens: 3, append: vec![7, 7] };
+        let plan = bench.plan(StepRequest { extends: vec![extends(3)], ..StepRequest::default() });
+        assert_eq!(reasons(&plan), []);
+        bench.settle();
+        let plan = bench.plan(StepRequest { extends: vec![extends(1), extends(3)], ..StepRequest::default() });
+        assert_eq!((plan.refusals.len(), plan.refusals[0].seq_id), (1, 1));
+        assert_eq!(plan.run_seq_ids, [3]);
+    }
+
+    #[test]
+    fn a_floor_is_kept_for_its_tenant_in_the_lease_of_another() {
+        let mut bench = Bench::new(6);
+        bench.0.set_shares(share(0, 6, 6), BTreeMap::from([(b"t".to_vec(), share(3, 6, 6))]));
+        let full = vec![admission(1, &[1; 6]), admission(2, &[2]), of(b"t", admission(3, &[2; 5]))];
+        assert_eq!(reasons(&bench.plan(naming(full))), [Reason::OutOfBlocks]);
+        assert_eq!((bench.0.lease("a").unwrap().sequences.len(), bench.0.violations()), (2, vec![]));
+    }
+
+    #[test]
+    fn another_tenant_is_named_by_those_who_may() {
+        let mut bench = Bench::new(8);
+        let asked = vec![of(b"", admission(1, &[1])), of(b"t", admission(2, &[1])), admission(3, &[1])];
+        let plan = bench.plan(StepRequest { names_tenants: false, ..naming(asked.clone()) });
+        assert_eq!(messages(&plan), ["sequence 2 names a tenant; '' has none of the roles that this needs: gateway"]);
+        assert_eq!((plan.admitted_ids, bench.0.tenants().find(b"t")), (vec![1, 3], None), "nobody is entered");
+        bench.plan(naming(vec![of(b"t", admission(2, &[1]))]));
+        let listed = |tenant| bench.0.sequences_from("a", 0, 9, tenant).len();
+        assert_eq!([None, Some(&b""[..]), Some(b"t"), Some(b"u")].map(listed), [3, 2, 1, 0]);
+    }
+
+    #[test]
+    fn a_pool_knows_so_many_tenants_and_no_more() {
+        let mut bench = Bench::new(8);
+        for number in 1..MAX_TENANTS {
+            bench.0.enter_tenant(number.to_string().as_bytes());
+        }
+        let asked = vec![of(b"one more", admission(1, &[1])), of(b"7", admission(2, &[1])), admission(3, &[1])];
+        let plan = bench.plan(naming(asked));
+        assert_eq!(
+            messages(&plan),
+            [
+                "admissions.tenant is 'one more'; must be one of the 10000 tenants that the pool knows: there is no place for more"
+            ]
+        );
+        assert_eq!((plan.admitted_ids, bench.0.tenants().len()), (vec![2, 3], MAX_TENANTS));
+    }
+
+    #[test]
+    fn a_sequence_in_the_host_tier_comes_back_to_its_tenant_and_a_reset_of_it_knows_it() {
+        let mut bench = Bench::new(8);
+        bench.plan(naming(vec![of(b"t", admission(1, &[1, 2, 3, 4, 5])), admission(2, &[1, 2, 3, 4, 5])]));
+        bench.settle();
+        bench.offload(1);
+        bench.offload(2);
+        bench.settle();
+        bench.0.withhold_for(b"t", None);
+        assert_eq!((bench.sequence(1).num_withheld, bench.sequence(2).num_withheld), (2, 0));
+        bench.restore(1);
+        assert_eq!(charged(&bench, b"t").0, bench.blocks(1).len());
         assert_eq!(bench.0.violations(), [""; 0]);
     }
 

@@ -15,6 +15,7 @@ use crate::cache::advice::Advice;
 use crate::cache::contents::Content;
 use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
+use crate::cache::tenants::TenantId;
 
 /// Where a sequence is kept; its own until no step in flight needs it any more.
 pub type Row = u32;
@@ -25,6 +26,8 @@ pub struct Sequence {
     pub seq_id: i32,
     /// Later sequences of the pool have larger ones.
     pub number: u64,
+    /// Whose it is, and all of its blocks.
+    pub tenant: TenantId,
     /// Root of its prefix hashes: tenant, salt and model.
     pub root: Hash,
     pub salt: Vec<u8>,
@@ -66,6 +69,7 @@ impl Sequence {
     /// A prompt, the hashes of its full blocks, and how many of them were found, and found published.
     pub fn begin(
         seq_id: i32,
+        tenant: TenantId,
         root: Hash,
         tokens: Vec<i32>,
         block_table: Vec<BlockId>,
@@ -77,6 +81,7 @@ impl Sequence {
         Sequence {
             seq_id,
             number: 0,
+            tenant,
             root,
             salt: Vec::new(),
             cache_use: CacheUse::default(),
@@ -116,6 +121,7 @@ impl Sequence {
         Sequence {
             seq_id: child_id,
             number: 0,
+            tenant: self.tenant,
             root: self.root,
             salt: self.salt.clone(),
             cache_use: self.cache_use,
@@ -149,6 +155,7 @@ impl Sequence {
         Sequence {
             seq_id: self.seq_id,
             number: 0,
+            tenant: self.tenant,
             root: self.root,
             salt: self.salt.clone(),
             cache_use: self.cache_use,
@@ -388,7 +395,7 @@ mod tests {
 
     /// A sequence with these tokens and blocks 1 to 40, none of them computed.
     fn sequence_of(tokens: &[i32]) -> Sequence {
-        Sequence::begin(1, ROOT, tokens.to_vec(), (1..41).collect(), &[], 0, 0, 1)
+        Sequence::begin(1, 0, ROOT, tokens.to_vec(), (1..41).collect(), &[], 0, 0, 1)
     }
 
     fn numbers(count: usize) -> Vec<i32> {
@@ -402,7 +409,7 @@ mod tests {
         for size in BLOCK_SIZES {
             let tokens = numbers(3 * size + 1);
             let hashes = hashes_of(&tokens, size);
-            let mut sequence = Sequence::begin(5, ROOT, tokens.clone(), vec![1, 2, 3, 4], &hashes, 2, 1, size);
+            let mut sequence = Sequence::begin(5, 0, ROOT, tokens.clone(), vec![1, 2, 3, 4], &hashes, 2, 1, size);
             assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.seq_id), (&tokens, 3 * size + 1, 5));
             assert_eq!((sequence.num_cached, sequence.num_scheduled), (2 * size, 2 * size));
             assert_eq!((sequence.num_computed, sequence.num_published), (size, 1));
@@ -467,7 +474,7 @@ mod tests {
 
     #[test]
     fn blocks_are_told_from_the_front_and_from_the_tail() {
-        let sequence = Sequence::begin(1, ROOT, vec![], vec![1, 2, 3, 4], &[], 0, 0, 2);
+        let sequence = Sequence::begin(1, 0, ROOT, vec![], vec![1, 2, 3, 4], &[], 0, 0, 2);
         let lengths = [0, 1, 2, 3, 7, 8, 9, 100].map(|num_tokens| sequence.blocks_of(num_tokens, 2).len());
         assert_eq!(lengths, [0, 1, 1, 2, 4, 4, 4, 4]);
         assert_eq!(sequence.blocks_of(3, 2), [1, 2]);
@@ -700,7 +707,7 @@ mod tests {
             let (hashes, most) = (hashes_of(&tokens, self.size), (tokens.len() - 1) / self.size);
             let found = self.index.find(&hashes[..most]);
             let (num_found, num_cached) = (found.len(), most.min(found.len() + self.random.below(2)));
-            let begun = Sequence::begin(1, ROOT, tokens.clone(), found, &hashes, num_cached, num_found, self.size);
+            let begun = Sequence::begin(1, 0, ROOT, tokens.clone(), found, &hashes, num_cached, num_found, self.size);
             let row = self.table.enter(begun);
             self.plains.push(Plain { row, num_tokens: tokens.len(), tokens, num_published: num_found });
             self.fill(self.plains.len() - 1, num_found);

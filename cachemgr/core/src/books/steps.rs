@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn only_full_blocks_of_known_tokens_are_expected() {
-        let sequence = Sequence::begin(1, [0; 32], (0..9).collect(), (1..6).collect(), &[], 0, 0, 2);
+        let sequence = Sequence::begin(1, 0, [0; 32], (0..9).collect(), (1..6).collect(), &[], 0, 0, 2);
         for (start, end, expected) in [
             (0, 9, vec![(11, 0, 4)]),
             (0, 12, vec![(11, 0, 4)]),

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 /// A tenant of this pool, by the order in which they came.
 pub type TenantId = u32;
 
+/// Tenants that sequences may name, with those that are known already. None is forgotten, so there have to be few.
+pub const MAX_TENANTS: usize = 10_000;
+
 /// For whom blocks are taken, and when.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Asker {

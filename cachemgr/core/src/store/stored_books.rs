@@ -210,6 +210,11 @@ impl StoredBooks {
 
     /// See Books::check_admission.
     pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> Result<AdmissionCheck> {
+        if admission.tenant.is_some()
+            && let Some(refusal) = self.books.refuse_new_tenant(tenant)
+        {
+            return Err(Failure::Refused(refusal));
+        }
         self.enter_tenant(tenant)?;
         Ok(self.books.check_admission(tenant, admission, reserve))
     }

@@ -13,6 +13,7 @@ pub const MAX_PLAN_TOKENS: usize = 262_144;
 pub const MAX_FORKED_TOKENS: usize = 8_388_608;
 pub const MAX_REQUEST_ID_BYTES: usize = 64;
 pub const MAX_SALT_BYTES: usize = 64;
+pub const MAX_TENANT_LENGTH: usize = 128;
 /// Of an admission's retention.
 pub const MAX_RANGES: usize = 16;
 pub const MAX_RETENTION_S: f64 = 86_400.0;
@@ -45,6 +46,15 @@ pub fn check_bytes(field: &str, size: usize, most: usize) -> Result<()> {
         return Ok(());
     }
     refused(field, format!("{size} bytes"), format!("at most {most} bytes"))
+}
+
+/// Text of at most so many characters.
+pub fn check_length(field: &str, text: &str, most: usize) -> Result<()> {
+    let length = text.chars().count();
+    if length <= most {
+        return Ok(());
+    }
+    refused(field, format!("{length} characters"), format!("at most {most} characters"))
 }
 
 /// The number, if it is not negative.

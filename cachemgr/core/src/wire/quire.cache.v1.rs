@@ -516,6 +516,8 @@ pub struct Admission {
     pub resumed: bool,
     #[prost(enumeration="CacheUse", tag="8")]
     pub cache_use: i32,
+    #[prost(string, optional, tag="9")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Restore {
@@ -730,6 +732,8 @@ pub struct Sequence {
     pub host_block_count: i32,
     #[prost(enumeration="CacheUse", tag="13")]
     pub cache_use: i32,
+    #[prost(string, tag="14")]
+    pub tenant: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListSequencesRequest {

@@ -8,8 +8,8 @@ use crate::books::settle::{StepOutcome, StepReport};
 use crate::errors::Result;
 use crate::wire::bounds::{
     MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES,
-    MAX_RETENTION_S, MAX_SALT_BYTES, check_bytes, check_count, check_parallel, level, not_negative, refused,
-    shown_seconds,
+    MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes, check_count, check_length, check_parallel, level,
+    not_negative, refused, shown_seconds,
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
 
@@ -20,8 +20,13 @@ pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
 
 /// The items of a plan for a pool with so many sequences, of so many tokens each. Refused (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
 ///
-/// Takes the lists of tokens and ids out of the message.
-pub fn step_request(request: &mut PlanStepRequest, max_sequences: usize, max_tokens: usize) -> Result<StepRequest> {
+/// Takes the lists of tokens and ids out of the message. `names_tenants`: the caller may say whose an admission is.
+pub fn step_request(
+    request: &mut PlanStepRequest,
+    max_sequences: usize,
+    max_tokens: usize,
+    names_tenants: bool,
+) -> Result<StepRequest> {
     check_bytes("request_id", request.request_id.len(), MAX_REQUEST_ID_BYTES)?;
     let extends = request.extends.take().unwrap_or_default();
     check_plan_size(request, &extends, max_sequences.min(MAX_PLAN_ITEMS), max_tokens)?;
@@ -44,6 +49,7 @@ pub fn step_request(request: &mut PlanStepRequest, max_sequences: usize, max_tok
             .collect::<Result<_>>()?,
         admission_token_budget,
         admission_reserve,
+        names_tenants,
     })
 }
 
@@ -154,6 +160,9 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
     let max_compute = not_negative(&format!("{field}.max_compute_token_count"), message.max_compute_token_count)?;
     let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;
     check_bytes(&format!("{field}.salt"), message.salt.len(), MAX_SALT_BYTES)?;
+    if let Some(tenant) = &message.tenant {
+        check_length(&format!("{field}.tenant"), tenant, MAX_TENANT_LENGTH)?;
+    }
     let mut tokens = message.token_ids;
     if tokens.len() > most_tokens {
         reserved_tokens = reserved_tokens.max(tokens.len());
@@ -168,6 +177,7 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
         retention: retention(&message.retention, &format!("{field}.retention"))?,
         resumed: message.resumed,
         cache_use: cache_use(message.cache_use, &format!("{field}.cache_use"))?,
+        tenant: message.tenant.map(String::into_bytes),
     })
 }
 

@@ -708,6 +708,7 @@ class Admission(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     CACHE_USE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
@@ -730,6 +731,15 @@ class Admission(_message.Message):
     cache_use: Global___CacheUse.ValueType
     """What the sequence does with the prefix cache, for its whole life. Forks of it
     do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
+    """
+    tenant: _builtins.str
+    """Whose the sequence is, up to 128 characters. It finds and publishes blocks of
+    this tenant, whose share, floor and limit count them. Unset: the tenant of the
+    lease. Another tenant's is accepted from callers with the role "gateway" only;
+    without the role this admission is refused (ROLE_MISSING), and no other item
+    of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
+    tenants in an epoch; the admission that names one more is refused
+    (INVALID_ARGUMENT).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -755,12 +765,15 @@ class Admission(_message.Message):
         retention: _abc.Iterable[Global___Retention] | None = ...,
         resumed: _builtins.bool = ...,
         cache_use: Global___CacheUse.ValueType = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_use", b"cache_use", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "cache_use", b"cache_use", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
@@ -810,10 +823,10 @@ class Refusal(_message.Message):
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
-        SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
-        NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-        QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY,
-        INVALID_ARGUMENT.
+        SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE,
+        POSITION_OUT_OF_RANGE, NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES,
+        TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS,
+        SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING, INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -1414,6 +1427,7 @@ class Sequence(_message.Message):
     HOST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     CACHE_USE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
@@ -1436,6 +1450,8 @@ class Sequence(_message.Message):
     """Number of its host blocks."""
     cache_use: Global___CacheUse.ValueType
     """What it does with the prefix cache."""
+    tenant: _builtins.str
+    """Whose it is: the tenant that its admission named, else the lease's."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order. Empty in lists."""
@@ -1460,10 +1476,11 @@ class Sequence(_message.Message):
         host_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         host_block_count: _builtins.int = ...,
         cache_use: Global___CacheUse.ValueType = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1489,7 +1506,10 @@ class ListSequencesRequest(_message.Message):
     page_token: _builtins.str
     """From the last answer, to go on."""
     tenant: _builtins.str
-    """Only sequences of this tenant. Unset: of all that the caller may see."""
+    """Only sequences of this tenant. Unset: of all that the caller may see. A caller
+    that is no operator sees its own tenant's, and all sequences of its own
+    tenant's leases.
+    """
     def __init__(
         self,
         *,
@@ -1916,8 +1936,8 @@ class ExplainPrefixRequest(_message.Message):
     salt: _builtins.bytes
     """As in Admission."""
     tenant: _builtins.str
-    """Whose prefix. Unset: the caller's. Another's for operators only
-    (PERMISSION_DENIED, ROLE_MISSING).
+    """Whose prefix. Unset: the caller's. Another's for operators and
+    gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2365,8 +2385,8 @@ class LookupPrefixRequest(_message.Message):
     salt: _builtins.bytes
     """As in Admission."""
     tenant: _builtins.str
-    """Whose prefix. Unset: the caller's. Another's for operators only
-    (PERMISSION_DENIED, ROLE_MISSING).
+    """Whose prefix. Unset: the caller's. Another's for operators and
+    gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2467,8 +2487,8 @@ class ResetPrefixCacheRequest(_message.Message):
     """The pool's name. Empty: the only pool there is."""
     tenant: _builtins.str
     """Only what is cached for this tenant. Unset: the caller's if salt or token_ids
-    are given, else everybody's. Another's and everybody's are for operators only
-    (PERMISSION_DENIED, ROLE_MISSING).
+    are given, else everybody's. Another's is for operators and gateways only,
+    everybody's for operators only (PERMISSION_DENIED, ROLE_MISSING).
     """
     salt: _builtins.bytes
     """Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:

@@ -257,7 +257,8 @@ class CacheServiceServicer:
 
     def GetSequence(self, request, context):
         """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-        SEQUENCE_NOT_FOUND.
+        SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+        sequences, and all sequences of its own tenant's leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,7 +360,8 @@ class CacheServiceServicer:
         be found when the call begins: what is computed later is published as ever,
         and what is pinned meanwhile stays. Runs in slices, with other calls between
         them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-        A caller that is no operator may reset its own tenant's content only.
+        A caller that is neither operator nor gateway may reset its own tenant's
+        content only.
         Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

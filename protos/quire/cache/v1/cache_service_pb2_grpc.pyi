@@ -87,7 +87,8 @@ class CacheServiceStub:
     """All leases, by id."""
     GetSequence: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]
     """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-    SEQUENCE_NOT_FOUND.
+    SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+    sequences, and all sequences of its own tenant's leases.
     """
     ListSequences: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]
     """The sequences of a pool, by lease and id; none if the lease asked for is
@@ -144,7 +145,8 @@ class CacheServiceStub:
     be found when the call begins: what is computed later is published as ever,
     and what is pinned meanwhile stays. Runs in slices, with other calls between
     them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-    A caller that is no operator may reset its own tenant's content only.
+    A caller that is neither operator nor gateway may reset its own tenant's
+    content only.
     Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]
@@ -210,7 +212,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """All leases, by id."""
     GetSequence: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]  # type: ignore[assignment]
     """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-    SEQUENCE_NOT_FOUND.
+    SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+    sequences, and all sequences of its own tenant's leases.
     """
     ListSequences: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]  # type: ignore[assignment]
     """The sequences of a pool, by lease and id; none if the lease asked for is
@@ -267,7 +270,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     be found when the call begins: what is computed later is published as ever,
     and what is pinned meanwhile stays. Runs in slices, with other calls between
     them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-    A caller that is no operator may reset its own tenant's content only.
+    A caller that is neither operator nor gateway may reset its own tenant's
+    content only.
     Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]  # type: ignore[assignment]
@@ -390,7 +394,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.GetSequenceResponse, _abc.Awaitable[_cache_service_pb2.GetSequenceResponse]]:
         """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-        SEQUENCE_NOT_FOUND.
+        SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+        sequences, and all sequences of its own tenant's leases.
         """
 
     @_abc_1.abstractmethod
@@ -513,7 +518,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         be found when the call begins: what is computed later is published as ever,
         and what is pinned meanwhile stays. Runs in slices, with other calls between
         them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-        A caller that is no operator may reset its own tenant's content only.
+        A caller that is neither operator nor gateway may reset its own tenant's
+        content only.
         Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
 

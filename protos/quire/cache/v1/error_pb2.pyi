@@ -157,8 +157,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     server knows: wrong, malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 72
-    """PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-    caller needs one of these), name (who the caller is to the server).
+    """PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
+    the tenant that it names. Metadata: method (of an admission: sequence_id),
+    roles (the caller needs one of these), name (who the caller is to the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -308,8 +309,9 @@ ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 71
 server knows: wrong, malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 72
-"""PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-caller needs one of these), name (who the caller is to the server).
+"""PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
+the tenant that it names. Metadata: method (of an admission: sequence_id),
+roles (the caller needs one of these), name (who the caller is to the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

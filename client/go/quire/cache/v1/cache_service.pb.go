@@ -1264,7 +1264,15 @@ type Admission struct {
 	Resumed bool `protobuf:"varint,7,opt,name=resumed,proto3" json:"resumed,omitempty"`
 	// What the sequence does with the prefix cache, for its whole life. Forks of it
 	// do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
-	CacheUse      CacheUse `protobuf:"varint,8,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
+	CacheUse CacheUse `protobuf:"varint,8,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
+	// Whose the sequence is, up to 128 characters. It finds and publishes blocks of
+	// this tenant, whose share, floor and limit count them. Unset: the tenant of the
+	// lease. Another tenant's is accepted from callers with the role "gateway" only;
+	// without the role this admission is refused (ROLE_MISSING), and no other item
+	// of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
+	// tenants in an epoch; the admission that names one more is refused
+	// (INVALID_ARGUMENT).
+	Tenant        *string `protobuf:"bytes,9,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1355,6 +1363,13 @@ func (x *Admission) GetCacheUse() CacheUse {
 	return CacheUse_CACHE_USE_UNSPECIFIED
 }
 
+func (x *Admission) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
 // Brings a sequence back from the host tier into fresh blocks of the pool; what
 // is in the prefix cache is shared instead of copied. It goes on where it was:
 // its run begins behind what is computed, and is given its token ids; its
@@ -1421,10 +1436,10 @@ type Refusal struct {
 	// The sequence it was about: the child for a fork.
 	SequenceId int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
-	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
-	// NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT,
-	// QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY,
-	// INVALID_ARGUMENT.
+	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE,
+	// POSITION_OUT_OF_RANGE, NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES,
+	// TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS,
+	// SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING, INVALID_ARGUMENT.
 	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2623,7 +2638,9 @@ type Sequence struct {
 	// Number of its host blocks.
 	HostBlockCount int32 `protobuf:"varint,12,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
 	// What it does with the prefix cache.
-	CacheUse      CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
+	CacheUse CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
+	// Whose it is: the tenant that its admission named, else the lease's.
+	Tenant        string `protobuf:"bytes,14,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2749,6 +2766,13 @@ func (x *Sequence) GetCacheUse() CacheUse {
 	return CacheUse_CACHE_USE_UNSPECIFIED
 }
 
+func (x *Sequence) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
 // See CacheService.ListSequences.
 type ListSequencesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2760,7 +2784,9 @@ type ListSequencesRequest struct {
 	PageSize int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
 	PageToken string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Only sequences of this tenant. Unset: of all that the caller may see.
+	// Only sequences of this tenant. Unset: of all that the caller may see. A caller
+	// that is no operator sees its own tenant's, and all sequences of its own
+	// tenant's leases.
 	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3625,8 +3651,8 @@ type ExplainPrefixRequest struct {
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
-	// Whose prefix. Unset: the caller's. Another's for operators only
-	// (PERMISSION_DENIED, ROLE_MISSING).
+	// Whose prefix. Unset: the caller's. Another's for operators and
+	// gateways only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4503,8 +4529,8 @@ type LookupPrefixRequest struct {
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
-	// Whose prefix. Unset: the caller's. Another's for operators only
-	// (PERMISSION_DENIED, ROLE_MISSING).
+	// Whose prefix. Unset: the caller's. Another's for operators and
+	// gateways only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4693,8 +4719,8 @@ type ResetPrefixCacheRequest struct {
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// Only what is cached for this tenant. Unset: the caller's if salt or token_ids
-	// are given, else everybody's. Another's and everybody's are for operators only
-	// (PERMISSION_DENIED, ROLE_MISSING).
+	// are given, else everybody's. Another's is for operators and gateways only,
+	// everybody's for operators only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant *string `protobuf:"bytes,2,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	// Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:
 	// the empty salt if token_ids are given, else any.
@@ -5476,7 +5502,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x01 \x03(\x05R\vsequenceIds\x12!\n" +
 	"\ftoken_counts\x18\x02 \x03(\x05R\vtokenCounts\x12.\n" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
-	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\xd0\x02\n" +
+	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\xf8\x02\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
@@ -5486,7 +5512,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14reserved_token_count\x18\x05 \x01(\x05R\x12reservedTokenCount\x127\n" +
 	"\tretention\x18\x06 \x03(\v2\x19.quire.cache.v1.RetentionR\tretention\x12\x18\n" +
 	"\aresumed\x18\a \x01(\bR\aresumed\x125\n" +
-	"\tcache_use\x18\b \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\"a\n" +
+	"\tcache_use\x18\b \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x12\x1b\n" +
+	"\x06tenant\x18\t \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"a\n" +
 	"\aRestore\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x125\n" +
@@ -5582,7 +5610,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\x9d\x04\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xb5\x04\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -5600,7 +5628,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	" \x01(\bR\toffloaded\x12$\n" +
 	"\x0ehost_block_ids\x18\v \x03(\x05R\fhostBlockIds\x12(\n" +
 	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\x125\n" +
-	"\tcache_use\x18\r \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\"\xa9\x01\n" +
+	"\tcache_use\x18\r \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x12\x16\n" +
+	"\x06tenant\x18\x0e \x01(\tR\x06tenant\"\xa9\x01\n" +
 	"\x14ListSequencesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\tR\aleaseId\x12\x1b\n" +
@@ -6104,6 +6133,7 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		(*ReturnHint_ExpectedIn)(nil),
 		(*ReturnHint_NotExpected)(nil),
 	}
+	file_quire_cache_v1_cache_service_proto_msgTypes[11].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[18].OneofWrappers = []any{
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),

@@ -95,7 +95,8 @@ type CacheServiceClient interface {
 	// All leases, by id.
 	ListLeases(ctx context.Context, in *ListLeasesRequest, opts ...grpc.CallOption) (*ListLeasesResponse, error)
 	// One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-	// SEQUENCE_NOT_FOUND.
+	// SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+	// sequences, and all sequences of its own tenant's leases.
 	GetSequence(ctx context.Context, in *GetSequenceRequest, opts ...grpc.CallOption) (*GetSequenceResponse, error)
 	// The sequences of a pool, by lease and id; none if the lease asked for is
 	// gone. Reasons: POOL_NOT_FOUND.
@@ -142,7 +143,8 @@ type CacheServiceClient interface {
 	// be found when the call begins: what is computed later is published as ever,
 	// and what is pinned meanwhile stays. Runs in slices, with other calls between
 	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-	// A caller that is no operator may reset its own tenant's content only.
+	// A caller that is neither operator nor gateway may reset its own tenant's
+	// content only.
 	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
 	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
@@ -455,7 +457,8 @@ type CacheServiceServer interface {
 	// All leases, by id.
 	ListLeases(context.Context, *ListLeasesRequest) (*ListLeasesResponse, error)
 	// One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-	// SEQUENCE_NOT_FOUND.
+	// SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
+	// sequences, and all sequences of its own tenant's leases.
 	GetSequence(context.Context, *GetSequenceRequest) (*GetSequenceResponse, error)
 	// The sequences of a pool, by lease and id; none if the lease asked for is
 	// gone. Reasons: POOL_NOT_FOUND.
@@ -502,7 +505,8 @@ type CacheServiceServer interface {
 	// be found when the call begins: what is computed later is published as ever,
 	// and what is pinned meanwhile stays. Runs in slices, with other calls between
 	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-	// A caller that is no operator may reset its own tenant's content only.
+	// A caller that is neither operator nor gateway may reset its own tenant's
+	// content only.
 	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
 	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.

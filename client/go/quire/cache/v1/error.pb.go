@@ -129,8 +129,9 @@ const (
 	// UNAUTHENTICATED. The authorization shown is not a bearer token that the
 	// server knows: wrong, malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 71
-	// PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-	// caller needs one of these), name (who the caller is to the server).
+	// PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
+	// the tenant that it names. Metadata: method (of an admission: sequence_id),
+	// roles (the caller needs one of these), name (who the caller is to the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 72
 )
 
