@@ -20,6 +20,7 @@ class EngineConfig:
                              QUEUE_FULL, at least 1; None: no limit
     max_waiting_requests_per_tenant    likewise, of each tenant
     max_waiting_tokens       likewise, tokens of the prompts that wait
+    tenants                  requests' tenants are cachemgr's too: shares, cache, pins; needs the role "gateway" there
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
@@ -33,6 +34,7 @@ class EngineConfig:
     max_waiting_requests: int | None = None
     max_waiting_requests_per_tenant: int | None = None
     max_waiting_tokens: int | None = None
+    tenants: bool = False
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
     metrics_listen: str | None = None
 

@@ -31,13 +31,17 @@ class Draft:
         view: PoolView,
         *,
         fresh_id: abc.Callable[[], int],
+        by_tenant: bool = False,
     ) -> None:
+        """by_tenant: admissions say whose they are."""
         self._limits = limits
         self._queues = queues
         self._room = room
         self._policy = policy
         self._view = view
         self._fresh_id = fresh_id
+        self._by_tenant = by_tenant
+        self._line = room.line(queues.waiting)
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
         self._places = limits.num_places - queues.num_places_taken
@@ -187,7 +191,7 @@ class Draft:
         # cached, cuts the last one.
         budget, num_given = float(self._budget), 0
         places = self._places
-        for sequence in self._queues.waiting[: max(0, places)]:
+        for sequence in self._line[: max(0, places)]:
             places -= sequence.num_places
             if places < 0:
                 return
@@ -196,12 +200,13 @@ class Draft:
                 return
             if budget <= 0 or not self._admits(sequence) or not self._add_newcomer(sequence):
                 return
-            budget -= max(1.0, self._expected_run_of(sequence))
-            if self._room.blocks_awaited_by(self._queues.waiting[0]):
+            if sequence.tenant not in self._room.short_tenants:  # it will probably be refused again
+                budget -= max(1.0, self._expected_run_of(sequence))
+            if self._room.blocks_awaited_by(self._line[0]):
                 return  # a sequence was refused blocks: none may overtake the first in line
 
     def _admits(self, newcomer: Sequence) -> bool:
-        is_first = newcomer is self._queues.waiting[0]
+        is_first = newcomer is self._line[0]
         is_alone = is_first and not self._queues.running and self._room.starved is None
         return is_alone or self._policy.admits(newcomer, self._view)
 
@@ -216,6 +221,7 @@ class Draft:
                     resumed=sequence.was_admitted,
                     cache=sequence.cache_params,
                     reserved_tokens=sequence.num_reserved_tokens,
+                    tenant=sequence.tenant if self._by_tenant else "",
                 )
             )
         elif sequence.host_id in self._queues.offloads or self._admissions:

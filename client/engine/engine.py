@@ -240,7 +240,12 @@ class Engine:
         try:
             session = await self._connection.open()
             await self._load_tokenizer(session.model.tokenizer)
-            self._scheduler = Scheduler(self._limits_of(session), policy=self._policy, verify=self._config.verify)
+            self._scheduler = Scheduler(
+                self._limits_of(session),
+                policy=self._policy,
+                by_tenant=self._config.tenants,
+                verify=self._config.verify,
+            )
             self._requests.use_model(session.model)
             if self._config.metrics_listen is not None:
                 self._page = EnginePage(self._config.metrics_listen, self._look)

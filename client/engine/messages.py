@@ -88,6 +88,8 @@ def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
     message = cache_service_pb2.Admission(
         sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
     )
+    if admission.tenant:
+        message.tenant = admission.tenant
     cache = admission.cache
     if cache is not NO_CACHE_PARAMS:
         message.salt = cache.salt

@@ -91,6 +91,8 @@ class Admission:
     cache: CacheParams = NO_CACHE_PARAMS
     reserved_tokens: int = 0
     """The most tokens that are computed of it, guaranteed; 0: best effort."""
+    tenant: str = ""
+    """Whose it is; "": the lease's."""
 
 
 @dataclass(frozen=True, slots=True)

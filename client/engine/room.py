@@ -1,6 +1,7 @@
 """The room in the pool, as far as the answers to the last plans tell. Pure."""
 
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import dataclass, field
 
 from quire.client.engine.plans import Blocks, SchedulerLimits
 from quire.client.engine.sequence import Sequence
@@ -41,6 +42,8 @@ class Room:
     awaited                 of the newcomers that the last plan with any refused blocks, the first in rank
     cached_ratio            of admitted tokens lately: how far a budget for admissions goes
     num_stalls              plans without a run, one after the other
+    short_tenants           tenants of which an admission was refused by their quota, and none accepted since
+    starved_tenants         tenants of running sequences that the last plan refused by their quota
     """
 
     blocks: Blocks
@@ -50,6 +53,8 @@ class Room:
     awaited: Awaited | None = None
     cached_ratio: float = 0.0
     num_stalls: int = 0
+    short_tenants: set[str] = field(default_factory=set)
+    starved_tenants: set[str] = field(default_factory=set)
 
     @classmethod
     def of_empty_pool(cls, limits: SchedulerLimits) -> "Room":
@@ -59,6 +64,21 @@ class Room:
     def observe_admission(self, *, num_tokens: int, num_cached: int) -> None:
         """Count what an admission found in the prefix cache."""
         self.cached_ratio = 0.5 * self.cached_ratio + 0.5 * num_cached / num_tokens
+
+    def line(self, waiting: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
+        """Return those that wait without the ones that a quota keeps waiting.
+
+        Of a tenant that is over its quota the first one may ask again; none while a running one of it lacks quota.
+        """
+        if not self.short_tenants and not self.starved_tenants:
+            return waiting
+        line, seen = [], set(self.starved_tenants)
+        for sequence in waiting:
+            if sequence.tenant not in seen:
+                line.append(sequence)
+            if sequence.tenant in self.short_tenants:
+                seen.add(sequence.tenant)
+        return line
 
     def spare(self, error: QuireError) -> int:
         """Return the blocks that this client could have had when it was refused more."""

@@ -116,11 +116,22 @@ class _Counters:
 class Scheduler:
     """The state behind schedule(). One plan at a time: on_planned or a failed call comes before the next schedule()."""
 
-    def __init__(self, limits: SchedulerLimits, *, policy: Policy | None = None, verify: bool = False) -> None:
-        """policy None is PriorityPolicy. With verify, check_invariants() runs after each change."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        policy: Policy | None = None,
+        by_tenant: bool = False,
+        verify: bool = False,
+    ) -> None:
+        """policy None is PriorityPolicy. With verify, check_invariants() runs after each change.
+
+        by_tenant: the tenants of requests are cachemgr's too, and a quota is the tenant's, not this client's.
+        """
         self.limits = limits
         self.costs = TierCosts()
         self._policy = policy or PriorityPolicy()
+        self._by_tenant = by_tenant
         self._verify = verify
         self._queues = Queues(limits.block_size)
         self._room = Room.of_empty_pool(limits)
@@ -357,10 +368,12 @@ class Scheduler:
         if not self._flight.may_plan():
             return Plan()
         queues = self._queues
-        draft = Draft(self.limits, queues, self._room, self._policy, self._view(), fresh_id=self._fresh_id)
+        view, by_tenant = self._view(), self._by_tenant
+        draft = Draft(self.limits, queues, self._room, self._policy, view, fresh_id=self._fresh_id, by_tenant=by_tenant)
         if not queues.suspects:
-            is_open = bool(queues.waiting) and not self._is_line_blocked()
-            draft.add_running(queues.waiting[0] if is_open else None)
+            line = self._room.line(queues.waiting)
+            is_open = bool(line) and not self._is_line_blocked(line[0])
+            draft.add_running(line[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()
         elif not self._flight:  # alone means alone: a failure must have one possible cause
@@ -371,15 +384,14 @@ class Scheduler:
     def _view(self) -> PoolView:
         return PoolView(self.limits, self._queues.running, self._room.starved, self._room.pressure.num_plans)
 
-    def _is_line_blocked(self) -> bool:
+    def _is_line_blocked(self, first: Sequence) -> bool:
         """True if the first in line was refused and nothing has come back since that would change it."""
-        queues = self._queues
-        if not queues.running or not queues.waiting:
+        if not self._queues.running:
             return False
-        if self._room.pressure.is_by_quota and self._victim_for(queues.waiting[0], 1) is None:
+        if self._room.pressure.is_by_quota and self._victim_for(first, 1) is None:
             return True
         available = self._coming(self._room.blocks.free + self._room.blocks.cached)
-        return available < self._room.blocks_awaited_by(queues.waiting[0])
+        return available < self._room.blocks_awaited_by(first)
 
     def _fresh_id(self) -> int:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
@@ -493,6 +505,7 @@ class Scheduler:
         self._counters.cached_tokens += num_cached
         if sequence.cache_params.reads_cache:
             self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
+        self._room.short_tenants.discard(sequence.tenant)
         self._begin(sequence, seq_id, num_tokens=num_cached)
 
     def _begin_restores(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> None:
@@ -504,6 +517,7 @@ class Scheduler:
                 self._counters.restores += 1
                 self._counters.restored_tokens += num_tokens
                 num_shared = min(sequence.num_shared_tokens, num_tokens)
+                self._room.short_tenants.discard(sequence.tenant)
                 self._begin(sequence, seq_id, num_tokens=num_tokens, num_shared_tokens=num_shared)
             elif (error := refused.get((PlanItem.RESTORE, seq_id))) is None:
                 raise ProtocolViolation("a restore was neither accepted nor refused")
@@ -571,6 +585,11 @@ class Scheduler:
                 self._retry_alone(sequence, error, failed)
             else:
                 self._fail(sequence, error, failed)
+        by_quota = {sequence: error for sequence, error in needs.items() if self._is_of_tenant(error)}
+        self._room.starved_tenants = {sequence.tenant for sequence in by_quota}
+        for tenant in sorted(self._room.starved_tenants):
+            self._relieve({sequence: error for sequence, error in by_quota.items() if sequence.tenant == tenant})
+        needs = {s: error for s, error in needs.items() if s not in by_quota and s.state is _RUNNING}
         self._room.starved = min(needs, default=None, key=by_rank)
         if needs:
             self._relieve(needs)
@@ -581,15 +600,27 @@ class Scheduler:
         """Blocks that there are or that are on their way back."""
         return spare + self._room.blocks.retired + self._queues.num_leaving_blocks
 
+    def _is_of_tenant(self, error: QuireError) -> bool:
+        """True if only sequences of the same tenant can make room."""
+        return self._by_tenant and error.reason == "QUOTA_EXCEEDED"
+
     def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan, outcome: PlanOutcome) -> None:
-        """The first that was refused blocks waits for so many, and takes them from those that must give way."""
-        if self._room.awaited is not None:
+        """The first that was refused blocks waits for so many, and takes them from those that must give way.
+
+        So does the first of each tenant that was refused by its quota; others do not wait for it.
+        """
+        is_of_tenant = self._is_of_tenant(error)
+        if newcomer.tenant in self._room.short_tenants if is_of_tenant else self._room.awaited is not None:
             return
         needed = self._needed_by(newcomer, error, plan.admission_reserve_blocks)
-        self._room.awaited = Awaited(newcomer, needed)
+        if is_of_tenant:
+            self._room.short_tenants.add(newcomer.tenant)
+        else:
+            self._room.awaited = Awaited(newcomer, needed)
         if newcomer.state is SequenceState.WAITING:
             missing = needed - self._coming(self._room.spare(error))
-            self._make_room(newcomer, missing, unscheduled=frozenset(outcome.run_ids))
+            unscheduled = frozenset(outcome.run_ids)
+            self._make_room(newcomer, missing, unscheduled=unscheduled, of_tenant=is_of_tenant)
 
     def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
         """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
@@ -604,25 +635,29 @@ class Scheduler:
     def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
         """Make room for running sequences that were refused blocks, the first in rank first."""
         *_, last_refused = needs.values()
+        of_tenant = self._is_of_tenant(last_refused)
         room, num_preemptions = self._coming(self._room.spare(last_refused)), self._counters.preemptions
         for sequence in sorted(needs, key=by_rank):
             if sequence.state is _RUNNING:  # it has not given way to one above it
                 room -= needs[sequence].number("needed", 1)
-                room += self._make_room(sequence, -room)
-        if self._counters.preemptions > num_preemptions:
+                room += self._make_room(sequence, -room, of_tenant=of_tenant)
+        if self._counters.preemptions > num_preemptions and not of_tenant:
             is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
             self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
         if room < 0 and self._room.num_stalls >= self.limits.max_stalls:
             # Nobody of this client holds what is lacking: give way to another client of the pool.
             self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
 
-    def _make_room(self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset()) -> int:
+    def _make_room(
+        self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset(), of_tenant: bool = False
+    ) -> int:
         """Preempt until so many blocks will come back, or there is nobody left to; returns how many will.
 
-        unscheduled are the ids with a run that cachemgr has planned, and that no sequence knows of yet.
+        unscheduled are the ids with a run that cachemgr has planned, and that no sequence knows of yet. of_tenant: only
+        sequences of the same tenant can make room.
         """
         coming = 0
-        while coming < missing and (victim := self._victim_for(needy, missing - coming)) is not None:
+        while coming < missing and (victim := self._victim_for(needy, missing - coming, of_tenant)) is not None:
             coming += self._num_coming_from(victim)
             self._preempt(victim, unscheduled=unscheduled)
         return coming
@@ -632,21 +667,26 @@ class Scheduler:
         each = [beam.num_own_blocks(self.limits.block_size) for beam in (victim.group.running if victim.group else ())]
         return max(each) + len(each) - 1 if each else victim.num_own_blocks(self.limits.block_size)
 
-    def _victim_for(self, needy: Sequence, missing: int) -> Sequence | None:
-        if not needy.is_suspect:
-            return self._policy.victim(needy, self._queues.below(needy), missing_blocks=missing, view=self._view())
-        # Everybody else is paused and would hold the blocks for ever.
-        others = [sequence for sequence in self._queues.running if sequence.unit is not needy.unit]
-        victim = self._policy.victim(needy, others, missing_blocks=missing, view=self._view())
-        return victim or (others[-1] if others else None)
+    def _victim_for(self, needy: Sequence, missing: int, of_tenant: bool = False) -> Sequence | None:
+        # With a suspect everybody else is paused and would hold the blocks for ever.
+        if needy.is_suspect:
+            candidates = [sequence for sequence in self._queues.running if sequence.unit is not needy.unit]
+        else:
+            candidates = self._queues.below(needy)
+        if of_tenant:
+            candidates = [other for other in candidates if other.tenant == needy.tenant]
+        victim = self._policy.victim(needy, candidates, missing_blocks=missing, view=self._view())
+        return candidates[-1] if victim is None and needy.is_suspect and candidates else victim
 
     def _yield_place(self) -> None:
         """If all places are taken, the first in line may get that of a sequence below it, one with each plan."""
         queues = self._queues
         if not queues.waiting or queues.suspects:
             return
-        if queues.num_places_taken + queues.waiting[0].num_places > self.limits.num_places:
-            self._make_room(queues.waiting[0], 1)
+        withheld = self._room.short_tenants | self._room.starved_tenants
+        first = next((sequence for sequence in queues.waiting if sequence.tenant not in withheld), None)
+        if first is not None and queues.num_places_taken + first.num_places > self.limits.num_places:
+            self._make_room(first, 1)
 
     def _preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
         self._counters.preemptions += 1 if sequence.group is None else len(sequence.group.running)
