@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from quire.client.errors import InvalidRequest
 
+_LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens", "max_unread_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -21,6 +23,8 @@ class EngineConfig:
     max_waiting_requests_per_tenant    likewise, of each tenant
     max_waiting_tokens       likewise, tokens of the prompts that wait
     tenants                  requests' tenants are cachemgr's too: shares, cache, pins; needs the role "gateway" there
+    max_unread_tokens        a request fails with the reason TOO_SLOW if its caller leaves more generated tokens unread;
+                             None: no limit
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
@@ -35,6 +39,7 @@ class EngineConfig:
     max_waiting_requests_per_tenant: int | None = None
     max_waiting_tokens: int | None = None
     tenants: bool = False
+    max_unread_tokens: int | None = None
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
     metrics_listen: str | None = None
 
@@ -42,7 +47,7 @@ class EngineConfig:
         for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
             if getattr(self, name) < 1:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
-        for name in ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens"):
+        for name in _LIMITS:
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise InvalidRequest.of_field(name, limit, "at least 1, or None")

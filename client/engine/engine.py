@@ -288,6 +288,17 @@ class Engine:
         return self._connection.session.model
 
     @property
+    def pool(self) -> str:
+        """The name of the session's pool; without a session the one that was asked for, which may be ""."""
+        session = self._connection.session
+        return self._config.pool if session is None else session.pool
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Most tokens of a prompt and a sample together, by the model's context and the pool's blocks."""
+        return self._scheduler.limits.max_tokens_per_sequence
+
+    @property
     def outage(self) -> Outage | None:
         """The service that requests wait for, or did until they failed; None while the services can be used."""
         return self._connection.outage
@@ -382,10 +393,9 @@ class Engine:
 
     def _look(self) -> EngineLook:
         session = self._connection.session
-        pool, model = ("", "") if session is None else (session.pool, session.model.model)
         return EngineLook(
-            pool=pool or self._config.pool,
-            model=model,
+            pool=self.pool,
+            model="" if session is None else session.model.model,
             scheduler=self._scheduler.statistics(),
             num_requests=len(self._requests),
             computed_steps=self._counters.computed_steps,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sequence import FinishReason
@@ -21,6 +22,7 @@ class Chunk:
     finish_reason  why the sample ended; None if it goes on
     prompt_logprobs    of the prompt's tokens, by position, None for the first one; with the request's first chunk
                        that has a token. None in the others, and if not asked for
+    num_cached_tokens  tokens of the prompt that were found in the prefix cache, with the same chunk; None in the others
     """
 
     index: int
@@ -29,6 +31,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All samples of one prompt, by index; prompt_logprobs as in Chunk."""
+    """All samples of one prompt, by index; prompt_logprobs as in Chunk, num_cached_tokens 0 if nothing was computed."""
 
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -158,17 +162,18 @@ class _Unread:
 class Mailbox:
     """Chunks of one request that its caller has not read yet: at most one per sample, later ones are joined to it.
 
-    So what a slow caller leaves unread is bounded by its max_tokens.
+    So what a slow caller leaves unread is bounded by its max_tokens, and by EngineConfig.max_unread_tokens.
     """
 
     def __init__(self, *, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
         self._unread: dict[int, _Unread] = {}
-        self._prompt_logprobs: PromptLogprobs | None = None
+        self._of_prompt: dict[str, Any] = {}
+        self.num_unread_tokens = 0
 
-    def put_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
-        """Add those of the prompt, to the first chunk that is taken next."""
-        self._prompt_logprobs = logprobs
+    def put_prompt(self, *, logprobs: PromptLogprobs | None, num_cached_tokens: int | None) -> None:
+        """Add what is known of the prompt, to the first chunk that is taken next."""
+        self._of_prompt = {"prompt_logprobs": logprobs, "num_cached_tokens": num_cached_tokens}
 
     def put(
         self,
@@ -182,13 +187,16 @@ class Mailbox:
         """Add what is new of a sample."""
         unread = self._unread.setdefault(index, _Unread())
         unread.text.append(text)
+        self.num_unread_tokens -= len(unread.token_ids)
         unread.token_ids += token_ids
+        self.num_unread_tokens += len(unread.token_ids)
         unread.logprobs += logprobs
         unread.finish_reason = finish_reason
 
     def take(self) -> list[Chunk]:
         """All that is unread, by the order in which samples got it."""
         unread, self._unread = self._unread, {}
+        self.num_unread_tokens = 0
         chunks = [
             Chunk(
                 index=index,
@@ -199,9 +207,9 @@ class Mailbox:
             )
             for index, parts in unread.items()
         ]
-        if chunks and self._prompt_logprobs is not None:
-            chunks[0] = replace(chunks[0], prompt_logprobs=self._prompt_logprobs)
-            self._prompt_logprobs = None
+        if chunks and self._of_prompt:
+            chunks[0] = replace(chunks[0], **self._of_prompt)
+            self._of_prompt = {}
         return chunks
 
 
@@ -233,11 +241,13 @@ def complete(prompt_token_ids: Iterable[int], chunks: Iterable[Chunk]) -> Comple
     """All chunks of a request that has ended, put together. Raises ValueError if a sample has not ended."""
     samples: dict[int, list[Chunk]] = {}
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens = 0
     for chunk in chunks:
         samples.setdefault(chunk.index, []).append(chunk)
         prompt_logprobs = prompt_logprobs or chunk.prompt_logprobs
+        num_cached_tokens += chunk.num_cached_tokens or 0
     each = tuple(_sample(index, samples[index]) for index in sorted(samples))
-    return Completion(tuple(prompt_token_ids), each, prompt_logprobs)
+    return Completion(tuple(prompt_token_ids), each, prompt_logprobs, num_cached_tokens)
 
 
 def _sample(index: int, chunks: list[Chunk]) -> Sample:

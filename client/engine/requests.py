@@ -54,8 +54,8 @@ class Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
     __slots__ = (
-        *("error", "first", "mailbox", "news", "open", "prompt_logprobs", "sequences", "span"),
-        *("texts", "timer", "times", "waits"),
+        *("error", "first", "mailbox", "news", "open", "sequences", "span"),
+        *("tells_of_prompt", "texts", "timer", "times", "waits"),
     )
 
     def __init__(
@@ -78,8 +78,7 @@ class Request:
         self.waits = True  # for its first token
         self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
-        # Until they are delivered, with the first token.
-        self.prompt_logprobs: PromptLogprobs | None = None
+        self.tells_of_prompt = True  # with the first token
 
     def fail(self, error: QuireError) -> None:
         self.error = self.error or error
@@ -166,6 +165,7 @@ class Requests:
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
         self._end_token_ids: tuple[int, ...] = ()
         self._max_logprobs = 0
+        self._max_unread_tokens = config.max_unread_tokens
 
     def __len__(self) -> int:
         """Return the number of requests that are not read to their end."""
@@ -344,7 +344,6 @@ class Requests:
             )
         times, span = self._measure(params, num_prompt_tokens=len(token_ids), num_samples=len(sequences))
         request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
-        request.prompt_logprobs = sequences[0].prompt_logprobs
         return self._begin(request, params.timeout_s), request
 
     def _submit_beams(
@@ -498,9 +497,13 @@ class Requests:
             reason = FinishReason.STOP
             self._scheduler.end([sequence], FinishReason.STOP)
         request.times.token(sequence.index, at_s, reason)
-        if request.prompt_logprobs is not None:
-            request.mailbox.put_prompt_logprobs(_whole(request.prompt_logprobs))
-            request.prompt_logprobs = None
+        if request.tells_of_prompt:
+            of_prompt = sequence.prompt_logprobs
+            request.mailbox.put_prompt(
+                logprobs=None if of_prompt is None else _whole(of_prompt),
+                num_cached_tokens=request.sequences[0].num_cached_tokens,
+            )
+            request.tells_of_prompt = False
         request.mailbox.put(
             sequence.index,
             text=piece,
@@ -511,6 +514,15 @@ class Requests:
         if reason is not None:
             request.open.discard(sequence.index)
         request.news.set()
+        self._check_unread(request)
+
+    def _check_unread(self, request: Request) -> None:
+        """End a request whose caller has left more unread than it may. Raises RequestFailed."""
+        num_unread, limit = request.mailbox.num_unread_tokens, self._max_unread_tokens
+        if limit is not None and num_unread > limit and request.open:
+            metadata = {"unread": str(num_unread), "limit": str(limit)}
+            message = f"{num_unread} tokens are unread, more than max_unread_tokens, {limit}"
+            raise RequestFailed(message, reason="TOO_SLOW", metadata=metadata)
 
 
 def params_of(params: Params | None, fields: abc.Mapping[str, Any], kind: type[Params]) -> Params:

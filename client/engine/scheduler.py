@@ -503,6 +503,8 @@ class Scheduler:
         self._counters.admissions += 1
         self._counters.admitted_tokens += num_tokens
         self._counters.cached_tokens += num_cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
         if sequence.cache_params.reads_cache:
             self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
         self._room.short_tenants.discard(sequence.tenant)

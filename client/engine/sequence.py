@@ -129,6 +129,8 @@ class Sequence:
     # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
     host_id: int | None = None
     num_host_tokens: int = 0
+    # Of the prompt, found in the prefix cache when it was first admitted; None before that, and for forked samples.
+    num_cached_tokens: int | None = None
     # Whether it ever was in a pool: if it is admitted again, its tokens are no new prompt's.
     was_admitted: bool = False
     # Whether the worker was told this incarnation's sampling parameters.

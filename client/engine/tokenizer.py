@@ -55,8 +55,8 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._raw.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """The text's tokens, with those that the tokenizer puts around a text.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's tokens; with add_special_tokens also those that the tokenizer puts around a text.
 
         Raises InvalidRequest for a lone surrogate, which is no character and which UTF-8 can't encode.
         """
@@ -65,7 +65,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             found = f"{text[error.start]!a} at {error.start}"
             raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
-        return list(self._raw.encode(text).ids)
+        return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """The tokens of a text in the middle of another, without a space before it and with one, if these differ.

@@ -56,6 +56,13 @@ def generate(llm: LLM, number: int, cache: CacheParams, *, max_tokens: int = 40,
     return done
 
 
+def test_a_completion_says_how_many_of_its_tokens_were_cached(cachemgr: str) -> None:
+    with LLM(cachemgr) as llm:
+        first, second = (generate(llm, 1, CacheParams(), n=n) for n in (1, 3))
+        other = generate(llm, 1, CacheParams(cache_use=CacheUse.NONE))
+    assert (first.num_cached_tokens, second.num_cached_tokens, other.num_cached_tokens) == (0, 32, 0)
+
+
 def test_what_a_request_takes_and_publishes(cachemgr: str) -> None:
     """A sequence with generated tokens and a fork of it: what is not to be found is not, also not later."""
     with LLM(cachemgr) as llm:

@@ -281,6 +281,11 @@ def with_engine(body: Callable[[Engine, Services], Awaitable[None]], **config: A
     return asyncio.run(main())
 
 
+async def read_into(found: list[Chunk], chunks: Any) -> None:
+    async for chunk in chunks:
+        found.append(chunk)
+
+
 async def read(chunks: Any) -> list[Chunk]:
     return [chunk async for chunk in chunks]
 
@@ -467,6 +472,23 @@ def test_a_request_that_ends_before_its_timeout_knows_nothing_of_it() -> None:
         assert completion.samples[0].finish_reason is FinishReason.LENGTH
 
     with_engine(body)
+
+
+def test_a_caller_who_leaves_too_much_unread_loses_its_request_and_no_other() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        slow = engine.generate("a\n", greedy(40))
+        first = await anext(slow)
+        (completion,) = await engine.complete(["c\n"], greedy(40))
+        assert completion.token_ids == tuple(RECITED[:40]), "others go on"
+        unread: list[Chunk] = []
+        with pytest.raises(RequestFailed) as caught:
+            await read_into(unread, slow)
+        assert caught.value.reason == "TOO_SLOW"
+        assert sum(len(chunk.token_ids) for chunk in (first, *unread)) < 40, "it ended before its last token"
+        await turns()
+        assert services.sequences == {}
+
+    with_engine(body, max_unread_tokens=10)
 
 
 @pytest.mark.parametrize(
