@@ -20,6 +20,8 @@ from pathlib import Path
 from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
 
 MAX_PORT = 65535
+DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
+"""Where a gateway serves HTTP unless told otherwise."""
 _PROBE_TIMEOUT_S = 2.0
 _BRACKETED = re.compile(r"\[(?P<host>[0-9A-Fa-f:.%]+)\]:(?P<port>.*)")
 

@@ -87,9 +87,10 @@ def dial_flags(peer: str, *, prefix: str = "", envvar_prefix: str | None = None)
     ]
 
 
-def server_flags(*, default_listen: str) -> list[Flag]:
-    """The flags that both services have."""
-    return [*_serving_flags(default_listen), *_security_flags()]
+def server_flags(*, default_listen: str, without: Sequence[str] = ()) -> list[Flag]:
+    """The flags that all servers have, without those of these names."""
+    flags = [*_serving_flags(default_listen), *_security_flags()]
+    return [flag for flag in flags if options_of([flag])[0].opts[0] not in without]
 
 
 def _serving_flags(default_listen: str) -> list[Flag]:
@@ -100,7 +101,7 @@ def _serving_flags(default_listen: str) -> list[Flag]:
             multiple=True,
             default=(default_listen,),
             metavar="ADDRESS",
-            help="Where to serve gRPC: host:port or unix:/path. May be given several times; "
+            help="Where to serve: host:port or unix:/path. May be given several times; "
             "in the environment, separated by spaces.",
         ),
         option(

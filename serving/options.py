@@ -1,7 +1,7 @@
 """Values of the flags that both servers take, out of what their command lines say. The flags are in flags.py."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -53,8 +53,10 @@ class ServerOptions:
         raise click.exceptions.Exit(0)
 
 
-def server_options(*, default_listen: str) -> Callable[[Command], Command]:
+def server_options(*, default_listen: str, without: Sequence[str] = ()) -> Callable[[Command], Command]:
     """Adds the shared flags to a command, which receives them as one argument `server: ServerOptions`.
+
+    Flags `without` are left out.
 
     If default_listen is a unix socket and no other address is given, the runtime folder is made.
     """
@@ -77,7 +79,7 @@ def server_options(*, default_listen: str) -> Callable[[Command], Command]:
             )
             return command(*args, server=server, **values)
 
-        return add_flags(server_flags(default_listen=default_listen))(with_server)  # type: ignore[no-any-return]
+        return add_flags(server_flags(default_listen=default_listen, without=without))(with_server)  # type: ignore[no-any-return]
 
     return decorate
 
@@ -104,8 +106,8 @@ def dial_options(peer: str) -> Callable[[Command], Command]:
 
 def _security(values: dict[str, Any]) -> SecurityOptions:
     cert, key, client_ca = (values.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
-    token_listen, token_file = values.pop("token_listen"), values.pop("token_file")
-    health_listen = _port_only(values.pop("health_listen"), "--health-listen", "health is answered")
+    token_listen, token_file = values.pop("token_listen", ()), values.pop("token_file")
+    health_listen = _port_only(values.pop("health_listen", None), "--health-listen", "health is answered")
     if (cert is None) != (key is None):
         raise click.UsageError("--tls-cert and --tls-key go together.")
     if client_ca is not None and cert is None:

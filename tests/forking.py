@@ -58,6 +58,7 @@ LIGHT = (
     *("quire.serving.server", "quire.serving.options", "quire.serving.logs", "quire.serving.manual"),
     *("quire.client.cli.commands", "quire.client.engine.engine", "quire.client.cli.generate", "quire.client.cli.stats"),
     *("quire.client.cli.top", "quire.client.cli.up", "uvloop", "tokenizers"),
+    *("quire.client.gateway.app", "quire.client.gateway.server"),
 )
 HEAVY = (
     *LIGHT,

@@ -258,7 +258,7 @@ def what_is_missing_is_named(scratch: Scratch) -> None:
         ("cachemgr", ("generate", "Once"), "quire-kv[client]"),
         ("client", ("cachemgr",), "quire-kv[cachemgr]"),
         ("client", ("worker", "--model", "some"), "quire-kv[worker]"),
-        ("client", ("up", "--model", "some"), "quire-kv[cachemgr,worker]"),
+        ("client", ("up", "--model", "some"), "quire-kv[cachemgr,gateway,worker]"),
     ):
         done = attempt(Environment(scratch.folder / extra).program("quire"), *command)
         if done.returncode != 1 or needed not in done.stderr or "Traceback" in done.stderr:

@@ -17,6 +17,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
     "cachemgr": ("cachemgr", "serving", "protos"),
     "client": ("client", "protos"),
+    "gateway": ("client", "client/gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
 DISTRIBUTIONS = packages_distributions()
@@ -42,7 +43,7 @@ def required(extra: str) -> set[str]:
 def imported(folder: str) -> Iterator[str]:
     """Distributions that a folder's files import, inside functions too."""
     for path in (ROOT / folder).rglob("*.py"):
-        if "node_modules" in path.parts:
+        if "node_modules" in path.parts or (folder == "client" and ROOT / "client/gateway" in path.parents):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -68,14 +69,14 @@ def test_an_extra_has_what_its_code_imports(extra: str) -> None:
     assert needed - required(extra) == set()
 
 
-@pytest.mark.parametrize("extra", ["cachemgr", "client"])
+@pytest.mark.parametrize("extra", ["cachemgr", "client", "gateway"])
 def test_only_the_worker_asks_for_torch(extra: str) -> None:
     assert not required(extra) & {"torch", "triton", "transformers", "safetensors"}
     assert {"torch", "transformers"} <= required("worker")
 
 
 def test_all_is_all_and_developers_have_it() -> None:
-    assert required("all") == required("cachemgr") | required("client") | required("worker")
+    assert required("all") == set().union(*map(required, FOLDERS))
     assert required("dev") >= required("all")
 
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 # Of `quire`: those that become another program, which reads the flags.
 SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
+# With a gateway, which is a client too.
+SERVERS = {**SERVICES, "serve": "quire.client.gateway.__main__"}
 
 
 def find(program: str, *, required_by: str, for_what: str) -> str:
@@ -38,7 +40,7 @@ def parse_service(
 
     Fails on a flag that is not there, a value that is wrong, and a QUIRE_* variable that no flag reads.
     """
-    command: click.Command = importlib.import_module(SERVICES[name]).main
+    command: click.Command = importlib.import_module(SERVERS[name]).main
     for variable in [variable for variable in os.environ if variable.startswith("QUIRE_")]:
         monkeypatch.delenv(variable)
     for variable, value in environment.items():

@@ -1,0 +1,126 @@
+"""The protocol through which all doors generate, and a single engine behind it."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.client.engine.caching import CacheParams
+from quire.client.engine.engine import Engine
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatistics:
+    """Present numbers of sequences, and counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Backend(Protocol):
+    """A served model: one engine, or a router over the engines of several pools."""
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """The names under which callers ask for it; the first one is what answers say."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+
+    @property
+    def max_logprobs(self) -> int:
+        """Most log-probabilities to report per token."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in use; None: prompts are token ids and there is no text."""
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer's files are: a folder, or a hub id. The chat template is there too."""
+
+    @property
+    def pools(self) -> Sequence[str]:
+        """Names of the pools behind it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a request would be computed now; False while it would wait for a service."""
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks as Engine.generate gives them. Raises InvalidRequest at once, other errors while it is iterated."""
+
+    def statistics(self) -> BackendStatistics:
+        """Present numbers and counters."""
+
+
+class EngineBackend:
+    """A single engine as a backend. The caller starts and closes the engine."""
+
+    def __init__(self, engine: Engine, model_names: Sequence[str], *, tokenizer_source: str | None = None) -> None:
+        """tokenizer_source None: the place that the worker names."""
+        self._engine = engine
+        self._model_names = tuple(model_names)
+        self._model = engine.model
+        self._pool = engine.pool
+        self._tokenizer_source = tokenizer_source or engine.model.tokenizer
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """The names given."""
+        return self._model_names
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that the pool and the model hold for a sequence."""
+        return self._engine.max_sequence_tokens
+
+    @property
+    def max_logprobs(self) -> int:
+        """Most log-probabilities that the worker reports per token."""
+        return self._model.max_logprob_count
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer's files are."""
+        return self._tokenizer_source
+
+    @property
+    def pools(self) -> Sequence[str]:
+        """The engine's pool."""
+        return (self._pool,)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the services can be used."""
+        return self._engine.outage is None
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of a request; see Engine.generate."""
+        return self._engine.generate(prompt_token_ids, params, cache=cache)
+
+    def statistics(self) -> BackendStatistics:
+        """The engine's numbers."""
+        scheduler = self._engine.statistics().scheduler
+        return BackendStatistics(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + scheduler.num_following + scheduler.num_draining,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=scheduler.admitted_tokens,
+            cached_tokens=scheduler.cached_tokens,
+        )

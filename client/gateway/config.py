@@ -1,0 +1,79 @@
+"""The gateway's own flags."""
+
+from dataclasses import dataclass
+
+import click
+
+from quire.client.gateway.door import DoorLimits
+from quire.serving.flags import Flag, option
+from quire.serving.runtime_folder import default_cachemgr
+
+_DEFAULTS = DoorLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """The values of the gateway's own flags; OWN_FLAGS says what each means."""
+
+    cachemgr: str
+    served_model_name: tuple[str, ...]
+    pool: str
+    tokenizer: str | None
+    max_body_bytes: int
+    max_prompts: int
+    max_samples: int
+    send_timeout: float
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    max_unread_tokens: int
+
+    @property
+    def limits(self) -> DoorLimits:
+        """What one request may cost."""
+        return DoorLimits(
+            max_body_bytes=self.max_body_bytes,
+            max_prompts=self.max_prompts,
+            max_samples=self.max_samples,
+            send_timeout_s=self.send_timeout,
+        )
+
+
+def _limit(flag: str, default: int, text: str) -> Flag:
+    return option(flag, type=click.IntRange(min=1), default=default, metavar="NUMBER", help=text)
+
+
+OWN_FLAGS: list[Flag] = [
+    option(
+        "--cachemgr",
+        default=default_cachemgr,
+        show_default=default_cachemgr(),
+        metavar="ADDRESS",
+        help="Where cachemgr is: unix:/path or host:port.",
+    ),
+    option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME",
+        show_default="as the worker names its model",
+        help="The model's name in requests and answers. May be given several times: answers have the first one.",
+    ),
+    option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several."),
+    option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says."),
+    _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
+    _limit("--max-prompts", _DEFAULTS.max_prompts, "Most prompts of a request."),
+    _limit("--max-samples", _DEFAULTS.max_samples, "Most prompts of a request times n."),
+    option(
+        "--send-timeout",
+        type=click.FloatRange(min=0.1),
+        default=_DEFAULTS.send_timeout_s,
+        metavar="SECONDS",
+        help="A caller who takes nothing of its stream for so long is disconnected.",
+    ),
+    _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
+    _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),
+    _limit(
+        "--max-unread-tokens",
+        16_384,
+        "Generated tokens of a prompt that its caller may leave unread; with more of them the request fails.",
+    ),
+]

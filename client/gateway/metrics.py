@@ -1,0 +1,168 @@
+"""What the front door measures, and its metrics: under vLLM's names where vLLM has the same one.
+
+docs/observability.md lists them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from quire.client.engine.metrics import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, REQUEST_TOKENS, Histogram
+from quire.client.engine.outputs import Chunk
+from quire.client.gateway.backend import Backend
+
+
+@dataclass(slots=True)
+class ModelMeasured:
+    """What was measured of one model's requests, since the start. Times in seconds.
+
+    first_token   from the request to its first token
+    inter_token   from a chunk of a sample to its next, divided by the tokens of the latter
+    request       from the request to its last token
+    finished      samples by why they ended
+    """
+
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_S))
+    request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    prompt: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
+    generated: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
+    finished: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+class RequestMeasure:
+    """One request while it runs; tells the model's measures."""
+
+    __slots__ = ("_began_s", "_last_s", "_measured", "num_generated_tokens")
+
+    def __init__(self, measured: ModelMeasured, began_s: float) -> None:
+        self._measured = measured
+        self._began_s = began_s
+        self._last_s: dict[int, float] = {}
+        self.num_generated_tokens = 0
+
+    def chunk(self, chunk: Chunk, at_s: float) -> None:
+        """Count a chunk that came at this time of time.perf_counter()."""
+        measured, num_tokens = self._measured, len(chunk.token_ids)
+        if num_tokens:
+            last_s = self._last_s.get(chunk.index)
+            if last_s is not None:
+                for _ in range(num_tokens):
+                    measured.inter_token.observe((at_s - last_s) / num_tokens)
+            elif not self._last_s:
+                measured.first_token.observe(at_s - self._began_s)
+            self._last_s[chunk.index] = at_s
+            self.num_generated_tokens += num_tokens
+            measured.num_generated_tokens += num_tokens
+        measured.num_cached_tokens += chunk.num_cached_tokens or 0
+        if chunk.finish_reason is not None:
+            measured.finished[chunk.finish_reason.value] += 1
+
+
+class DoorMetrics:
+    """All measures of a gateway process."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelMeasured] = {}
+        self._answers: Counter[tuple[str, int]] = Counter()
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP answer; path is a route's, never the caller's own text."""
+        self._answers[path, status] += 1
+
+    @contextmanager
+    def request(self, model: str, num_prompt_tokens: int) -> Iterator[RequestMeasure]:
+        """Measure a request from here to the end of the block."""
+        measured = self._models.setdefault(model, ModelMeasured())
+        began_s = time.perf_counter()
+        request = RequestMeasure(measured, began_s)
+        measured.num_open += 1
+        measured.num_prompt_tokens += num_prompt_tokens
+        try:
+            yield request
+            measured.request.observe(time.perf_counter() - began_s)
+            measured.prompt.observe(num_prompt_tokens)
+            measured.generated.observe(request.num_generated_tokens)
+        finally:
+            measured.num_open -= 1
+
+    def families(self, backends: Iterable[Backend]) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        each = list(backends)
+        for backend in each:
+            self._models.setdefault(backend.model_names[0], ModelMeasured())
+        yield from _of_backends(each)
+        yield from _of_models(self._models)
+        answers = CounterMetricFamily(
+            "quire_gateway_http_answers", "HTTP answers by route and status.", labels=("path", "status")
+        )
+        for (path, status), count in self._answers.items():
+            answers.add_metric((path, str(status)), count)
+        yield answers
+
+
+def _of_backends(backends: Sequence[Backend]) -> Iterator[Metric]:
+    statistics = {backend.model_names[0]: backend.statistics() for backend in backends}
+    gauges = (
+        ("vllm:num_requests_running", "Sequences that hold blocks.", "num_running"),
+        ("vllm:num_requests_waiting", "Sequences that wait for blocks.", "num_waiting"),
+    )
+    for name, text, attribute in gauges:
+        gauge = GaugeMetricFamily(name, text, labels=("model_name",))
+        for model, each in statistics.items():
+            gauge.add_metric((model,), getattr(each, attribute))
+        yield gauge
+    preemptions = CounterMetricFamily(
+        "vllm:num_preemptions", "Running sequences that gave their blocks back for others.", labels=("model_name",)
+    )
+    for model, each in statistics.items():
+        preemptions.add_metric((model,), each.preemptions)
+    yield preemptions
+
+
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Tokens of prompts.", "num_prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "num_generated_tokens"),
+    ("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.", "num_prompt_tokens"),
+    ("vllm:prefix_cache_hits", "Of these, tokens that were found.", "num_cached_tokens"),
+)
+_HISTOGRAMS = (
+    ("vllm:time_to_first_token_seconds", "From a request to its first token.", "first_token"),
+    ("vllm:inter_token_latency_seconds", "From a sample's token to its next.", "inter_token"),
+    ("vllm:e2e_request_latency_seconds", "From a request to its last token.", "request"),
+    ("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", "prompt"),
+    ("vllm:request_generation_tokens", "Generated tokens of requests that ended.", "generated"),
+)
+
+
+def _of_models(models: dict[str, ModelMeasured]) -> Iterator[Metric]:
+    requests = GaugeMetricFamily("quire_gateway_requests", "Prompts that are generated for.", labels=("model_name",))
+    for model, measured in models.items():
+        requests.add_metric((model,), measured.num_open)
+    yield requests
+    for name, text, attribute in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=("model_name",))
+        for model, measured in models.items():
+            counter.add_metric((model,), getattr(measured, attribute))
+        yield counter
+    finished = CounterMetricFamily(
+        "vllm:request_success", "Samples that ended, by reason.", labels=("model_name", "finished_reason")
+    )
+    for model, measured in models.items():
+        for reason, count in measured.finished.items():
+            finished.add_metric((model, reason), count)
+    yield finished
+    for name, text, attribute in _HISTOGRAMS:
+        histogram = HistogramMetricFamily(name, text, labels=("model_name",))
+        for model, measured in models.items():
+            values = getattr(measured, attribute)
+            histogram.add_metric((model,), values.buckets(), values.total)
+        yield histogram

@@ -1,0 +1,227 @@
+"""Callers who go, read slowly or say nothing; the end of the process; what stays open costs bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from certificates import Authority
+from deadlines import DEADLINE_S
+from gateway.conftest import Gateway
+
+from quire.client.cli.launch import LocalServices
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+
+
+def await_metric(gateway: Gateway, name: str, value: float) -> None:
+    """Wait until a metric has this value. Raises AssertionError if it does not get it in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := gateway.metric(name)) != value:
+        assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+        time.sleep(0.01)
+
+
+def begin(gateway: Gateway, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+    """Send a request and return the connection, with nothing read."""
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    connection = socket.socket()
+    connection.settimeout(DEADLINE_S)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((host, int(port)))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_who_goes_frees_everything(gateway: Gateway, stream: bool) -> None:
+    await_metric(gateway, "vllm:num_requests_running", 0)
+    connections = [begin(gateway, LONG | {"stream": stream, "n": 2}) for _ in range(4)]
+    await_metric(gateway, "vllm:num_requests_running", 8)
+    before = gateway.metric("vllm:generation_tokens_total")
+    for connection in connections:
+        connection.close()
+    await_metric(gateway, "vllm:num_requests_running", 0)
+    await_metric(gateway, "quire_gateway_requests", 0)
+    assert gateway.metric("vllm:generation_tokens_total") - before < 8 * 900
+
+
+def test_a_caller_who_goes_during_the_body(gateway: Gateway) -> None:
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+    assert httpx.get(f"{gateway.url}/health", timeout=DEADLINE_S).status_code == 200
+
+
+def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 2 or b"version" not in received:
+            received += connection.recv(65536)
+    assert received.index(b'{"status":"ok"}') < received.index(b'{"version"')
+
+
+def test_a_reader_who_is_too_slow_gets_an_error_and_frees_blocks(services: LocalServices, tmp_path: Path) -> None:
+    """More unread tokens than --max-unread-tokens end the stream with an error, once what was sent is read."""
+    gateway = Gateway(services.cachemgr_address, "--max-unread-tokens", "64", log=tmp_path / "log")
+    try:
+        # Chunks with 20 log-probabilities each fill the socket's buffers.
+        body = LONG | {"stream": True, "n": 16, "logprobs": 20}
+        connection = begin(gateway, body, receive_buffer=4096)
+        await_metric(gateway, "vllm:num_requests_running", 16)
+        await_metric(gateway, "vllm:num_requests_running", 0)
+        assert gateway.metric("quire_gateway_requests") == 1  # the caller still has to read
+        received = b""
+        while b"too_slow" not in received[-2000:]:
+            part = connection.recv(65536)
+            assert part, received[-500:]
+            received += part
+        connection.close()
+    finally:
+        gateway.close()
+
+
+def test_a_reader_who_takes_nothing_is_disconnected(services: LocalServices, tmp_path: Path) -> None:
+    gateway = Gateway(services.cachemgr_address, "--send-timeout", "0.5", log=tmp_path / "log")
+    try:
+        connection = begin(gateway, LONG | {"stream": True, "n": 16, "logprobs": 20}, receive_buffer=4096)
+        await_metric(gateway, "vllm:num_requests_running", 16)
+        await_metric(gateway, "quire_gateway_requests", 0)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
+        connection.close()
+    finally:
+        gateway.close()
+
+
+def test_sigterm_drains(services: LocalServices, tmp_path: Path) -> None:
+    """Running streams end whole; new requests are refused with 503 meanwhile; then the process ends with status 0."""
+    gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
+    idle = gateway.connect()
+    idle.connect()
+    with gateway.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        gateway.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:  # the signal is on its way
+            idle.request("POST", "/v1/completions", json.dumps({"prompt": "Hi", "max_tokens": 1}))
+            refused = idle.getresponse()
+            content = refused.read()
+            if refused.status == 503 or time.monotonic() > deadline:
+                break
+        assert refused.status == 503, content
+        assert json.loads(content)["error"]["code"] == "shutting_down"
+        assert refused.headers["Retry-After"]
+        *_, last = [line for line in lines if line]
+    assert last == "data: [DONE]"
+    idle.close()
+    assert gateway.process.wait(DEADLINE_S) == 0
+    gateway.close()
+
+
+def test_a_second_signal_ends_at_once(services: LocalServices, tmp_path: Path) -> None:
+    gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
+    connection = begin(gateway, LONG | {"stream": True})
+    assert connection.recv(16)
+    gateway.process.send_signal(signal.SIGTERM)
+    while "draining" not in gateway.log.read_text():
+        time.sleep(0.01)
+    gateway.process.send_signal(signal.SIGTERM)
+    assert gateway.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    connection.close()
+    gateway.close()
+
+
+def test_a_port_that_is_taken_and_plain_text_for_others(
+    gateway: Gateway, services: LocalServices, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-P", "-m", "quire.client.gateway", "--cachemgr", services.cachemgr_address, "--listen"]
+    taken = gateway.url.removeprefix("http://")
+    said = subprocess.run([*command, taken], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert said.returncode == 1
+    assert f"{taken}: another process is listening there" in said.stderr
+    said = subprocess.run([*command, "0.0.0.0:0"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert said.returncode == 1
+    assert "--allow-plaintext" in said.stderr
+
+
+def served_certificate(url: str) -> bytes:
+    host, _, port = url.removeprefix("https://").rpartition(":")
+    return ssl.get_server_certificate((host, int(port)), timeout=DEADLINE_S).encode()
+
+
+def test_tls_with_a_certificate_that_changes(services: LocalServices, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.issue("127.0.0.1"), authority.issue("127.0.0.1")
+    gateway = Gateway(services.cachemgr_address, *pair.flags(), log=tmp_path / "log")
+    try:
+        assert gateway.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=authority.path)
+        body = {"prompt": "Hi", "max_tokens": 2}
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, verify=trusting, timeout=DEADLINE_S)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        first = served_certificate(gateway.url)
+        pair.replace_by(other)
+        deadline = time.monotonic() + DEADLINE_S
+        while served_certificate(gateway.url) == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        answer = httpx.get(f"{gateway.url}/ready", verify=trusting, timeout=DEADLINE_S)
+        assert answer.status_code == 200
+    finally:
+        gateway.close()
+
+
+def resident_bytes(gateway: Gateway) -> int:
+    return psutil.Process(gateway.process.pid).memory_info().rss
+
+
+@pytest.mark.verify
+def test_2000_idle_connections_and_256_slow_readers_cost_bounded_memory(
+    services: LocalServices, tmp_path: Path
+) -> None:
+    """2,000 connections between two requests: 32 MiB. 256 readers that read nothing: 1 MiB each."""
+    gateway = Gateway(services.cachemgr_address, "--max-unread-tokens", "256", log=tmp_path / "log")
+    opened: list[http.client.HTTPConnection] = []
+    slow: list[socket.socket] = []
+    try:
+        httpx.get(f"{gateway.url}/health", timeout=DEADLINE_S)
+        before = resident_bytes(gateway)
+        for _ in range(2000):
+            opened.append(gateway.connect())
+            opened[-1].request("GET", "/health")
+            opened[-1].getresponse().read()
+        idle_bytes = resident_bytes(gateway) - before
+        slow += [
+            begin(gateway, LONG | {"stream": True, "logprobs": 20, "max_tokens": 100}, receive_buffer=4096)
+            for _ in range(256)
+        ]
+        await_metric(gateway, "vllm:num_requests_waiting", 0)
+        await_metric(gateway, "vllm:num_requests_running", 0)
+        slow_bytes = resident_bytes(gateway) - before - idle_bytes
+        print(f"idle {idle_bytes / 2000 / 1024:.1f} KiB each, slow {slow_bytes / 256 / 1024:.1f} KiB each")
+        assert idle_bytes < 32 * 2**20
+        assert slow_bytes < 256 * 2**20
+    finally:
+        for connection in (*opened, *slow):
+            connection.close()
+        gateway.close()
