@@ -15,6 +15,8 @@ DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "GRPC_VERBOSITY": "NONE",
+    # Tests of `quire up` at the same time would take the same port; tests/gateway has the test of its gateway.
+    "QUIRE_UP_NO_HTTP": "1",
 }
 
 TESTS = Path(__file__).parent

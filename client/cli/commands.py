@@ -20,6 +20,7 @@ from quire.cachemgr.flags import OWN_FLAGS
 from quire.client.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
 from quire.client.cli.request_flags import REQUEST_FLAGS, RequestCommand, flag_names, request_of
 from quire.client.errors import InvalidRequest, QuireError, Unavailable
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.flags import (
     DIAL_FLAGS,
     LISTEN_ADDRESS,
@@ -38,6 +39,7 @@ _MARKS = {
     "client": "rich",
     "cachemgr": "grpc_reflection",
     "worker": "torch",
+    "gateway": "starlette",
     "otel": "opentelemetry.exporter.otlp.proto.grpc",
 }
 # Everything a service's own parser should see, help included.
@@ -109,6 +111,10 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # what it is in is not there
         return False
+
+
+def _as_written(_: click.Context, __: click.Parameter, given: tuple[Address, ...]) -> tuple[str, ...]:
+    return tuple(map(str, given))
 
 
 def _known_ports(_: click.Context, __: click.Parameter, given: str | tuple[str, ...] | None) -> Any:
@@ -228,13 +234,14 @@ def quire() -> None:
     """Quire: a paged KV cache as a service.
 
     Two processes: cachemgr decides who owns which KV block, a worker holds the blocks and the model. Clients speak gRPC
-    to both.
+    to both, or HTTP to a gateway, which is such a client.
 
     \b
     See it work, in a checkout:
       quire demo
     Serve a model, and use it from another terminal:
       quire up --model PATH_OR_HUB_ID
+      curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
       quire generate "Once upon a time"
       quire stats --watch
 
@@ -251,6 +258,23 @@ def quire() -> None:
     show_default=str(serving_folder()),
     help="Where the sockets and logs go; logs are kept. By default where `quire generate`, `stats` and `top` look.",
 )
+@option(
+    "--http-listen",
+    type=LISTEN_ADDRESS,
+    multiple=True,
+    default=(DEFAULT_HTTP_LISTEN,),
+    callback=_as_written,
+    metavar="ADDRESS",
+    help="Where the gateway serves HTTP: host:port or unix:/path. May be given several times.",
+)
+@option("--no-http", is_flag=True, help="Start no gateway.")
+@option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    show_default="as the worker names its model",
+    help="gateway: The model's name in HTTP requests. May be given several times.",
+)
 @_service_options
 @option(
     "--logs",
@@ -262,16 +286,19 @@ def quire() -> None:
 def up(
     model: str,
     runtime_dir: Path | None,
+    http_listen: tuple[str, ...],
+    no_http: bool,
+    served_model_name: tuple[str, ...],
     logs: str,
     cachemgr_flags: tuple[str, ...],
     worker_flags: tuple[str, ...],
 ) -> None:
-    """Start both services on this machine, and keep them until Ctrl-C.
+    """Start both services and an HTTP gateway on this machine, and keep them until Ctrl-C.
 
-    They serve on unix sockets in a runtime folder, and also where --cachemgr-listen and --worker-listen say. Prints
-    where they are once both are ready. Flags that are not listed here go to the worker: see `quire worker
-    --help`. Both services check their flags before anything starts. With --token-file the worker needs a
-    --cachemgr-token-file. If one of the two dies, the other is ended and the status is 1. At the end each service has
+    They serve on unix sockets in a runtime folder, and also where --cachemgr-listen, --worker-listen and --http-listen
+    say. Prints where they are once all are ready, and a curl line. Flags that are not listed here go to the worker:
+    see `quire worker --help`. All check their flags before anything starts. With --token-file the worker needs a
+    --cachemgr-token-file. If one of them dies, the others are ended and the status is 1. At the end each service has
     10 seconds at most, whatever --drain-timeout says.
 
     \b
@@ -281,7 +308,7 @@ def up(
       quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071 \\
         --tls-cert server.pem --tls-key server.key
     """
-    _require("client", "cachemgr", "worker")
+    _require("client", "cachemgr", "worker", *(() if no_http else ("gateway",)))
     from quire.client.cli.up import run_up
 
     run_up(
@@ -289,6 +316,8 @@ def up(
         runtime_dir=runtime_dir,
         cachemgr_flags=cachemgr_flags,
         worker_flags=worker_flags,
+        gateway_flags=_as_arguments("--served-model-name", served_model_name),
+        http_listen=None if no_http else http_listen,
         logs_here=logs == "terminal",
     )
 
@@ -307,6 +336,14 @@ def worker(ctx: click.Context) -> None:
     """Run a worker; its flags are those of `quire worker --help`."""
     _require("worker")
     _become("quire.worker", ctx.args)
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run an HTTP gateway.")
+@click.pass_context
+def serve(ctx: click.Context) -> None:
+    """Run an HTTP gateway; its flags are those of `quire serve --help`."""
+    _require("gateway")
+    _become("quire.client.gateway", ctx.args)
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

@@ -43,12 +43,13 @@ from quire.client.cli.render import (
     text_tail,
 )
 from quire.client.cli.snapshot import Snapshot, ratio, take_snapshot
-from quire.client.cli.up import check_alive, ending_on, started
+from quire.client.cli.up import check_alive, curl_command, ending_on, started
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
 from quire.client.errors import QuireError
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN
 
 TEMPERATURE = 0.7
 TOP_K = 40
@@ -116,7 +117,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> tuple["Dem
     except KeyboardInterrupt:
         services.stop()  # the signal may have come just before that began
         raise KeyboardInterrupt(NOTHING_LEFT) from None
-    console.print("Both services have ended. [bold]quire up --model PATH_OR_HUB_ID[/] keeps them running.")
+    console.print("Both services have ended. [bold]quire up --model PATH_OR_HUB_ID[/] keeps them running. Then:")
+    console.print(Text(f"\n  {curl_command(f'http://{DEFAULT_HTTP_LISTEN}')}"), soft_wrap=True)
     return shown
 
 

@@ -1,4 +1,4 @@
-"""Both services on this machine as child processes: `quire up`, the demo and the integration tests.
+"""The services on this machine as child processes: `quire up`, the demo and the integration tests.
 
     with LocalServices.start(model="deploy/demo/model", num_blocks=256) as services:
         Engine.connect(services.cachemgr_address)
@@ -17,18 +17,22 @@ children notice by a pipe and end by themselves; only then does the folder stay.
 import asyncio
 import atexit
 import contextlib
+import http.client
+import json
 import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -37,12 +41,14 @@ from quire.serving import addresses
 from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES, short_temporary_folder
 
 CACHEMGR_START_TIMEOUT_S = 30.0
+GATEWAY_START_TIMEOUT_S = 60.0
 WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
 STOP_TIMEOUT_S = 10.0
 
 _GUARDED = Path(__file__).with_name("guarded.py")
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 30
+_POLL_S = 0.05
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -236,9 +242,13 @@ class ServiceProcess:
             watch.cancel()
         timed_out = watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         # A stream that broke otherwise is what a process that is about to end leaves.
-        if self.wait_exited(0.0 if timed_out else STOP_TIMEOUT_S):
+        self._raise_not_serving(timeout_s, "" if timed_out else f"answered {watch.code()}")
+
+    def _raise_not_serving(self, timeout_s: float, answered: str = "") -> NoReturn:
+        """Raise ServiceExitedError or ServiceTimeoutError; `answered` is what else the process did, if anything."""
+        if self.wait_exited(STOP_TIMEOUT_S if answered else 0.0):
             raise ServiceExitedError(f"{self.name} {_describe_exit(self.returncode)} at start{self._tail_text()}")
-        what = f"was not serving within {timeout_s:g} s" if timed_out else f"answered {watch.code()}"
+        what = answered or f"was not serving within {timeout_s:g} s"
         raise ServiceTimeoutError(f"{self.name} (pid {self.pid}) {what}{self._tail_text()}")
 
     def _tail_text(self) -> str:
@@ -246,16 +256,60 @@ class ServiceProcess:
         return f"; the end of its log:\n{tail}" if tail else ""
 
 
+class GatewayProcess(ServiceProcess):
+    """The gateway, whose health is asked over HTTP on its unix socket."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.urls: tuple[str, ...] = ()
+        """Where it serves HTTP over TCP, once it serves."""
+
+    def _watch_health(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.wait_exited(_POLL_S) and time.monotonic() < deadline:
+            if (addresses := self._ask_ready()) is not None:
+                self.urls = tuple(each for each in addresses if not each.startswith("unix:"))
+                return
+        self._raise_not_serving(timeout_s)
+
+    def _ask_ready(self) -> list[str] | None:
+        """Return where it serves; None if it does not yet."""
+        connection = _UnixConnection(self.address.removeprefix("unix:"))
+        try:
+            connection.request("GET", "/ready")
+            answer = connection.getresponse()
+            found: list[str] | None = json.loads(answer.read())["addresses"] if answer.status == 200 else None
+            return found
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return None
+        finally:
+            connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=STOP_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
 class LocalServices:
-    """cachemgr and worker on unix sockets in one folder.
+    """cachemgr and worker, and perhaps a gateway, on unix sockets in one folder.
 
     As a context manager, `with` or `async with`, it starts them, and ends them at the block's end; `start` does the
     first part at once. After it, `cachemgr` and `worker` are their processes.
 
     model                 path or hub id for the worker
     num_blocks            size of its pool; None: the worker decides
-    extra_cachemgr_args, extra_worker_args
+    extra_cachemgr_args, extra_worker_args, extra_gateway_args
                           further flags
+    http_listen           where a gateway serves HTTP, beside its unix socket; None: there is no gateway
     runtime_dir           folder for sockets and logs. None: one is made, and removed at the end. One that is given is
                           made if missing, and keeps the logs
     output                "files": a log file per service in the folder; "inherit": where ours goes
@@ -270,6 +324,8 @@ class LocalServices:
         num_blocks: int | None = None,
         extra_cachemgr_args: Sequence[str] = (),
         extra_worker_args: Sequence[str] = (),
+        http_listen: Sequence[str] | None = None,
+        extra_gateway_args: Sequence[str] = (),
         runtime_dir: str | os.PathLike[str] | None = None,
         output: str = "files",
         worker_start_timeout_s: float = WORKER_START_TIMEOUT_S,
@@ -282,6 +338,8 @@ class LocalServices:
         self._pool_arguments = () if num_blocks is None else ("--num-blocks", str(num_blocks))
         self._extra_cachemgr_args = tuple(extra_cachemgr_args)
         self._extra_worker_args = tuple(extra_worker_args)
+        self._http_listen = None if http_listen is None else tuple(http_listen)
+        self._extra_gateway_args = tuple(extra_gateway_args)
         self._given_dir = None if runtime_dir is None else Path(runtime_dir).absolute()
         self._output = output
         self._worker_start_timeout_s = worker_start_timeout_s
@@ -295,9 +353,9 @@ class LocalServices:
 
     @classmethod
     def start(cls, **options: Any) -> Self:
-        """Makes one with these options (the constructor's) and starts both services.
+        """Makes one with these options (the constructor's) and starts the services.
 
-        Returns when both say SERVING. Raises LaunchError, with the end of the log of the service that failed; then, as
+        Returns when all say SERVING. Raises LaunchError, with the end of the log of the service that failed; then, as
         after any exception, nothing is left running.
         """
         services = cls(**options)
@@ -313,6 +371,16 @@ class LocalServices:
     def worker(self) -> ServiceProcess:
         """The worker's process."""
         return self._services[1]
+
+    @property
+    def gateway(self) -> GatewayProcess | None:
+        """The gateway's process; None if there is none."""
+        return next((each for each in self._services if isinstance(each, GatewayProcess)), None)
+
+    @property
+    def all(self) -> tuple[ServiceProcess, ...]:
+        """All processes, in the order in which they start."""
+        return tuple(self._services)
 
     @property
     def cachemgr_address(self) -> str:
@@ -348,7 +416,7 @@ class LocalServices:
                     return service
 
     def stop(self) -> None:
-        """Ends both, worker first, and removes sockets and, if it was made here, the folder. Idempotent.
+        """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.
 
         Takes at most 10 s per service; a signal that comes meanwhile makes it SIGKILL and is delivered afterwards.
         """
@@ -399,6 +467,9 @@ class LocalServices:
             self.cachemgr.wait_serving(CACHEMGR_START_TIMEOUT_S)
             self._start_one(self.worker)
             self.worker.wait_serving(self._worker_start_timeout_s)
+            if self.gateway is not None:
+                self._start_one(self.gateway)
+                self.gateway.wait_serving(GATEWAY_START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
@@ -412,7 +483,7 @@ class LocalServices:
     def _make_services(self) -> None:
         folder = self._make_folder()
         self._services = [
-            ServiceProcess(
+            _KINDS.get(name, ServiceProcess)(
                 name,
                 target=target,
                 arguments=arguments,
@@ -426,10 +497,18 @@ class LocalServices:
         """Return by service, cachemgr first, what to run and its arguments with sockets in `folder`."""
         cachemgr, worker = _address_of("cachemgr", folder), _address_of("worker", folder)
         own = ("--cachemgr", cachemgr, "--model", self._model, *self._pool_arguments)
-        return {
+        targets: dict[str, tuple[str, tuple[str, ...]]] = {
             "cachemgr": (self._cachemgr_target, ("--listen", cachemgr, *self._extra_cachemgr_args)),
             "worker": (self._worker_target, ("--listen", worker, *own, *self._extra_worker_args)),
         }
+        if self._http_listen is not None:
+            listen = (_address_of("gateway", folder), *self._http_listen)
+            flags = [part for each in listen for part in ("--listen", each)]
+            targets["gateway"] = (
+                "quire.client.gateway",
+                (*flags, "--cachemgr", cachemgr, *self._extra_gateway_args),
+            )
+        return targets
 
     def _make_folder(self) -> Path:
         if self._given_dir is not None:
@@ -463,6 +542,9 @@ class LocalServices:
         if self._previous_sigterm is not None and _in_main_thread():
             signal.signal(signal.SIGTERM, self._previous_sigterm)
             self._previous_sigterm = None
+
+
+_KINDS: dict[str, type[ServiceProcess]] = {"gateway": GatewayProcess}
 
 
 def check_folder(folder: Path) -> None:

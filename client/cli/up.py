@@ -1,4 +1,4 @@
-"""`quire up`: both services on this machine, until a signal or until one of them dies."""
+"""`quire up`: the services on this machine, with an HTTP gateway, until a signal or until one of them dies."""
 
 import contextlib
 import itertools
@@ -15,7 +15,15 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
-from quire.client.cli.launch import LaunchError, LocalServices, ServiceProcess, is_answered, signals_held
+from quire.client.cli.launch import (
+    GatewayProcess,
+    LaunchError,
+    LocalServices,
+    ServiceProcess,
+    is_answered,
+    signals_held,
+)
+from quire.serving.addresses import TcpAddress, explain_bind_failure, parse_listen_address
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 
 CHECK_TIMEOUT_S = 120.0
@@ -27,18 +35,23 @@ def run_up(
     runtime_dir: Path | None,
     cachemgr_flags: Sequence[str],
     worker_flags: Sequence[str],
+    gateway_flags: Sequence[str],
+    http_listen: Sequence[str] | None,
     logs_here: bool,
 ) -> None:
     """Check the flags, start, print the addresses, wait. Returns after Ctrl-C or SIGTERM. Raises click.ClickException.
 
-    runtime_dir None is the default folder, where clients look for cachemgr.
+    runtime_dir None is the default folder, where clients look for cachemgr. http_listen None: there is no gateway.
     """
     folder = _default_folder() if runtime_dir is None else runtime_dir.absolute()
     _check_unused(folder)
+    _check_ports(http_listen or ())
     services = LocalServices(
         model=model,
         extra_cachemgr_args=cachemgr_flags,
         extra_worker_args=worker_flags,
+        extra_gateway_args=gateway_flags,
+        http_listen=http_listen,
         runtime_dir=folder,
         output="inherit" if logs_here else "files",
     )
@@ -51,7 +64,7 @@ def run_up(
             try:
                 died = services.wait()
             except (KeyboardInterrupt, SystemExit):
-                click.echo("Stopping both services.", err=True)
+                click.echo("Stopping the services.", err=True)
                 return
             raise click.ClickException(_describe_death(died))
 
@@ -130,10 +143,20 @@ def _default_folder() -> Path:
 
 def _check_unused(folder: Path) -> None:
     """Raises click.ClickException if services answer in this folder already."""
-    for name in ("cachemgr", "worker"):
+    for name in ("cachemgr", "worker", "gateway"):
         path = folder / f"{name}.sock"
         if is_answered(path):
             raise click.ClickException(f"a {name} is serving at unix:{path} already: choose another --runtime-dir.")
+
+
+def _check_ports(http_listen: Sequence[str]) -> None:
+    """Raises click.ClickException if an address for HTTP can't be listened on."""
+    for text in http_listen:
+        address = parse_listen_address(text)
+        reason = explain_bind_failure(address) if isinstance(address, TcpAddress) and address.port else ""
+        if reason:
+            instead = "Choose another --http-listen, or --no-http to do without."
+            raise click.ClickException(f"HTTP can't be served at {text}: {reason}. {instead}")
 
 
 class FlagRefused(click.ClickException):
@@ -143,7 +166,7 @@ class FlagRefused(click.ClickException):
 
 
 def _check_flags(services: LocalServices) -> None:
-    """Let both services check their flags, at the same time. Raises click.ClickException with what they say."""
+    """Let the services check their flags, at the same time. Raises click.ClickException with what they say."""
     checks: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with signals_held():
@@ -174,10 +197,11 @@ def _describe(
 ) -> str:
     is_default = services.cachemgr_address == default_cachemgr()
     lines = [
-        "Both services are ready. Ctrl-C ends them.",
+        f"{'Both' if services.gateway is None else 'All'} services are ready. Ctrl-C ends them.",
         "",
         f"  cachemgr  {' '.join((services.cachemgr_address, *cachemgr_listen))}  (pid {services.cachemgr.pid})",
         f"  worker    {' '.join((services.worker_address, *worker_listen))}  (pid {services.worker.pid})",
+        *([] if services.gateway is None else [_line_of(services.gateway)]),
         *([f"  logs      {services.runtime_dir}"] if has_logs else []),
         "",
         "In another terminal:",
@@ -185,6 +209,7 @@ def _describe(
         *([] if is_default else [f"  export QUIRE_CACHEMGR={shlex.quote(services.cachemgr_address)}"]),
         '  quire generate "Once upon a time"',
         "  quire stats",
+        *([] if services.gateway is None else [f"  {_curl_line(services.gateway)}"]),
     ]
     if cachemgr_listen and worker_listen:
         lines += [
@@ -196,9 +221,24 @@ def _describe(
     return "\n".join(lines)
 
 
+def _line_of(gateway: GatewayProcess) -> str:
+    return f"  gateway   {' '.join((*gateway.urls, gateway.address))}  (pid {gateway.pid})"
+
+
+def _curl_line(gateway: GatewayProcess) -> str:
+    socket = gateway.address.removeprefix("unix:")
+    return curl_command(gateway.urls[0] if gateway.urls else f"--unix-socket {shlex.quote(socket)} http://localhost")
+
+
+def curl_command(where: str) -> str:
+    """Return a command that asks the gateway at this URL for text."""
+    body = '{"prompt": "Once upon a time", "max_tokens": 32}'
+    return f"curl -s {where}/v1/completions -d '{body}'"
+
+
 def check_alive(services: LocalServices, *, grace_s: float = 0.0) -> None:
     """Raises click.ClickException, with the end of its log, if one of the services has died, or does within grace_s."""
-    for service in (services.cachemgr, services.worker):
+    for service in services.all:
         if service.wait_exited(grace_s):
             raise click.ClickException(_describe_death(service))
 
@@ -207,4 +247,6 @@ def _describe_death(service: ServiceProcess) -> str:
     status = service.returncode or 0
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     tail = service.log_tail()
-    return f"{service.name} {how}; the other service is ended too." + (f" The end of its log:\n{tail}" if tail else "")
+    return f"{service.name} {how}; what runs beside it is ended too." + (
+        f" The end of its log:\n{tail}" if tail else ""
+    )

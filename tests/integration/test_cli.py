@@ -25,14 +25,14 @@ QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
 NUM_BLOCKS = 64
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
+# Invariants are checked; no `quire up` takes the default port for HTTP, which only one process can have.
+KEPT = ("QUIRE_VERIFY", "QUIRE_UP_NO_HTTP")
 Process = subprocess.Popen[str]
 
 
 def clean_environment(folder: Path, **more: str) -> dict[str, str]:
     """Ours without anything that would stand for a flag; the runtime folder is folder/quire."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name == "QUIRE_VERIFY"
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_") or name in KEPT}
     return {**kept, "TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "100", **more}
 
 
