@@ -227,6 +227,7 @@ def best_of(completion: Completion, count: int, *, has_logprobs: bool) -> list[C
             logprobs=sample.logprobs if has_logprobs else None,
             finish_reason=sample.finish_reason,
             prompt_logprobs=None if index else completion.prompt_logprobs,
+            num_cached_tokens=None if index else completion.num_cached_tokens,
         )
         for index, sample in enumerate(ranked[:count])
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pages
 import pytest
-from deploy.tools import SERVICES, parse_service
+from deploy.tools import SERVERS, parse_service
 from google.protobuf import json_format
 from pages import PAGES, ROOT, SHELL, Block
 
@@ -32,7 +32,13 @@ PACKAGES = ("cachemgr", "worker", "client", "serving", "kernels")
 READERS = [ROOT / "Makefile", *(ROOT / "client").rglob("*.go")] + [
     path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)
 ]
-METRICS = ("cachemgr/metrics.py", "worker/metrics.py", "client/engine/metrics.py", "serving/metrics.py")
+METRICS = (
+    "cachemgr/metrics.py",
+    "worker/metrics.py",
+    "client/engine/metrics.py",
+    "client/gateway/metrics.py",
+    "serving/metrics.py",
+)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
@@ -60,9 +66,9 @@ def test_the_flags_of_quire_are_there(
     elif "..." in flags:
         context = service(name).make_context(name, [flag for flag in flags if flag != "..."], resilient_parsing=True)
         assert context.params
-    elif name in SERVICES and flags != ["--help"]:
+    elif name in SERVERS and flags != ["--help"]:
         parse_service(name, flags, {}, monkeypatch)
-    elif name not in SERVICES:
+    elif name not in SERVERS:
         context = quire.commands[name].make_context(name, flags)
         extra = [*context.params.get("worker_flags", ()), *context.args]
         if name == "up":
@@ -82,7 +88,7 @@ def arguments(command: str) -> Iterator[str]:
 
 
 def service(name: str) -> click.Command:
-    command: click.Command = importlib.import_module(SERVICES[name]).main
+    command: click.Command = importlib.import_module(SERVERS[name]).main
     return command
 
 
@@ -110,7 +116,7 @@ def test_flags_in_the_text_are_there() -> None:
 
 
 def all_commands() -> list[click.Command]:
-    return [quire, *quire.commands.values(), *map(service, SERVICES)]
+    return [quire, *quire.commands.values(), *map(service, SERVERS)]
 
 
 def flags_of(command: click.Command) -> set[str]:
@@ -126,7 +132,7 @@ def inline_code(page: str) -> list[str]:
 def test_variables_are_there() -> None:
     known = {
         f"QUIRE_{name}_{parameter.name}".upper()
-        for name, command in [*quire.commands.items(), *((name, service(name)) for name in SERVICES)]
+        for name, command in [*quire.commands.items(), *((name, service(name)) for name in SERVERS)]
         for parameter in command.params
     }
     known |= set(re.findall(r"QUIRE_[A-Z_]*[A-Z]", "".join(path.read_text() for path in READERS)))
