@@ -162,7 +162,7 @@ check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code 
 	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
 	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/api.md "$$fresh/api.md" \
 	     && diff $(CORE)/src/wire/quire.cache.v1.rs "$$fresh/$(CORE)/src/wire/quire.cache.v1.rs" \
-	     && for api in $(if $(shell command -v go 2>/dev/null),cache compute); do \
+	     && for api in $(if $(shell command -v go 2>/dev/null),cache compute engine); do \
 	       diff -r client/go/quire/$$api "$$fresh/client/go/quire/$$api" || exit; done; \
 	     then echo "protos: the generated code is up to date"; \
 	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
@@ -196,7 +196,7 @@ go-tools:  ## build grpcurl and the generators of Go code, at the versions of cl
 typecheck-links:
 	@mkdir -p .typecheck/quire
 	@for folder in $(PACKAGES); do ln -sfn "../../$$folder" ".typecheck/quire/$$folder"; done
-	@for api in cache compute; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
+	@for api in cache compute engine; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
 clean:  ## remove what these targets made, .venv too
 	rm -rf $(VENV) .venv-peers $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules

@@ -15,9 +15,9 @@ from grpc_tools import protoc
 PROTOS = Path(__file__).parent.parent / "protos"
 HEADER = """# API reference
 
-Made from the comments in `protos/` by `make protos`; change those, not this page. The two services are
-`quire.cache.v1.CacheService` (cachemgr) and `quire.compute.v1.WorkerService` (worker). Both also serve
-`grpc.health.v1.Health` and server reflection.
+Made from the comments in `protos/` by `make protos`; change those, not this page. The services are
+`quire.cache.v1.CacheService` (cachemgr), `quire.compute.v1.WorkerService` (worker) and `quire.engine.v1.EngineService`
+(`quire serve`). All of them also serve `grpc.health.v1.Health` and server reflection.
 """
 
 # Field numbers of descriptor.proto, of which source locations are made.

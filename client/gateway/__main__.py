@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from quire.client.gateway.app import make_app
 from quire.client.gateway.backend import Backend, EngineBackend
 from quire.client.gateway.config import OWN_FLAGS, GatewayOptions
 from quire.client.gateway.door import Door
+from quire.client.gateway.engine_service import engine_server
 from quire.client.gateway.metrics import DoorMetrics
 from quire.client.gateway.server import HttpServer
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN
@@ -57,19 +58,31 @@ async def serve(
         stack.push_async_callback(server.close)
         await server.start(options.listen)
         log.info("listening addresses=%s", ",".join(door.addresses))
+        stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, options.drain_timeout_s)]
+        if gateway.grpc_listen:
+            opened = engine_server(door, gateway.grpc_listen, security=options.security)
+            engine, servicer = await stack.enter_async_context(opened)
+            timeout_s = options.drain_timeout_s
+            stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
         backend = await stack.enter_async_context(_open_backend(gateway, credentials))
         door.backends = dict.fromkeys(backend.model_names, backend)
         stack.push_async_callback(server.close)  # before the engine is
         tune_garbage_collector()
         keep_little_free_memory()
         print(f"serving {backend.model_names[0]} at {' '.join(door.addresses)}", flush=True)
-        manager = ServiceManager(os.environ)
-        manager.ready(f"serving at {' '.join(door.addresses)}")
-        await signals.first()
-        log.info("draining timeout_s=%g", options.drain_timeout_s)
-        manager.stopping(f"draining, for at most {options.drain_timeout_s:g} s")
-        await _drain(server, signals, options.drain_timeout_s)
+        if gateway.grpc_listen:
+            await engine.announce_serving()
+        ServiceManager(os.environ).ready(f"serving at {' '.join(door.addresses)}")
+        await asyncio.gather(*(stop() for stop in stops))
         log.info("stopped")
+
+
+async def _stop(server: HttpServer, signals: StopSignals, timeout_s: float) -> None:
+    """Wait for a signal, and drain the HTTP server."""
+    await signals.first()
+    log.info("draining timeout_s=%g", timeout_s)
+    ServiceManager(os.environ).stopping(f"draining, for at most {timeout_s:g} s")
+    await _drain(server, signals, timeout_s)
 
 
 async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import click
 
 from quire.client.gateway.door import DoorLimits
-from quire.serving.flags import Flag, option
+from quire.serving.addresses import Address
+from quire.serving.flags import LISTEN_ADDRESS, Flag, option
 from quire.serving.runtime_folder import default_cachemgr
 
 _DEFAULTS = DoorLimits()
@@ -19,6 +20,7 @@ class GatewayOptions:
     served_model_name: tuple[str, ...]
     pool: str
     tokenizer: str | None
+    grpc_listen: tuple[Address, ...]
     max_body_bytes: int
     max_prompts: int
     max_samples: int
@@ -59,6 +61,14 @@ OWN_FLAGS: list[Flag] = [
     ),
     option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several."),
     option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says."),
+    option(
+        "--grpc-listen",
+        type=LISTEN_ADDRESS,
+        multiple=True,
+        metavar="ADDRESS",
+        help="Where to serve quire.engine.v1.EngineService over gRPC: host:port or unix:/path. May be given several "
+        "times. Off if not given.",
+    ),
     _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
     _limit("--max-prompts", _DEFAULTS.max_prompts, "Most prompts of a request."),
     _limit("--max-samples", _DEFAULTS.max_samples, "Most prompts of a request times n."),

@@ -22,9 +22,10 @@ from google.protobuf.message import Message
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
+from quire.engine.v1 import engine_service_pb2
 
 PATH = Path(__file__).with_name("golden.txt")
-FILES = (error_pb2, grant_pb2, attach_pb2, cache_service_pb2, worker_service_pb2)
+FILES = (error_pb2, grant_pb2, attach_pb2, cache_service_pb2, worker_service_pb2, engine_service_pb2)
 HEADER = "# Written by golden.py, which says what this is.\n"
 
 _INTEGERS = {FieldDescriptor.TYPE_INT32: 2**31 - 1, FieldDescriptor.TYPE_INT64: 2**63 - 1}

@@ -1,4 +1,4 @@
-"""The Go function of docs/inspection.md keeps a copy of a pool's blocks."""
+"""The Go of docs/inspection.md keeps a copy of a pool's blocks; that of docs/engine-service.md writes text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pages
 import pytest
-from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
+from conformance.foreign import BUILD_TIMEOUT_S, ROOT, TIMEOUT_S, find
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
+from quire.client.cli.launch import LocalServices, ServiceProcess
 
 THIS = "tests/conformance/test_docs_go.py"
 # Ends the watch behind the snapshot, which is the answer with the first cursor, and writes the ids of the blocks.
@@ -77,14 +77,38 @@ func main() {
 }
 """
 
+TEXT_PROGRAM = """package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+
+	"github.com/quire-kv/quire/client/go/quire"
+	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
+)
+
+func main() {
+	ctx := context.Background()
+	%s
+}
+"""
+DOOR = "quire.client.gateway"
+SOCKET = "unix:/run/quire/engine.sock"
+
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """The function as a program."""
-    go = find("go", for_what="docs/inspection.md")
-    source, built = tmp_path / "main.go", tmp_path / "keep"
-    source.write_text(PROGRAM % pages.block("docs/inspection.md", test=THIS).text)
-    command = [go, "build", "-o", str(built), str(source)]
+    return build(PROGRAM % pages.block("docs/inspection.md", test=THIS).text, tmp_path)
+
+
+def build(source: str, folder: Path) -> Path:
+    """A program of this source."""
+    go = find("go", for_what="the pages with Go")
+    written, built = folder / "main.go", folder / "program"
+    written.write_text(source)
+    command = [go, "build", "-o", str(built), str(written)]
     done = subprocess.run(
         command, cwd=ROOT / "client/go", capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, env=os.environ
     )
@@ -108,3 +132,22 @@ def test_it_holds_what_is_listed(program: Path) -> None:
         said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert expected
     assert json.loads(said) == expected
+
+
+def test_the_ten_lines_write_what_the_engine_generates(tmp_path: Path) -> None:
+    with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=8) as services:
+        address = f"unix:{services.runtime_dir}/engine.sock"
+        lines = pages.block("docs/engine-service.md", test=THIS).text
+        assert SOCKET in lines
+        program = build(TEXT_PROGRAM % lines.replace(SOCKET, address), tmp_path)
+        flags = ("--cachemgr", services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address)
+        log = services.runtime_dir / "engine.log"
+        door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
+        door.start()
+        try:
+            door.wait_serving(TIMEOUT_S)
+            done = subprocess.run([str(program)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        finally:
+            door.terminate()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) > 4

@@ -18,6 +18,7 @@ from deadlines import DEADLINE_S
 from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 PAGE = ROOT / "docs/grpcurl.md"
+DOOR = "quire.client.gateway"
 TOKEN = "t-client"
 
 
@@ -57,7 +58,15 @@ def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str
     find("bash", for_what="docs/grpcurl.md")
     written = PAGE.read_text()
     assert "quire up --model deploy/demo/model --num-blocks 32\n" in written, "the fixture starts something else"
+    address = f"unix:{tmp_path}/engine.sock"
+    engine = ServiceProcess(
+        "engine",
+        target=DOOR,
+        arguments=("--cachemgr", demo_services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address),
+        address=address,
+    )
     environment = {
+        "ENGINE": address.removeprefix("unix:"),
         "PATH": f"{grpcurl.parent}:{os.environ['PATH']}",
         "CACHE": demo_services.cachemgr_address.removeprefix("unix:"),
         "WORKER": demo_services.worker_address.removeprefix("unix:"),
@@ -65,10 +74,22 @@ def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str
     }
     commands = page.commands(written)
     assert len(commands) == written.count("\n$ "), "a command is in no console block"
-    with contextlib.closing(page.Shell(environment=environment, folder=tmp_path)) as shell:
+    shell = page.Shell(environment=environment, folder=tmp_path)
+    with contextlib.closing(shell), ending(engine):
         for command in commands:
+            if "${ENGINE:=" in command.text:  # only now: it holds a lease, which the pages before would show
+                engine.start()
+                engine.wait_serving(CACHEMGR_START_TIMEOUT_S)
             said = ask(shell, command)
             assert command.agrees_with(said), f"$ {command.text}\n--- the page\n{command.output}\n--- in truth\n{said}"
+
+
+@contextlib.contextmanager
+def ending(process: ServiceProcess) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.terminate()
 
 
 def ask(shell: page.Shell, command: page.Command) -> str:

@@ -20,6 +20,7 @@ from fuzz.wire import Writer
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.compute.v1 import worker_service_pb2
+from quire.engine.v1 import engine_service_pb2
 
 GUIDED_SHARE = 0.25
 LARGE_SHARE = 0.01
@@ -282,6 +283,22 @@ def _attachments() -> list[attach_pb2.AttachPoolRequest]:
     ]
 
 
+_GENERATE: dict[str, Any] = {"prompt": {"token_ids": {"token_ids": names.TOKENS}}, "parameters": {"max_tokens": 2}}
+_GENERATES = [
+    engine_service_pb2.GenerateRequest(**_GENERATE),
+    engine_service_pb2.GenerateRequest(prompt={"text": "The"}, parameters={"max_tokens": 3, "temperature": 0, "n": 2}),
+    engine_service_pb2.GenerateRequest(
+        **_GENERATE | {"parameters": {"max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1, "stop": ["a"], "seed": 3}},
+        cache={"salt": b"salt", "retention": [{"token_count": 4, "priority": 9, "ttl": _TTL}], "expected_in": _TTL},
+    ),
+    engine_service_pb2.GenerateRequest(
+        **_GENERATE
+        | {"parameters": {"max_tokens": 2, "bad_words": [{"text": "a"}], "logit_bias": {3: 1.5}, "timeout": _TTL}}
+    ),
+    engine_service_pb2.GenerateRequest(
+        **_GENERATE | {"parameters": {"max_tokens": 4, "grammar": {"choice": {"texts": ["the", "a"]}}}}
+    ),
+]
 _POOLED = {"pool": names.OWN_POOL}
 _PREFIX = {"token_ids": names.TOKENS * 3, "salt": b"salt"}
 # By method. One that is not here has its golden message.
@@ -320,5 +337,12 @@ REAL: Mapping[str, Sequence[Any]] = {
     "ListPins": [cache_service_pb2.ListPinsRequest(**_POOLED, page_size=1, page_token="0" * 32)],
     "ResetPrefixCache": [cache_service_pb2.ResetPrefixCacheRequest(**_POOLED)],
     "AuditPool": [cache_service_pb2.AuditPoolRequest(**_POOLED)],
+    "Generate": _GENERATES,
+    "GenerateBatch": [
+        engine_service_pb2.GenerateBatchRequest(requests=_GENERATES[:count]) for count in range(1, len(_GENERATES) + 1)
+    ],
+    "Tokenize": [engine_service_pb2.TokenizeRequest(text="The default", add_special_tokens=False)],
+    "Detokenize": [engine_service_pb2.DetokenizeRequest(token_ids=names.TOKENS, skip_special_tokens=False)],
+    "ListModels": [engine_service_pb2.ListModelsRequest(page_size=1)],
     "ChecksumBlocks": [worker_service_pb2.ChecksumBlocksRequest(block_ids=[0, 1, 2, 3])],
 }

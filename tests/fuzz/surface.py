@@ -1,4 +1,4 @@
-"""Every method of both services, read from the protos' descriptors: a new RPC is among them by itself."""
+"""Every method of all services, read from the protos' descriptors: a new RPC is among them by itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from google.protobuf.descriptor import Descriptor
 
 from quire.cache.v1 import cache_service_pb2, error_pb2
 from quire.cachemgr import statuses
+from quire.client.gateway import engine_errors
 from quire.compute.v1 import worker_service_pb2
+from quire.engine.v1 import engine_service_pb2
 from quire.worker import errors
 
-CACHEMGR, WORKER = "cachemgr", "worker"
-FILES: Mapping[str, Any] = {CACHEMGR: cache_service_pb2.DESCRIPTOR, WORKER: worker_service_pb2.DESCRIPTOR}
+CACHEMGR, WORKER, GATEWAY = "cachemgr", "worker", "gateway"
+FILES: Mapping[str, Any] = {
+    CACHEMGR: cache_service_pb2.DESCRIPTOR,
+    WORKER: worker_service_pb2.DESCRIPTOR,
+    GATEWAY: engine_service_pb2.DESCRIPTOR,
+}
 CODES: Mapping[str, Mapping[str, grpc.StatusCode]] = {
     CACHEMGR: {reason.value: code for reason, code in statuses.STATUS_CODES.items()},
     WORKER: {reason.value: code for reason, code in errors.STATUS_CODES.items()},
+    GATEWAY: {reason.value: code for reason, code in engine_errors.STATUS_CODES.items()},
 }
 """Of each service: the reasons it has, and the status code of each."""
 UNEXPECTED = {
@@ -38,7 +45,7 @@ skipped with another behind it, and whatever passed the checks can be computed."
 class Method:
     """An RPC.
 
-    process  the one that serves it, CACHEMGR or WORKER
+    process  the one that serves it, CACHEMGR, WORKER or GATEWAY
     path     as HTTP/2 has it ("/quire.cache.v1.CacheService/GetPool")
     """
 

@@ -16,7 +16,7 @@ from fuzz.flat import Gauge, Sample
 from fuzz.messages import Generator, Message, Origin
 from fuzz.run import fuzz
 from fuzz.subject import OWN_GEOMETRY, Changed, Subject
-from fuzz.surface import CACHEMGR, CODES, WORKER, Method, methods
+from fuzz.surface import CACHEMGR, CODES, GATEWAY, WORKER, Method, methods
 from google.protobuf.message import DecodeError
 from planning import decode_plan
 
@@ -84,7 +84,7 @@ def test_every_method_gets_messages_that_can_be_read_and_others() -> None:
     assert all(0 < read[method] < sent[method] for method in sent)
 
 
-@pytest.mark.parametrize("process", [CACHEMGR, WORKER])
+@pytest.mark.parametrize("process", [CACHEMGR, WORKER, GATEWAY])
 def test_every_field_of_every_request_is_written(process: str) -> None:
     """Also one that nobody has told the generator of."""
     generator = Generator(5, process)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROTOS = ("quire.cache.v1", "quire.compute.v1")
+PROTOS = ("quire.cache.v1", "quire.compute.v1", "quire.engine.v1")
 
 # What servers and clients share, of serving: how a service is found and dialed, flags, traces, metrics.
 SHARED = ("addresses", "dialing", "flags", "loop_collector", "runtime_folder", "tracing")

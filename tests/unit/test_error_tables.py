@@ -13,7 +13,9 @@ from google.rpc import error_details_pb2, status_pb2
 from quire.cache.v1 import error_pb2
 from quire.cachemgr import errors as cache_errors
 from quire.cachemgr import statuses as cache_statuses
+from quire.client.gateway import engine_errors
 from quire.compute.v1 import worker_service_pb2
+from quire.engine.v1 import engine_service_pb2
 from quire.serving.errors import ErrorStatus, to_grpc_status, to_message
 from quire.worker import errors as worker_errors
 
@@ -28,6 +30,10 @@ def cache_status(reason: Any) -> ErrorStatus:
 
 def worker_status(reason: Any) -> ErrorStatus:
     return worker_errors.Refused(reason, MESSAGE, value=7, pool="a").status
+
+
+def engine_status(reason: Any) -> ErrorStatus:
+    return engine_errors.status_of(reason, MESSAGE, {"value": "7", "pool": "a"})
 
 
 def retry_delay_s(detail: Any) -> float:
@@ -82,12 +88,22 @@ WORKER = Service(
     domain="compute.quire.dev",
     status=worker_status,
 )
-SERVICES = pytest.mark.parametrize("service", [CACHE, WORKER], ids=lambda service: service.name)
+ENGINE = Service(
+    "engine",
+    enum=engine_service_pb2.ErrorReason,
+    proto="protos/quire/engine/v1/engine_service.proto",
+    errors=engine_errors,
+    table=engine_errors.STATUS_CODES,
+    delays=engine_errors.RETRY_DELAYS_S,
+    domain="engine.quire.dev",
+    status=engine_status,
+)
+SERVICES = pytest.mark.parametrize("service", [CACHE, WORKER, ENGINE], ids=lambda service: service.name)
 ROWS = pytest.mark.parametrize(
     ("service", "reason"),
     [
         pytest.param(service, reason, id=f"{service.name} {reason}")
-        for service in (CACHE, WORKER)
+        for service in (CACHE, WORKER, ENGINE)
         for reason in service.reasons
     ],
 )

@@ -1,6 +1,11 @@
 // Package quire is a Go client of Quire, a paged KV cache as a service.
 //
-// Two services are driven by the client. cachemgr decides who owns which KV
+// A program that wants text uses an [Engine], which a front door serves:
+//
+//	generation := engine.Generate(ctx, &enginev1.GenerateRequest{Prompt: quire.Text("The default value")})
+//	for chunk, err := range generation.Chunks() {
+//
+// A program that plans by itself drives two services. cachemgr decides who owns which KV
 // block: take a [Lease] from a [Client] and plan steps with it. A [Worker] has
 // the model and runs the steps that were planned. One step is
 //
@@ -18,8 +23,8 @@
 //
 // # Errors
 //
-// Every call, also through the generated stubs in [Client.Service] and
-// [Worker.Service], fails with an [*Error], which has what the server said:
+// Every call, also through the generated stubs in [Client.Service],
+// [Worker.Service] and [Engine.Service], fails with an [*Error], which has what the server said:
 //
 //	if errors.Is(err, quire.ErrLeaseNotFound) {
 //		// take a new lease, admit the tokens again

@@ -25,8 +25,8 @@ type Error struct {
 	Code codes.Code
 	// Reason says why; empty if the server gave none, as when it was not reached.
 	Reason Reason
-	// Domain is "cache.quire.dev", "compute.quire.dev", or empty if the error came
-	// inside an answer.
+	// Domain is "cache.quire.dev", "compute.quire.dev", "engine.quire.dev", or empty
+	// if the error came inside an answer.
 	Domain string
 	// Message is for people.
 	Message string
@@ -85,7 +85,18 @@ const (
 	ErrStepFailed      Reason = "STEP_FAILED"
 )
 
-// Of both.
+// Of engines. They have some of cachemgr's too: ErrInvalidArgument,
+// ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange and ErrOverloaded.
+const (
+	ErrModelNotFound    Reason = "MODEL_NOT_FOUND"
+	ErrQueueFull        Reason = "QUEUE_FULL"
+	ErrLimitExceeded    Reason = "LIMIT_EXCEEDED"
+	ErrTooSlow          Reason = "TOO_SLOW"
+	ErrServiceAway      Reason = "SERVICE_AWAY"
+	ErrGenerationFailed Reason = "GENERATION_FAILED"
+)
+
+// Of several.
 const (
 	ErrPoolDetached       Reason = "POOL_DETACHED"
 	ErrShuttingDown       Reason = "SHUTTING_DOWN"

@@ -17,6 +17,7 @@ import (
 
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
+	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
 func refused(t *testing.T, code codes.Code, details ...protoadapt.MessageV1) error {
@@ -122,6 +123,7 @@ var reasons = []Reason{
 	ErrCursorExpired, ErrNothingToCompute, ErrPoolAlreadyAttached, ErrTermSuperseded, ErrSequenceOffloaded, ErrSequenceBusy,
 	ErrOutOfBlocks, ErrOutOfHostBlocks, ErrTooManySequences, ErrTooManySteps, ErrTokenBudgetSpent, ErrQuotaExceeded, ErrPinBudgetSpent, ErrTooManyLeases, ErrOverloaded,
 	ErrTokensMismatch, ErrBlockOutOfRange, ErrBadSignature, ErrLeaseFenced, ErrStepOutOfOrder, ErrPriorStepFailed,
+	ErrModelNotFound, ErrQueueFull, ErrLimitExceeded, ErrTooSlow, ErrServiceAway, ErrGenerationFailed,
 	ErrStepFailed, ErrPoolDetached, ErrShuttingDown, ErrCredentialsMissing, ErrTokenRejected, ErrRoleMissing,
 }
 
@@ -132,6 +134,7 @@ func TestTheReasonsAreThoseOfTheContract(t *testing.T) {
 	}
 	for _, enum := range []protoreflect.EnumDescriptor{
 		cachev1.ErrorReason(0).Descriptor(), computev1.ErrorReason(0).Descriptor(),
+		enginev1.ErrorReason(0).Descriptor(),
 	} {
 		for index := 1; index < enum.Values().Len(); index++ { // 0 is never sent
 			theirs[Reason(enum.Values().Get(index).Name()[len("ERROR_REASON_"):])] = true

@@ -13,6 +13,7 @@ import (
 	"github.com/quire-kv/quire/client/go/quire"
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
+	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
 // One prompt, one token: everything that a step takes.
@@ -50,6 +51,22 @@ func Example() {
 		log.Fatal(err)
 	}
 	fmt.Println("the next token is", answer.SampledTokenIds)
+}
+
+// Text after a prompt, as it comes.
+func ExampleEngine() {
+	engine, err := quire.DialEngine("unix:/run/quire/engine.sock")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer engine.Close()
+	request := &enginev1.GenerateRequest{Prompt: quire.Text("The default value of this parameter")}
+	for chunk, err := range engine.Generate(context.Background(), request).Chunks() {
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Print(chunk.Text)
+	}
 }
 
 // What to do about an error is decided by its reason.

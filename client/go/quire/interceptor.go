@@ -7,6 +7,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
+	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
 // unary gives calls a deadline and makes what they fail with an *Error.
@@ -14,7 +15,8 @@ func (o options) unary(ctx context.Context, method string, request, reply any, c
 	invoke grpc.UnaryInvoker, call ...grpc.CallOption) error {
 	if _, ok := ctx.Deadline(); !ok {
 		timeout := o.timeout
-		if method == computev1.WorkerService_RunStep_FullMethodName {
+		switch method {
+		case computev1.WorkerService_RunStep_FullMethodName, enginev1.EngineService_GenerateBatch_FullMethodName:
 			timeout = o.stepTimeout
 		}
 		var cancel context.CancelFunc

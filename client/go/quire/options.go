@@ -22,7 +22,7 @@ const (
 	maxMessageBytes    = 64 << 20        // the servers' limit
 )
 
-// An Option of Dial and DialWorker.
+// An Option of Dial, DialWorker and DialEngine.
 type Option func(*options)
 
 type options struct {
@@ -38,8 +38,8 @@ func WithTimeout(timeout time.Duration) Option {
 	return func(o *options) { o.timeout = timeout }
 }
 
-// WithStepTimeout sets the deadline of Worker.Run if its context has none.
-// Default 5 minutes.
+// WithStepTimeout sets the deadline of Worker.Run, and of an engine's
+// GenerateBatch, if the context has none. Default 5 minutes.
 func WithStepTimeout(timeout time.Duration) Option {
 	return func(o *options) { o.stepTimeout = timeout }
 }

@@ -16,6 +16,7 @@ import (
 
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
+	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
 const path = "../../../../tests/conformance/golden.txt"
@@ -85,7 +86,7 @@ func TestEveryMessageIsThere(t *testing.T) {
 	for _, file := range []protoreflect.FileDescriptor{
 		cachev1.File_quire_cache_v1_error_proto, cachev1.File_quire_cache_v1_grant_proto,
 		cachev1.File_quire_cache_v1_attach_proto, cachev1.File_quire_cache_v1_cache_service_proto,
-		computev1.File_quire_compute_v1_worker_service_proto,
+		computev1.File_quire_compute_v1_worker_service_proto, enginev1.File_quire_engine_v1_engine_service_proto,
 	} {
 		for index := range file.Messages().Len() {
 			if name := file.Messages().Get(index).FullName(); !there[name] {

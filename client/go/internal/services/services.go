@@ -107,7 +107,7 @@ func (p *Process) Log() string {
 	return string(content)
 }
 
-// Stop ends the service, with SIGKILL if it takes too long.
+// Stop ends the service, with SIGKILL if it takes too long. Doing it twice is fine.
 func (p *Process) Stop() {
 	_ = p.command.Process.Signal(syscall.SIGTERM)
 	select {
@@ -142,6 +142,21 @@ func (f *Fleet) Cachemgr() string { return f.address("cachemgr") }
 
 // Worker is where a pool's worker is reached.
 func (f *Fleet) Worker(pool string) string { return f.address("worker-" + pool) }
+
+// Engine is where EngineService is reached, once StartEngine has returned.
+func (f *Fleet) Engine() string { return f.address("engine") }
+
+// StartEngine starts an engine for a pool, which holds a lease of it, and returns
+// when it serves. Stop the process to give the lease back.
+func (f *Fleet) StartEngine(pool string) (*Process, error) {
+	err := f.run("engine", "quire.client.gateway", "--listen", "127.0.0.1:0", "--grpc-listen", f.Engine(),
+		"--cachemgr", f.Cachemgr(), "--pool", pool)
+	if err != nil {
+		return nil, err
+	}
+	process := f.processes[len(f.processes)-1]
+	return process, process.AwaitServing(f.Engine())
+}
 
 // Defects are the lines of all logs that no service should ever write.
 func (f *Fleet) Defects() []string {

@@ -1,0 +1,46 @@
+"""The JavaScript of docs/engine-service.md, run by Node with the packages that the page installs."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pages
+import pytest
+from conformance.foreign import BUILD_TIMEOUT_S, ROOT, TIMEOUT_S, find
+
+from quire.client import LLM, SamplingParams
+from quire.client.cli.launch import LocalServices, ServiceProcess
+
+THIS, PAGE = "tests/conformance/test_javascript.py", "docs/engine-service.md"
+DOOR = "quire.client.gateway"
+SOCKET = "unix:/run/quire/engine.sock"
+
+
+@pytest.mark.verify
+def test_the_page_writes_what_the_engine_generates(tmp_path: Path) -> None:
+    node, npm = (find(program, for_what="the JavaScript example") for program in ("node", "npm"))
+    [install] = pages.block(PAGE, test=THIS, language="bash").commands()
+    words = [npm, *shlex.split(install)[1:], "--ignore-scripts", "--no-audit", "--no-fund"]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=BUILD_TIMEOUT_S)
+    (tmp_path / "protos").symlink_to(ROOT / "protos")
+    with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=64) as services:
+        prompt, params = "The default value of this parameter", SamplingParams(max_tokens=32, temperature=0)
+        with LLM(services.cachemgr_address) as llm:
+            [expected] = llm.generate(prompt, params)
+        address = f"unix:{services.runtime_dir}/engine.sock"
+        source = pages.block(PAGE, test=THIS, language="js").text
+        assert SOCKET in source
+        (tmp_path / "main.js").write_text(source.replace(SOCKET, address))
+        flags = ("--cachemgr", services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address)
+        log = services.runtime_dir / "engine.log"
+        door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
+        door.start()
+        try:
+            door.wait_serving(TIMEOUT_S)
+            done = subprocess.run([node, "main.js"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+        finally:
+            door.terminate()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{expected.text}\n{len(expected.token_ids)} tokens\n"
