@@ -13,7 +13,7 @@ from quire.client.engine.outputs import Beam, BeamCompletion, Chunk, Completion,
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.engine.sequence import Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import (
     AccessDenied,
@@ -50,6 +50,7 @@ __all__ = [
     "Credentials",
     "CredentialsUnusable",
     "CursorExpired",
+    "Delivered",
     "Engine",
     "EngineConfig",
     "EngineStatistics",

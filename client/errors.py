@@ -72,8 +72,9 @@ class QuireError(Exception):
 
         Who wants the rest asks for it: each sample's prompt and those tokens are the new prompt, max_tokens is less by
         their number, and the seed is the first one's plus the sample's index. Then the random numbers are those that
-        would have come. The tokens are those too, but for rounding (docs/architecture.md, Seeds). With a presence
-        penalty they are others: what was generated counts as prompt then.
+        would have come. The tokens are those too, but for rounding (docs/architecture.md, Seeds). With a presence or
+        frequency penalty, a grammar or min_tokens they are others: what was generated counts as prompt then.
+        Engine.generate(delivered=...) has no such exceptions.
         """
         counts = self.metadata.get("delivered_token_counts", "")
         return tuple(int(count) for count in counts.split(",") if count.isdecimal())

@@ -19,15 +19,22 @@ class Backlog:
         """Return the number of requests that wait."""
         return self._by_tenant.total()
 
-    def enter(self, tenant: str, num_tokens: int) -> None:
-        """Count a request with a prompt of so many tokens. Raises OutOfRoom with the reason QUEUE_FULL."""
+    def enter(self, tenant: str, num_tokens: int, *, is_limited: bool = True) -> None:
+        """Count a request with a prompt of so many tokens. Raises OutOfRoom with the reason QUEUE_FULL.
+
+        is_limited False: count it, whatever waits. It was let in elsewhere, and goes on here after a failure.
+        """
+        if is_limited:
+            self._require_room(tenant, num_tokens)
+        self._by_tenant[tenant] += 1
+        self._num_tokens += num_tokens
+
+    def _require_room(self, tenant: str, num_tokens: int) -> None:
         config = self._config
         _require_room("max_waiting_requests", len(self), 1, config.max_waiting_requests)
         _require_room("max_waiting_tokens", self._num_tokens, num_tokens, config.max_waiting_tokens)
         of_tenant = self._by_tenant.get(tenant, 0)
         _require_room("max_waiting_requests_per_tenant", of_tenant, 1, config.max_waiting_requests_per_tenant)
-        self._by_tenant[tenant] += 1
-        self._num_tokens += num_tokens
 
     def leave(self, tenant: str, num_tokens: int) -> None:
         """Count a request no longer."""

@@ -72,9 +72,9 @@ class Connection:
             self._outage_changed = asyncio.Event()
 
     def begin_outage(self, error: Unavailable) -> float:
-        """Say that cachemgr is away; returns the loop's time at which to give up."""
+        """Say that a plan gets no answer; returns the loop's time at which to give up."""
         deadline = self._deadline()
-        self._set_outage(Outage("cachemgr", error, deadline))
+        self._set_outage(Outage(_waiting_for(error), error, deadline))
         return deadline
 
     def end_outage(self) -> None:

@@ -47,7 +47,7 @@ from quire.client.engine.policy import Policy
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler, SchedulerStatistics
-from quire.client.engine.sequence import Sequence
+from quire.client.engine.sequence import Delivered, Sequence
 from quire.client.engine.session import ConnectWorker, Session
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import NO_SPAN, NoSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing
@@ -313,6 +313,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         cache: CacheParams | None = None,
+        delivered: abc.Sequence[Delivered] | None = None,
         **fields: Any,
     ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
@@ -321,13 +322,22 @@ class Engine:
         beside params they replace what params says. cache is what the request asks of the pool and its prefix cache;
         None: CacheParams().
 
+        delivered says what another engine gave out of the same request before it failed, sample by sample. Those
+        tokens are not given out again. The others are the ones that would have come, but for rounding, if params has
+        the seed that the request had there. Such a request is taken though the queue is full. Log-probabilities of its
+        prompt do not come again.
+
         Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises
         RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each says how
         many tokens it has given out, in delivered_token_counts. Work begins with the first item asked for; closing the
         iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
-        return self._requests.generate(*self._requests.check(prompt, wanted), caching)
+        return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
+
+    def fail_all(self, error: QuireError) -> None:
+        """Fail all open requests with an error. Their callers get the tokens that are there, then the error."""
+        self._requests.fail_all(error)
 
     async def complete(
         self,

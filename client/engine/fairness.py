@@ -33,16 +33,20 @@ class FairShares:
 
     def __init__(self, weights: abc.Mapping[str, float]) -> None:
         """Take weights by tenant; a tenant without one has 1. Raises InvalidRequest."""
+        self.set_weights(weights)
+        self._accounts: dict[tuple[int, str], _Account] = {}
+        self._last_served: dict[int, int] = {}  # by priority, the highest tag that has run
+        self._num_living: Counter[int] = Counter()  # by priority
+        self._mean_output = _FIRST_GUESS
+
+    def set_weights(self, weights: abc.Mapping[str, float]) -> None:
+        """Take other weights, for the tags given from now on. Raises InvalidRequest, nothing changed."""
         for tenant, weight in weights.items():
             if not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
                 raise InvalidRequest.of_field(
                     f"weights[{tenant!r}]", weight, f"from {_MIN_WEIGHT} to {_MAX_WEIGHT:.0f}"
                 )
         self._weights = dict(weights)
-        self._accounts: dict[tuple[int, str], _Account] = {}
-        self._last_served: dict[int, int] = {}  # by priority, the highest tag that has run
-        self._num_living: Counter[int] = Counter()  # by priority
-        self._mean_output = _FIRST_GUESS
 
     def weight(self, tenant: str) -> float:
         """Return a tenant's part of what all with work get."""

@@ -89,14 +89,14 @@ class RequestTimes:
         """Times by the same clock throughout."""
         self._measured = measured
         self._began_s = began_s
-        self._last_s = [0.0] * num_samples
+        self._last_s: dict[int, float] = {}
         self._num_prompt = num_prompt_tokens
         self._num_generated = 0
         self._num_open = num_samples
 
     def token(self, index: int, at_s: float, reason: FinishReason | None) -> None:
         """A sample got a token, the last one if there is a reason."""
-        measured, last_s = self._measured, self._last_s[index]
+        measured, last_s = self._measured, self._last_s.get(index)
         if last_s:
             measured.inter_token.observe(at_s - last_s)
         elif not self._num_generated:

@@ -112,6 +112,10 @@ class PriorityPolicy:
         """weights: a tenant's part of what all tenants with work get; 1 if it is not named. Raises InvalidRequest."""
         self._shares = FairShares(weights)
 
+    def set_weights(self, weights: abc.Mapping[str, float]) -> None:
+        """Take other weights from now on. Raises InvalidRequest, nothing changed."""
+        self._shares.set_weights(weights)
+
     def rank(self, sequence: Sequence, view: PoolView) -> tuple[int, ...]:
         """Higher priority first; of equals, the tenants in turn."""
         return (-sequence.priority, self._shares.add(sequence, view.running))

@@ -30,7 +30,7 @@ from quire.client.engine.plans import Failed, Sampled, Step
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence
+from quire.client.engine.sequence import BeamGroup, Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
 from quire.client.errors import (
@@ -54,7 +54,7 @@ class Request:
     """A caller's request: its samples' texts, and what the caller has not read."""
 
     __slots__ = (
-        *("error", "first", "mailbox", "news", "open", "sequences", "span"),
+        *("delivered", "error", "first", "mailbox", "news", "open", "sequences", "span"),
         *("tells_of_prompt", "texts", "timer", "times", "waits"),
     )
 
@@ -66,19 +66,21 @@ class Request:
         span: RequestSpan | None,
         *,
         has_logprobs: bool,
+        delivered: abc.Sequence[Delivered] | None = None,
     ) -> None:
         self.sequences = sequences
         self.first = sequences[0]
+        self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * len(texts)
         self.span = span
         self.texts = texts
         self.times = times
         self.mailbox = Mailbox(has_logprobs=has_logprobs)
         self.news = asyncio.Event()
-        self.open = set(range(len(sequences)))  # indexes of samples without a finish_reason
+        self.open = {sequence.index for sequence in sequences}  # indexes of samples without a finish_reason
         self.waits = True  # for its first token
         self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
-        self.tells_of_prompt = True  # with the first token
+        self.tells_of_prompt = delivered is None  # with the first token
 
     def fail(self, error: QuireError) -> None:
         self.error = self.error or error
@@ -98,15 +100,14 @@ class Request:
         self.news.set()
 
     async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
-        delivered = [0] * len(self.sequences)
         while self.open or self.news.is_set():
             await self.news.wait()
             self.news.clear()
             for chunk in self.mailbox.take():
-                delivered[chunk.index] += len(chunk.token_ids)
+                self.delivered[chunk.index] += len(chunk.token_ids)
                 yield chunk
             if self.error is not None:
-                raise after_delivery(self.error, delivered)
+                raise after_delivery(self.error, self.delivered)
 
 
 class BeamRequest(Request):
@@ -187,7 +188,9 @@ class Requests:
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    def check(
+        self, prompt: Prompt, params: SamplingParams, delivered: abc.Sequence[Delivered] | None = None
+    ) -> tuple[list[int], SamplingParams]:
         """The prompt's tokens, and the parameters with bad words as token ids, if the request can be served.
 
         Raises InvalidRequest, or EngineStopped.
@@ -202,7 +205,7 @@ class Requests:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
-        self._scheduler.check(token_ids, params)
+        self._scheduler.check(token_ids, params, delivered)
         self._check_choice(params)
         return token_ids, params
 
@@ -255,7 +258,11 @@ class Requests:
         return self.tokenizer.encode(prompt)
 
     async def generate(
-        self, token_ids: list[int], params: SamplingParams, cache: CacheParams
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache: CacheParams,
+        delivered: abc.Sequence[Delivered] | None = None,
     ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here."""
         if params.best_of is not None:
@@ -264,7 +271,7 @@ class Requests:
             return
         if params.grammar is not None:
             await self._check_grammar(params.grammar)
-        request_id, request = self._submit(token_ids, params, cache)
+        request_id, request = self._submit(token_ids, params, cache, delivered)
         try:
             async with contextlib.aclosing(request.chunks()) as chunks:
                 async for chunk in chunks:
@@ -332,18 +339,33 @@ class Requests:
         async with contextlib.aclosing(self.generate(token_ids, params, cache)) as stream:
             return complete(token_ids, [chunk async for chunk in stream])
 
-    def _submit(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> tuple[int, Request]:
+    def _submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache: CacheParams,
+        delivered: abc.Sequence[Delivered] | None,
+    ) -> tuple[int, Request]:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
         # Before the scheduler takes the request: what raises here leaves nothing behind.
         texts = [self._text_of(token_ids, params) for _ in range(params.n)]
-        with self._entering(params.tenant, len(token_ids)):
+        for text, sample in zip(texts, delivered or (), strict=False):
+            for token_id in sample.token_ids:
+                text.push(token_id, None)
+        with self._entering(params.tenant, len(token_ids), is_limited=delivered is None):
             sequences = self._scheduler.add(
-                token_ids, params, end_token_ids=self._end_token_ids, seed=seed, cache=cache
+                token_ids,
+                params,
+                end_token_ids=self._end_token_ids,
+                seed=seed,
+                cache=cache,
+                delivered=delivered,
             )
         times, span = self._measure(params, num_prompt_tokens=len(token_ids), num_samples=len(sequences))
-        request = Request(sequences, texts, times, span, has_logprobs=params.logprobs is not None)
+        has_logprobs = params.logprobs is not None
+        request = Request(sequences, texts, times, span, has_logprobs=has_logprobs, delivered=delivered)
         return self._begin(request, params.timeout_s), request
 
     def _submit_beams(
@@ -372,9 +394,9 @@ class Requests:
         )
 
     @contextlib.contextmanager
-    def _entering(self, tenant: str, num_tokens: int) -> abc.Iterator[None]:
+    def _entering(self, tenant: str, num_tokens: int, *, is_limited: bool = True) -> abc.Iterator[None]:
         """Count a request that waits, unless the scheduler does not take it."""
-        self._backlog.enter(tenant, num_tokens)
+        self._backlog.enter(tenant, num_tokens, is_limited=is_limited)
         try:
             yield
         except BaseException:

@@ -56,7 +56,7 @@ from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.queues import Queues, by_rank, require
 from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence, SequenceState
+from quire.client.engine.sequence import BeamGroup, Delivered, FinishReason, Sequence, SequenceState
 from quire.client.engine.tier import TierCosts
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
 
@@ -155,12 +155,15 @@ class Scheduler:
         end_token_ids: abc.Iterable[int],
         seed: int,
         cache: CacheParams = NO_CACHE_PARAMS,
+        delivered: abc.Sequence[Delivered] | None = None,
     ) -> list[Sequence]:
         """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
 
+        With delivered, each sample that has not ended goes on after its tokens; the others have no sequence.
+
         Raises InvalidRequest, nothing taken, for what check() refuses.
         """
-        max_tokens = self.check(prompt_token_ids, params)
+        max_tokens = self.check(prompt_token_ids, params, delivered)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(end_token_ids)
@@ -168,13 +171,15 @@ class Scheduler:
         self._next_request += 1
         prompt = list(prompt_token_ids)
         num_top = params.prompt_logprobs
-        logprobs = None if num_top is None else PromptLogprobs(prompt, num_top=num_top)
+        # They came with the first token that was delivered.
+        logprobs = None if num_top is None or delivered is not None else PromptLogprobs(prompt, num_top=num_top)
+        known = [[*prompt, *sample.token_ids] for sample in delivered or ()]
         sequences = [
             Sequence(
                 request_id=request_id,
                 index=index,
                 arrival=(request_id, index),
-                token_ids=prompt if index else prompt.copy(),
+                token_ids=known[index] if known else prompt if index else prompt.copy(),
                 num_prompt_tokens=len(prompt_token_ids),
                 max_tokens=max_tokens,
                 end_token_ids=ends,
@@ -182,19 +187,24 @@ class Scheduler:
                 prompt_logprobs=logprobs,
                 cache=cache,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
-                state=SequenceState.FOLLOWING if index else SequenceState.WAITING,
+                state=SequenceState.FOLLOWING if index and not known else SequenceState.WAITING,
                 num_forked_tokens=len(prompt),
+                was_admitted=bool(known),
             )
             for index in range(params.n)
+            if delivered is None or not delivered[index].has_ended
         ]
-        self._enter(sequences)
+        self._enter(*([sequence] for sequence in sequences) if known else (sequences,))
         return sequences
 
-    def _enter(self, sequences: list[Sequence]) -> None:
+    def _enter(self, *groups: list[Sequence]) -> None:
+        """Put sequences in line; those of a group share a prompt, and follow its first one."""
         view = self._view()
-        for sequence in sequences:
-            sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
-        self._queues.add(sequences)
+        for sequences in groups:
+            for sequence in sequences:
+                sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
+        for sequences in groups:
+            self._queues.add(sequences)
         self._checked()
 
     def add_beams(
@@ -230,20 +240,42 @@ class Scheduler:
         self._enter([beam])
         return group
 
-    def check(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
-        """The most tokens a request may generate.
+    def check(
+        self, token_ids: abc.Sequence[int], params: SamplingParams, delivered: abc.Sequence[Delivered] | None = None
+    ) -> int:
+        """The most tokens a request may generate, those delivered counted.
 
         Raises InvalidRequest if the prompt is empty, if it or a parameter has a token out of range, or if it does not
-        fit, together with max_tokens, into the model or the pool.
+        fit, together with max_tokens, into the model or the pool; or if delivered is not what such a request gives out.
         """
+        max_tokens = self._check_size(token_ids, params)
+        if delivered is not None:
+            self._check_delivered(delivered, params.n, max_tokens)
+        return max_tokens
+
+    def _check_delivered(self, delivered: abc.Sequence[Delivered], num_samples: int, max_tokens: int) -> None:
+        if len(delivered) != num_samples:
+            raise InvalidRequest.of_field("delivered", len(delivered), f"one for each of {num_samples} samples")
+        if all(sample.has_ended for sample in delivered):
+            raise InvalidRequest.of_field("delivered", "all samples have ended", "at least one that has not")
+        for sample in delivered:
+            if len(sample.token_ids) >= max_tokens and not sample.has_ended:
+                allowed = f"fewer than {max_tokens} tokens of a sample that has not ended"
+                raise InvalidRequest.of_field("delivered", len(sample.token_ids), allowed)
+            self._check_token_ids("delivered", sample.token_ids)
+
+    def _check_token_ids(self, field: str, token_ids: abc.Collection[int]) -> None:
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id < self.limits.vocabulary_size:
+                allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
+                raise InvalidRequest.of_field(field, token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+
+    def _check_size(self, token_ids: abc.Sequence[int], params: SamplingParams) -> int:
         num_tokens, limit = len(token_ids), self.limits.max_tokens_per_sequence
         if not num_tokens:
             raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
         for field, given in (("prompt", token_ids), *params.token_ids_by_field()):
-            for token_id in (min(given), max(given)):
-                if not 0 <= token_id < self.limits.vocabulary_size:
-                    allowed = f"token ids from 0 to {self.limits.vocabulary_size - 1}"
-                    raise InvalidRequest.of_field(field, token_id, allowed, reason="TOKEN_OUT_OF_RANGE")
+            self._check_token_ids(field, given)
         whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
         if num_tokens >= limit:
             allowed = f"fewer than {limit} tokens, by the {whose}"

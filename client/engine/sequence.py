@@ -65,6 +65,17 @@ class FinishReason(Enum):
     FAILED = "failed"  # The request was refused or given up; the caller gets the error.
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Tokens of one sample that its caller has got already, from an engine that could not go on.
+
+    has_ended  there are no more
+    """
+
+    token_ids: tuple[int, ...] = ()
+    has_ended: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class BeamGroup:
     """The beams of one search. All have equally many tokens, and go on together: preempted, admitted, suspected.

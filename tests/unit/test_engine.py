@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.client import (
     Chunk,
+    Delivered,
     Engine,
     EngineConfig,
     EngineStopped,
@@ -35,6 +36,7 @@ from quire.client import (
     Tokenizer,
     Unavailable,
 )
+from quire.client.engine.outputs import SampleText
 from quire.compute.v1 import worker_service_pb2
 
 SCRIPT = "It was a dark – and stormy 😀 night; the rain fell in torrents. STOP here. " * 4
@@ -913,6 +915,88 @@ def test_every_error_of_a_request_says_what_was_delivered(gives_up: str) -> None
             assert caught.value.delivered_token_counts == (len(tokens),)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("num_delivered", [1, 14, 15, 16, 17, 40])
+def test_a_request_goes_on_after_what_another_engine_delivered(num_delivered: int) -> None:
+    # 14 to 17: the dash and the emoji are several tokens each, so the cut is in the midst of a character.
+    async def body(engine: Engine, services: Services) -> None:
+        params = greedy(60, stop=("; the rain",), logprobs=0)
+        whole = await read(engine.generate("once\n", params))
+        tokens = [token for chunk in whole for token in chunk.token_ids]
+        text = SampleText(TOKENIZER.detokenizer(TOKENIZER.encode("once\n")), params.stop)
+        before = "".join(text.push(token, None) for token in tokens[:num_delivered])
+        rest = await read(engine.generate("once\n", params, delivered=[Delivered(tuple(tokens[:num_delivered]))]))
+        assert [token for chunk in rest for token in chunk.token_ids] == tokens[num_delivered:]
+        assert before + "".join(chunk.text for chunk in rest) == "".join(chunk.text for chunk in whole)
+        assert rest[-1].finish_reason is whole[-1].finish_reason is FinishReason.STOP
+        assert all(chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.token_ids) for chunk in rest)
+
+    with_engine(body)
+
+
+def test_samples_that_have_ended_do_not_go_on() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        delivered = [Delivered(tuple(RECITED[:7])), Delivered(tuple(RECITED[:20]), has_ended=True), Delivered()]
+        chunks = await read(engine.generate("a\n", greedy(20, n=3), delivered=delivered))
+        got: dict[int, list[int]] = {}
+        for chunk in chunks:
+            got.setdefault(chunk.index, []).extend(chunk.token_ids)
+        assert got == {0: RECITED[7:20], 2: RECITED[:20]}
+        assert engine.statistics().num_requests == 0
+
+    services = with_engine(body)
+    assert [admission.resumed for plan in services.plans for admission in plan.admissions] == [True, True]
+
+
+def test_an_error_counts_what_was_delivered_before() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        delivered = [Delivered(tuple(RECITED[:7])), Delivered(tuple(RECITED[:9]), has_ended=True)]
+        chunks = engine.generate("a\n", greedy(60, n=2), delivered=delivered)
+        num_tokens = len((await anext(chunks)).token_ids)
+        engine.fail_all(Unavailable("moved"))
+        with pytest.raises(Unavailable, match="moved") as caught:  # noqa: PT012
+            async for chunk in chunks:
+                num_tokens += len(chunk.token_ids)
+        assert caught.value.delivered_token_counts == (7 + num_tokens, 9)
+
+    with_engine(body)
+
+
+def test_a_full_queue_refuses_no_request_that_goes_on() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.plan_gate.clear()
+        first = asyncio.ensure_future(anext(engine.generate("a\n", greedy(20))))
+        await until(lambda: bool(services.asked))
+        with pytest.raises(OutOfRoom):
+            await anext(engine.generate("b\n", greedy(20)))
+        going_on = asyncio.ensure_future(read(engine.generate("b\n", greedy(20), delivered=[Delivered((RECITED[0],))])))
+        await turns()
+        services.plan_gate.set()
+        assert [token for chunk in await going_on for token in chunk.token_ids] == RECITED[1:20]
+        await first
+
+    with_engine(body, max_waiting_requests=1)
+
+
+@pytest.mark.parametrize(
+    "delivered",
+    [
+        [],
+        [Delivered(), Delivered()],
+        [Delivered((1,), has_ended=True)],
+        [Delivered(tuple(range(20)))],
+        [Delivered((257,))],
+        [Delivered((-1,))],
+    ],
+)
+def test_what_no_engine_can_have_delivered_is_refused_at_once(delivered: list[Delivered]) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            engine.generate("a\n", greedy(20), delivered=delivered)
+        assert caught.value.metadata["field"] == "delivered"
+
+    with_engine(body)
 
 
 def test_a_higher_priority_is_served_first() -> None:

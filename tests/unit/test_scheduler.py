@@ -1626,6 +1626,18 @@ def test_tenants_get_prompts_by_weight() -> None:
     assert gold.num_scheduled_tokens == pytest.approx(3 * plain.num_scheduled_tokens, rel=0.1)
 
 
+def test_weights_that_change_count_from_then_on() -> None:
+    policy = PriorityPolicy()
+    world = World(limits(num_blocks=4096, max_sequence_tokens=2048), policy)
+    policy.set_weights({"gold": 3.0})
+    with pytest.raises(InvalidRequest, match="weights"):
+        policy.set_weights({"gold": 1.0, "plain": 0.0})
+    gold, plain = (world.add([i] * 1000, max_tokens=1, tenant=t, ends=())[0] for i, t in enumerate(("gold", "plain")))
+    for _ in range(40):
+        world.turn()
+    assert gold.num_scheduled_tokens == pytest.approx(3 * plain.num_scheduled_tokens, rel=0.1)
+
+
 def test_tenants_with_equal_lines_end_alternately() -> None:
     world = World(limits(num_blocks=4096, max_running_sequences=2))
     many = [world.add([1] * 8, max_tokens=8, tenant="many", ends=())[0] for _ in range(20)]
