@@ -15,6 +15,7 @@ NAMES = (
     "sharing",
     "serving",
     "prefix",
+    "routing",
     "kernel",
     "step",
     "launches",

@@ -3,7 +3,8 @@
     python client/examples/router.py                                         two workers of its own, the demo's model
     python client/examples/router.py --cachemgr unix:/run/quire/cachemgr.sock             the pools that are there
 
-Questions about three documents are sent by prefix and load first, then to each worker in turn.
+Questions about three documents are sent by prefix and load first, then to each worker in turn. The gateway's router
+(quire.client.gateway.routing) chooses by the same cost, and knows what to do when a worker dies.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.cache.v1 import cache_service_pb2
 from quire.client import CacheClient, Engine, EngineConfig, SamplingParams
 from quire.client.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.client.gateway.choosing import PoolLoad, cheapest
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 WORKER_FLAGS = ("--model", str(MODEL), "--num-blocks", "256", "--threads", "1")
@@ -48,24 +49,29 @@ class Backend:
         self.num_pending_tokens -= len(tokens) - num_cached
 
 
-def cost_of(match: cache_service_pb2.PrefixMatch, backend: Backend, num_tokens: int) -> float:
-    """Tokens to compute until the answer begins, and as many as the prompt has if all blocks of the pool are in use."""
-    counts = match.block_counts
-    num_in_use = counts.active_count + counts.retired_count
-    busy_ratio = num_in_use / (num_in_use + counts.free_count + counts.cached_count)
-    return num_tokens - match.cached_token_count + backend.num_pending_tokens + busy_ratio * num_tokens
-
-
-async def choose(cache: CacheClient, backends: dict[str, Backend], tokens: list[int]) -> tuple[str, int]:
+async def choose(
+    cache: CacheClient, backends: dict[str, Backend], tokens: list[int], block_size: int
+) -> tuple[str, int]:
     """The pool where it costs least, and how many of the tokens it holds. One call asks about all pools."""
-    matches = [match for match in (await cache.lookup_prefix(tokens)).matches if match.pool in backends]
-    best = min(matches, key=lambda match: (cost_of(match, backends[match.pool], len(tokens)), match.pool))
-    return best.pool, best.cached_token_count
+    loads: dict[str, PoolLoad] = {}
+    for match in (await cache.lookup_prefix(tokens)).matches:
+        if match.pool in backends:
+            counts = match.block_counts
+            loads[match.pool] = PoolLoad(
+                num_cached=match.cached_token_count,
+                num_pending=backends[match.pool].num_pending_tokens,
+                num_in_use=block_size * (counts.active_count + counts.retired_count),
+                num_available=block_size * (counts.free_count + counts.cached_count),
+            )
+    best = cheapest(loads.items(), len(tokens))
+    return best, loads[best].num_cached
 
 
 async def ask_all(cache: CacheClient, address: str, *, by_prefix: bool) -> dict[str, Backend]:
     """Every question about every document, those of one kind at once; the caches are empty at first."""
-    pools = [pool.name for pool in await cache.list_pools() if pool.attached]
+    attached = [pool for pool in await cache.list_pools() if pool.attached]
+    pools = [pool.name for pool in attached]
+    block_size = attached[0].geometry.block_size_tokens
     for pool in pools:
         await cache.reset_prefix_cache(pool)
     async with connected(address, pools) as backends:
@@ -78,7 +84,9 @@ async def ask_all(cache: CacheClient, address: str, *, by_prefix: bool) -> dict[
             async with asyncio.TaskGroup() as answers:
                 for document in documents:
                     tokens = tokenizer.encode(DOCUMENTS[document] + question)
-                    pool, num_cached = await choose(cache, backends, tokens) if by_prefix else (next(in_turn), 0)
+                    pool, num_cached = (
+                        await choose(cache, backends, tokens, block_size) if by_prefix else (next(in_turn), 0)
+                    )
                     answers.create_task(backends[pool].answer(document, tokens, num_cached))
                     await asyncio.sleep(0)  # from here on its tokens are pending
         return backends

@@ -82,6 +82,16 @@ def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:
         assert row["belady"] is None or row["lru"] <= row["belady"] <= row["infinite"]
 
 
+def test_routing_compares_three_ways_on_both_loads(tmp_path: Path) -> None:
+    written, _ = run_quick("routing", tmp_path)
+    for load in ("conversations", "one long prefix"):
+        ways = written[load]
+        assert list(ways) == ["by cost", "by prefix", "in turn"]
+        assert all(0 < way["first_token_s"]["p50"] <= way["first_token_s"]["p95"] for way in ways.values())
+        assert len({sum(way["requests"].values()) for way in ways.values()}) == 1
+    assert written["conversations"]["by cost"]["hits"] >= written["conversations"]["in turn"]["hits"]
+
+
 def test_serving_has_every_mode_with_both_attentions(tmp_path: Path) -> None:
     written, _ = run_quick("serving", tmp_path)
     rows = [(row["mode"], row["attention"]) for row in written["served"]]

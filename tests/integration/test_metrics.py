@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from quire.client.cli.launch import LocalServices, ServiceProcess
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")
-OF_BOTH = {"quire_tls_certificate_expiry_timestamp_seconds"}
+OF_BOTH = {"quire_build_info", "quire_tls_certificate_expiry_timestamp_seconds"}
 Page = dict[str, float]
 """Values by "name{label=value,…}", labels by name."""
 
@@ -83,6 +84,12 @@ def test_the_pages_have_what_is_documented_and_nothing_else(measured: Pair) -> N
     assert ours | theirs == documented().keys()
     assert ours & theirs == OF_BOTH
     assert {name for name in documented() if name.startswith("quire_worker_")} | OF_BOTH == theirs
+
+
+def test_a_worker_says_what_it_serves(measured: Pair, model_dir: Path) -> None:
+    page = page_of(measured.services.worker)
+    assert page[f"quire_worker_info{{model={model_dir.resolve().name},pool=default}}"] == 1
+    assert page[f"quire_build_info{{version={metadata.version('quire-kv')}}}"] == 1
 
 
 def test_labels_are_those_documented(measured: Pair) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-
-from quire.cache.v1 import cache_service_pb2
 
 ROUTER = Path(__file__).parents[2] / "client" / "examples" / "router.py"
 DOCUMENTS = {"models", "locks", "defaults"}
@@ -25,28 +22,6 @@ def test_prompts_with_one_beginning_meet_on_one_worker() -> None:
     assert all(routed.values()), "both have something to do"
     assert all({about.split()[0] for about in abouts} == DOCUMENTS for abouts in spread.values())
     assert hit_percentage(by_prefix) > hit_percentage(in_turn) + 10
-
-
-def test_a_pool_costs_what_is_not_cached_what_waits_and_how_full_it_is() -> None:
-    router = runpy.run_path(str(ROUTER))
-    num_tokens = 100
-
-    def cost(*, cached: int = 0, pending: int = 0, active: int = 0, retired: int = 0, parked: int = 0) -> float:
-        counts = cache_service_pb2.BlockCounts(
-            free_count=20 - active - retired - parked,
-            cached_count=parked,
-            active_count=active,
-            retired_count=retired,
-        )
-        match = cache_service_pb2.PrefixMatch(cached_token_count=cached, block_counts=counts)
-        backend = router["Backend"](engine=None, num_pending_tokens=pending)
-        return float(router["cost_of"](match, backend, num_tokens))
-
-    assert cost() == num_tokens
-    assert cost(cached=64) == num_tokens - 64
-    assert cost(pending=30) == num_tokens + 30
-    assert cost(active=3, retired=2) == num_tokens + num_tokens / 4
-    assert cost(parked=5) == num_tokens
 
 
 def halves(text: str) -> tuple[str, str]:

@@ -1,0 +1,83 @@
+"""One cachemgr and two workers of the demo's model in float32, each with a pool of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadlines import DEADLINE_S
+from grpc import insecure_channel
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.client.cli.launch import LocalServices, ServiceProcess
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
+POOLS = ("one", "two")
+NUM_BLOCKS = 256
+WORKER_ARGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
+
+
+@dataclass
+class Fleet:
+    """The processes; workers by pool."""
+
+    services: LocalServices
+    workers: dict[str, ServiceProcess]
+
+    @property
+    def address(self) -> str:
+        return self.services.cachemgr_address
+
+    def pools(self) -> dict[str, cache_service_pb2.Pool]:
+        with insecure_channel(self.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+            answer = stub.ListPools(cache_service_pb2.ListPoolsRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+            return {pool.name: pool for pool in answer.pools}
+
+    def is_whole(self) -> bool:
+        """Return whether all pools are attached and no lease holds blocks."""
+        pools = self.pools()
+        return len(pools) == len(POOLS) and all(
+            pool.attached
+            and not pool.lease_count
+            and pool.block_counts.free_count + pool.block_counts.cached_count == NUM_BLOCKS - 1
+            for pool in pools.values()
+        )
+
+    def violations(self) -> list[str]:
+        with insecure_channel(self.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+            asked = (cache_service_pb2.AuditPoolRequest(pool=pool) for pool in POOLS)
+            return [each for ask in asked for each in stub.AuditPool(ask, timeout=DEADLINE_S).violations]
+
+    def heal(self) -> None:
+        """Start what does not run, and wait until all serve."""
+        processes = [self.services.cachemgr, *self.workers.values()]
+        stopped = [process for process in processes if not process.is_running]
+        for process in stopped:
+            process.start()
+        for process in stopped:
+            process.wait_serving(DEADLINE_S)
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Fleet]:
+    """Start a fleet; it ends with the block."""
+    first = (*WORKER_ARGS, "--pool", POOLS[0])
+    with (
+        LocalServices.start(model=MODEL, num_blocks=NUM_BLOCKS, extra_worker_args=first) as services,
+        contextlib.ExitStack() as stack,
+    ):
+        address = f"unix:{services.runtime_dir}/{POOLS[1]}.sock"
+        flags = (
+            *("--listen", address, "--cachemgr", services.cachemgr_address, "--pool", POOLS[1]),
+            *("--model", str(MODEL), "--num-blocks", str(NUM_BLOCKS), *WORKER_ARGS),
+        )
+        log_path = services.runtime_dir / f"{POOLS[1]}.log"
+        second = ServiceProcess(POOLS[1], target="quire.worker", arguments=flags, address=address, log_path=log_path)
+        stack.callback(second.terminate)
+        second.start()
+        second.wait_serving(DEADLINE_S)
+        yield Fleet(services, {POOLS[0]: services.worker, POOLS[1]: second})
