@@ -136,6 +136,12 @@ class CacheClient:
         pages = self._pages(self._stub.ListSequences, pb.ListSequencesRequest(pool=pool, lease_id=lease_id))
         return [each async for page in pages for each in page.sequences]
 
+    async def first_sequences(self, pool: str = "", *, count: int, tenant: str | None = None) -> list[pb.Sequence]:
+        """See CacheService.ListSequences; the first `count`, at most 1,000, of a tenant or of all. Raises NotFound."""
+        request = pb.ListSequencesRequest(pool=pool, page_size=count, tenant=tenant)
+        answer = await unary(self._stub.ListSequences, request, timeout_s=self._timeout_s, policy=self._retry)
+        return list(answer.sequences)
+
     async def list_blocks(
         self, pool: str = "", *, state: pb.BlockState.ValueType = pb.BLOCK_STATE_UNSPECIFIED, lease_id: str = ""
     ) -> list[pb.Block]:

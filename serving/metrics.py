@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import metadata
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, make_wsgi_app
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
 
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress, explain_bind_failure
 from quire.serving.logs import describe_exception
@@ -43,8 +45,19 @@ def certificate_family(tls: ServerTls | None) -> Metric:
     return family
 
 
+@cache
+def version() -> str:
+    """Return the version of this package."""
+    return metadata.version("quire-kv")
+
+
+def build_family() -> Metric:
+    """Return the version of what runs, as a label; the value is 1."""
+    return InfoMetricFamily("quire_build", "What runs.", value={"version": version()})
+
+
 class MetricsPage:
-    """The HTTP server behind `--metrics-listen`: the metrics given, the process's own, its certificate's.
+    """The HTTP server behind `--metrics-listen`: the metrics given, the process's own, its certificate's, its version.
 
     `with MetricsPage(...)` serves it on threads of its own and closes it at the end. Must be made on the running event
     loop. Raises AddressInUseError or AddressError if it can't listen.
@@ -61,7 +74,7 @@ class MetricsPage:
         GCCollector(registry=registry)
         tls = None if security is None else security.tls
         loop = asyncio.get_running_loop()
-        registry.register(LoopCollector(lambda: (*read(), certificate_family(tls)), loop=loop))
+        registry.register(LoopCollector(lambda: (*read(), certificate_family(tls), build_family()), loop=loop))
         self._server = _listen(address, _pages(registry, loop), tls)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()

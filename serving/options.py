@@ -106,7 +106,7 @@ def dial_options(peer: str) -> Callable[[Command], Command]:
 
 def _security(values: dict[str, Any]) -> SecurityOptions:
     cert, key, client_ca = (values.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
-    token_listen, token_file = values.pop("token_listen", ()), values.pop("token_file")
+    token_listen, token_file = values.pop("token_listen", ()), values.pop("token_file", None)
     health_listen = _port_only(values.pop("health_listen", None), "--health-listen", "health is answered")
     if (cert is None) != (key is None):
         raise click.UsageError("--tls-cert and --tls-key go together.")

@@ -352,6 +352,44 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
+@quire.command()
+@option(
+    "--url",
+    envvar="QUIRE_URL",
+    default="http://127.0.0.1:8000",
+    metavar="URL",
+    help="Where the gateway is: that of `quire up` or `quire serve`.",
+)
+@option("--api-key", envvar="QUIRE_API_KEY", metavar="KEY", help="The key to show, if the gateway asks for one.")
+@option("--model", metavar="NAME", show_default="the first one", help="The model to talk to.")
+@option("--system", metavar="TEXT", help="A system message to begin with.")
+@option("--max-tokens", type=click.IntRange(min=1), metavar="COUNT", help="Most tokens of an answer.")
+@option("--temperature", type=float, metavar="NUMBER", help="0: always the most probable token.")
+@option("--seed", type=int, metavar="NUMBER", help="Fixes the random numbers. Default: others each time.")
+def chat(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    system: str | None,
+    **options: Any,
+) -> None:
+    """Talk to a model that a gateway serves.
+
+    Reads a line, shows the answer as it comes, and goes on with the whole conversation, whose beginning is in the
+    cache. Reads questions from a pipe as well, one a line.
+
+    \b
+    Examples:
+      quire chat
+      quire chat --url https://models.example.org --api-key "$KEY" --system "Answer in one sentence."
+    """
+    _require("client")
+    from quire.client.cli.chat import Conversation, run_chat
+
+    given = {name: value for name, value in options.items() if value is not None}
+    run_chat(Conversation(url, key=api_key, model=model, system=system, options=given))
+
+
 @quire.command(cls=RequestCommand)
 @click.argument("prompt")
 @add_flags(REQUEST_FLAGS)

@@ -5,7 +5,6 @@ Colours say what glyphs say too, so nothing is lost without them; where the term
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from rich import box
 from rich.columns import Columns
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cli.snapshot import Snapshot, ratio
 
 MAX_MAP_ROWS = 16
@@ -24,16 +24,6 @@ BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Of control characters only these reach a terminal.
 _HARMLESS_CONTROLS = "\n\t"
-
-
-class BlockKind(IntEnum):
-    """A block's state, those with several holders apart. Of two as common in a cell the higher is drawn."""
-
-    FREE = 0
-    CACHED = 1
-    RETIRED = 2
-    ACTIVE = 3
-    SHARED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +43,6 @@ LOOKS = {
     BlockKind.CACHED: Look("cached", "▒", "o", "cyan"),
     BlockKind.FREE: Look("free", "·", ".", "bright_black"),
 }
-_KIND_OF_STATE = {
-    pb.BLOCK_STATE_FREE: BlockKind.FREE,
-    pb.BLOCK_STATE_CACHED: BlockKind.CACHED,
-    pb.BLOCK_STATE_ACTIVE: BlockKind.ACTIVE,
-    pb.BLOCK_STATE_RETIRED: BlockKind.RETIRED,
-}
-
-
-def kind_of(block: pb.Block) -> BlockKind:
-    """How a block is drawn. Raises KeyError for a state that the contract does not have."""
-    kind = _KIND_OF_STATE[block.state]
-    return BlockKind.SHARED if kind is BlockKind.ACTIVE and block.reference_count > 1 else kind
 
 
 def kinds_of(snapshot: Snapshot) -> bytes:

@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.cli.render import kind_of
+from quire.client.block_kinds import kind_of
 from quire.client.cli.snapshot import ratio
 
 Entry = pb.Sequence | pb.Lease | pb.Tenant

@@ -9,18 +9,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cli.render import (
     BARS,
     LOOKS,
     MAX_MAP_ROWS,
-    BlockKind,
     counted,
     format_bytes,
     format_ratio,
     glyph_of,
     grid_of,
     kind_counts,
-    kind_of,
     map_rows,
     printable,
 )

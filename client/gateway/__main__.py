@@ -7,23 +7,30 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import click
 
+from quire.client.cache_client import CacheClient
 from quire.client.credentials import Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
+from quire.client.engine.policy import PriorityPolicy
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.client.gateway.app import make_app
 from quire.client.gateway.backend import Backend, EngineBackend
+from quire.client.gateway.chat_models import ChatModels
 from quire.client.gateway.config import OWN_FLAGS, GatewayOptions
 from quire.client.gateway.door import Door
 from quire.client.gateway.engine_service import engine_server
+from quire.client.gateway.keys import KeyFile, check_exposure, read_keys
+from quire.client.gateway.limits import TenantGate, read_limits
 from quire.client.gateway.metrics import DoorMetrics
+from quire.client.gateway.routing import Router, RouterConfig
 from quire.client.gateway.server import HttpServer
+from quire.client.gateway.tools import ToolFormat
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN
 from quire.serving.dialing import DialOptions
 from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings
@@ -42,15 +49,22 @@ DOMAIN = "gateway.quire.dev"
 _RETRY_S = 0.5
 # What may be over when it is tried again: services are started in any order.
 _TEMPORARY = (NotFound, OutOfRoom, Unavailable)
+SetWeights = Callable[[Mapping[str, float]], None]
 
 
 async def serve(
     options: ServerOptions, signals: StopSignals, *, gateway: GatewayOptions, credentials: Credentials
 ) -> None:
     """Serve until a signal. Raises CannotStartError."""
-    security = secure(options)
-    door = Door({}, DoorMetrics(), limits=gateway.limits)
+    security = secure(options, gateway)
+    manager = ServiceManager(os.environ)
     async with contextlib.AsyncExitStack() as stack:
+        if manager.has_watchdog:
+            stack.callback(asyncio.create_task(manager.feed_watchdog()).cancel)
+        cache = CacheClient(gateway.cachemgr, credentials=credentials)
+        stack.push_async_callback(cache.close)
+        door = Door({}, DoorMetrics(), limits=gateway.limits, cache=cache)
+        gate = _set_keys(door, gateway)
         if options.metrics_listen is not None:
             read = partial(_read_metrics, door)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
@@ -58,30 +72,53 @@ async def serve(
         stack.push_async_callback(server.close)
         await server.start(options.listen)
         log.info("listening addresses=%s", ",".join(door.addresses))
-        stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, options.drain_timeout_s)]
+        stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, manager, options.drain_timeout_s)]
         if gateway.grpc_listen:
             opened = engine_server(door, gateway.grpc_listen, security=options.security)
             engine, servicer = await stack.enter_async_context(opened)
             timeout_s = options.drain_timeout_s
             stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
-        backend = await stack.enter_async_context(_open_backend(gateway, credentials))
+        backend, set_weights = await stack.enter_async_context(_open_backend(gateway, credentials))
+        if gate is not None:
+            gate.send_weights_to(set_weights)
+        door.chat_models = await _load_chat_models(gateway, backend)
+        stack.push_async_callback(door.chat_models.close)
         door.backends = dict.fromkeys(backend.model_names, backend)
-        stack.push_async_callback(server.close)  # before the engine is
+        stack.push_async_callback(server.close)  # before the engines are
         tune_garbage_collector()
         keep_little_free_memory()
         print(f"serving {backend.model_names[0]} at {' '.join(door.addresses)}", flush=True)
         if gateway.grpc_listen:
             await engine.announce_serving()
-        ServiceManager(os.environ).ready(f"serving at {' '.join(door.addresses)}")
+        manager.ready(f"serving at {' '.join(door.addresses)}")
         await asyncio.gather(*(stop() for stop in stops))
         log.info("stopped")
 
 
-async def _stop(server: HttpServer, signals: StopSignals, timeout_s: float) -> None:
+def _set_keys(door: Door, gateway: GatewayOptions) -> TenantGate | None:
+    """Let the door know its callers and their limits; returns the gate that has the limits. Raises FileError."""
+    gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
+    if gate is not None:
+        door.gate = gate
+    if gateway.api_keys is not None:
+        door.keys = KeyFile(gateway.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
+    return gate
+
+
+async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
+    """Return what the model needs to chat. Raises CannotStartError for a template that can't be used."""
+    tool_format = None if gateway.tool_format is None else ToolFormat(gateway.tool_format)
+    try:
+        return await ChatModels.load([backend], template_file=gateway.chat_template, tool_format=tool_format)
+    except (OSError, ValueError) as error:
+        raise CannotStartError(f"the chat template: {error}") from error
+
+
+async def _stop(server: HttpServer, signals: StopSignals, manager: ServiceManager, timeout_s: float) -> None:
     """Wait for a signal, and drain the HTTP server."""
     await signals.first()
     log.info("draining timeout_s=%g", timeout_s)
-    ServiceManager(os.environ).stopping(f"draining, for at most {timeout_s:g} s")
+    manager.stopping(f"draining, for at most {timeout_s:g} s")
     await _drain(server, signals, timeout_s)
 
 
@@ -102,46 +139,89 @@ def _read_metrics(door: Door) -> Any:
     return door.metrics.families(door.models)
 
 
-def secure(options: ServerOptions) -> Security:
-    """Return the server's TLS. Raises FileError, or AddressError for plain text where others can read it."""
-    if options.security.token_file is not None:
-        raise CannotStartError("--token-file: keys are not supported yet")
+def secure(options: ServerOptions, gateway: GatewayOptions) -> Security:
+    """Return the server's TLS, if the files of the flags can be used.
+
+    Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
+    """
+    addresses = [*options.listen, *gateway.grpc_listen]
+    check_exposure(addresses, has_keys=gateway.api_keys is not None, is_allowed=gateway.allow_anonymous)
+    if gateway.api_keys is not None:
+        read_keys(gateway.api_keys)
+    if gateway.tenant_limits is not None:
+        read_limits(gateway.tenant_limits)
     return options.secure(roles={}, domain=DOMAIN)
 
 
 @contextlib.asynccontextmanager
-async def _open_backend(gateway: GatewayOptions, credentials: Credentials) -> AsyncGenerator[Backend, None]:
-    """Within the block there is a backend; entering it waits for the services."""
+async def _open_backend(
+    gateway: GatewayOptions, credentials: Credentials
+) -> AsyncGenerator[tuple[Backend, SetWeights], None]:
+    """Within the block there is a backend, and what sets its tenants' weights; entering it waits for the services."""
     config = EngineConfig(
         pool=gateway.pool,
         max_waiting_requests=gateway.max_waiting_requests,
         max_waiting_tokens=gateway.max_waiting_tokens,
         max_unread_tokens=gateway.max_unread_tokens,
+        tenants=gateway.api_keys is not None,
     )
+    opening = _open_pool if gateway.pool else _open_router
     told = ""
     while True:
-        engine = Engine.connect(gateway.cachemgr, credentials=credentials, config=config, tokenizer=gateway.tokenizer)
         try:
-            await engine.start()
+            backend, set_weights, close = await opening(gateway, credentials, config)
             break
         except _TEMPORARY as error:
-            await engine.close()
             if error.reason != told:
                 log.warning("waiting for the services: %s", error)
             told = error.reason
             await asyncio.sleep(_RETRY_S)
         except (QuireError, OSError, ValueError) as error:
-            await engine.close()
             raise CannotStartError(str(error)) from error
     try:
-        names = gateway.served_model_name or (engine.model.model,)
-        yield EngineBackend(engine, names, tokenizer_source=gateway.tokenizer)
+        yield backend, set_weights
     finally:
+        await close()
+
+
+Opened = tuple[Backend, SetWeights, Callable[[], Awaitable[None]]]
+
+
+async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+    """Return an engine on the one pool, and what closes it."""
+    policy = PriorityPolicy()
+    address, tokenizer = gateway.cachemgr, gateway.tokenizer
+    engine = Engine.connect(address, credentials=credentials, config=config, tokenizer=tokenizer, policy=policy)
+    try:
+        await engine.start()
+    except BaseException:
         await engine.close()
+        raise
+    names = gateway.served_model_name or (engine.model.model,)
+    return EngineBackend(engine, names, tokenizer_source=tokenizer), policy.set_weights, engine.close
+
+
+async def _open_router(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+    """Return a router over all pools of the model, and what closes it."""
+    router = Router(
+        gateway.cachemgr,
+        model=gateway.model,
+        model_names=gateway.served_model_name,
+        config=RouterConfig(names_tenants=config.tenants),
+        engine_config=config,
+        credentials=credentials,
+        tokenizer=gateway.tokenizer,
+    )
+    try:
+        await router.start()
+    except BaseException:
+        await router.close()
+        raise
+    return router, router.set_weights, router.close
 
 
 @click.command(name="serve", cls=ServerCommand, context_settings=command_settings("QUIRE_SERVE"))
-@server_options(default_listen=DEFAULT_HTTP_LISTEN, without=("--health-listen", "--token-listen"))
+@server_options(default_listen=DEFAULT_HTTP_LISTEN, without=("--health-listen", "--token-listen", "--token-file"))
 @dial_options("cachemgr")
 @add_flags(OWN_FLAGS)
 def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
@@ -158,7 +238,7 @@ def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
     gateway = GatewayOptions(**own)
     credentials = Credentials(**{name: getattr(cachemgr_dial, name) for name in DIAL_FLAGS})
     if server.only_check:
-        server.end_check(lambda: secure(server))
+        server.end_check(lambda: secure(server, gateway))
     settings = partial(serve, gateway=gateway, credentials=credentials)
     sys.exit(run(lambda signals: settings(server, signals)))
 

@@ -1,6 +1,5 @@
 """The HTTP application: all endpoints of a door."""
 
-from importlib import import_module, metadata
 from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -11,34 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from quire.client.gateway import completions
+from quire.client.gateway import chat, completions, page, responses
 from quire.client.gateway.completions import encode, token_ids_of
 from quire.client.gateway.door import Door
 from quire.client.gateway.errors import HttpError
 from quire.client.gateway.fields import text_of
 from quire.client.gateway.http import FrontApp, PostRequest, json_response, post
-
-# Modules of further endpoints; each has routes(door). Those that are not there are left out.
-_FURTHER = ("chat", "responses", "page")
+from quire.serving.metrics import build_family, version
 
 
 def make_app(door: Door) -> FrontApp:
     """Return the ASGI application of a door."""
-    routes = [*_own_routes(door), *completions.routes(door)]
-    for name in _FURTHER:
-        try:
-            module = import_module(f"quire.client.gateway.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"quire.client.gateway.{name}":
-                raise
-            continue
+    routes = _own_routes(door)
+    for module in (completions, chat, responses, page):
         routes += module.routes(door)
     return FrontApp(door, routes)
-
-
-def version() -> str:
-    """Return the version of this package."""
-    return metadata.version("quire-kv")
 
 
 def _own_routes(door: Door) -> list[BaseRoute]:
@@ -103,7 +89,7 @@ class _DoorCollector(Collector):
         self._door = door
 
     def collect(self) -> list[Metric]:
-        return list(self._door.metrics.families(self._door.models))
+        return [*self._door.metrics.families(self._door.models), build_family()]
 
     def describe(self) -> list[Metric]:
         return []

@@ -1,12 +1,14 @@
 """The gateway's own flags."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
 from quire.client.gateway.door import DoorLimits
+from quire.client.gateway.tools import ToolFormat
 from quire.serving.addresses import Address
-from quire.serving.flags import LISTEN_ADDRESS, Flag, option
+from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, option
 from quire.serving.runtime_folder import default_cachemgr
 
 _DEFAULTS = DoorLimits()
@@ -18,8 +20,14 @@ class GatewayOptions:
 
     cachemgr: str
     served_model_name: tuple[str, ...]
+    model: str | None
     pool: str
     tokenizer: str | None
+    chat_template: Path | None
+    tool_format: str | None
+    api_keys: Path | None
+    tenant_limits: Path | None
+    allow_anonymous: bool
     grpc_listen: tuple[Address, ...]
     max_body_bytes: int
     max_prompts: int
@@ -59,8 +67,44 @@ OWN_FLAGS: list[Flag] = [
         show_default="as the worker names its model",
         help="The model's name in requests and answers. May be given several times: answers have the first one.",
     ),
-    option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several."),
+    option(
+        "--model",
+        metavar="NAME",
+        show_default="the only one",
+        help="The model, as its workers name it, if several are served.",
+    ),
+    option("--pool", default="", metavar="NAME", show_default="all pools of the model", help="This pool alone."),
     option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says."),
+    option(
+        "--chat-template",
+        type=FILE,
+        metavar="FILE",
+        help="A Jinja template of chats, in place of the model's own.",
+    ),
+    option(
+        "--tool-format",
+        type=click.Choice([each.value for each in ToolFormat]),
+        show_default="as the chat template has it",
+        help="How the model writes calls of tools.",
+    ),
+    option(
+        "--api-keys",
+        type=FILE,
+        metavar="FILE",
+        help="Who may call, a line each: NAME ROLES SHA256, as `quire token` writes it. NAME is the tenant; the "
+        "gateway needs the role gateway at cachemgr then. Without keys whoever reaches the gateway may call.",
+    ),
+    option(
+        "--tenant-limits",
+        type=FILE,
+        metavar="FILE",
+        help="Requests, tokens a minute, priority and weight by tenant, in TOML: docs/routing.md.",
+    ),
+    option(
+        "--allow-anonymous",
+        is_flag=True,
+        help="Serve without API keys where others can reach it: on addresses that are not loopback.",
+    ),
     option(
         "--grpc-listen",
         type=LISTEN_ADDRESS,

@@ -6,9 +6,9 @@ app.py makes the Door and hands it to each module of endpoints: `routes(door) ->
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
@@ -17,6 +17,10 @@ from quire.client.gateway.backend import Backend
 from quire.client.gateway.errors import HttpError
 from quire.client.gateway.metrics import DoorMetrics
 from quire.client.gateway.texts import TokenTexts
+
+if TYPE_CHECKING:
+    from quire.client.cache_client import CacheClient
+    from quire.client.gateway.chat_models import ChatModels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Gate(Protocol):
 
     def enter(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractAsyncContextManager[Ticket]:
+    ) -> AbstractContextManager[Ticket]:
         """Let a request in until the context ends. Raises HttpError: 429 with the time to wait."""
 
 
@@ -77,7 +81,7 @@ class OpenGate:
 
     def enter(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractAsyncContextManager[Ticket]:
+    ) -> AbstractContextManager[Ticket]:
         """Let everybody in."""
         return nullcontext(_AnyTicket())
 
@@ -106,6 +110,8 @@ class Door:
     is_draining  no new request is taken
     addresses    where it serves, as URLs
     began_s      when it began, seconds since 1970
+    chat_models  what the models need to chat; set before the first request
+    cache        cachemgr, for those who look at the cache; None: nobody can
     """
 
     backends: Mapping[str, Backend]
@@ -116,6 +122,8 @@ class Door:
     is_draining: bool = False
     addresses: list[str] = field(default_factory=list)
     began_s: int = field(default_factory=lambda: int(time.time()))
+    chat_models: "ChatModels | None" = None
+    cache: "CacheClient | None" = None
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
 
     def token_texts(self, backend: Backend) -> TokenTexts:
@@ -181,8 +189,9 @@ class Door:
         params: SamplingParams,
     ) -> AsyncGenerator[Chunk, None]:
         entering = self.gate.enter(caller, num_prompt_tokens=num_prompt_tokens, params=params)
-        async with aclosing(chunks), entering as ticket:
-            with self.metrics.request(backend.model_names[0], num_prompt_tokens) as measured:
+        async with aclosing(chunks):
+            measuring = self.metrics.request(backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
+            with entering as ticket, measuring as measured:
                 async for chunk in chunks:
                     measured.chunk(chunk, time.perf_counter())
                     ticket.generated(len(chunk.token_ids))

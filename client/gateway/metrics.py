@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
 from quire.client.engine.metrics import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, REQUEST_TOKENS, Histogram
 from quire.client.engine.outputs import Chunk
@@ -38,13 +44,28 @@ class ModelMeasured:
     num_generated_tokens: int = 0
 
 
+@dataclass(slots=True)
+class TenantMeasured:
+    """What was measured of the requests of one tenant to one model, since the start.
+
+    first_token_s   sum of the times from a request to its first token; num_first_tokens requests have one
+    """
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_first_tokens: int = 0
+    first_token_s: float = 0.0
+
+
 class RequestMeasure:
-    """One request while it runs; tells the model's measures."""
+    """One request while it runs; tells the model's and the tenant's measures."""
 
-    __slots__ = ("_began_s", "_last_s", "_measured", "num_generated_tokens")
+    __slots__ = ("_began_s", "_last_s", "_measured", "_tenant", "num_generated_tokens")
 
-    def __init__(self, measured: ModelMeasured, began_s: float) -> None:
+    def __init__(self, measured: ModelMeasured, tenant: TenantMeasured, began_s: float) -> None:
         self._measured = measured
+        self._tenant = tenant
         self._began_s = began_s
         self._last_s: dict[int, float] = {}
         self.num_generated_tokens = 0
@@ -59,9 +80,12 @@ class RequestMeasure:
                     measured.inter_token.observe((at_s - last_s) / num_tokens)
             elif not self._last_s:
                 measured.first_token.observe(at_s - self._began_s)
+                self._tenant.num_first_tokens += 1
+                self._tenant.first_token_s += at_s - self._began_s
             self._last_s[chunk.index] = at_s
             self.num_generated_tokens += num_tokens
             measured.num_generated_tokens += num_tokens
+            self._tenant.num_generated_tokens += num_tokens
         measured.num_cached_tokens += chunk.num_cached_tokens or 0
         if chunk.finish_reason is not None:
             measured.finished[chunk.finish_reason.value] += 1
@@ -72,6 +96,7 @@ class DoorMetrics:
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMeasured] = {}
+        self._tenants: dict[tuple[str, str], TenantMeasured] = {}
         self._answers: Counter[tuple[str, int]] = Counter()
 
     def answered(self, path: str, status: int) -> None:
@@ -79,13 +104,16 @@ class DoorMetrics:
         self._answers[path, status] += 1
 
     @contextmanager
-    def request(self, model: str, num_prompt_tokens: int) -> Iterator[RequestMeasure]:
+    def request(self, model: str, num_prompt_tokens: int, *, tenant: str = "") -> Iterator[RequestMeasure]:
         """Measure a request from here to the end of the block."""
         measured = self._models.setdefault(model, ModelMeasured())
         began_s = time.perf_counter()
-        request = RequestMeasure(measured, began_s)
+        of_tenant = self._tenants.setdefault((model, tenant), TenantMeasured())
+        request = RequestMeasure(measured, of_tenant, began_s)
         measured.num_open += 1
         measured.num_prompt_tokens += num_prompt_tokens
+        of_tenant.num_requests += 1
+        of_tenant.num_prompt_tokens += num_prompt_tokens
         try:
             yield request
             measured.request.observe(time.perf_counter() - began_s)
@@ -99,8 +127,13 @@ class DoorMetrics:
         each = list(backends)
         for backend in each:
             self._models.setdefault(backend.model_names[0], ModelMeasured())
+        is_ready = bool(each) and all(backend.is_ready for backend in each)
+        yield GaugeMetricFamily(
+            "quire_gateway_ready", "Whether a request for any served model would be computed now.", value=int(is_ready)
+        )
         yield from _of_backends(each)
         yield from _of_models(self._models)
+        yield from _of_tenants(self._tenants)
         answers = CounterMetricFamily(
             "quire_gateway_http_answers", "HTTP answers by route and status.", labels=("path", "status")
         )
@@ -166,3 +199,26 @@ def _of_models(models: dict[str, ModelMeasured]) -> Iterator[Metric]:
             values = getattr(measured, attribute)
             histogram.add_metric((model,), values.buckets(), values.total)
         yield histogram
+
+
+_OF_TENANTS = (
+    ("quire_gateway_tenant_requests", "Requests of a tenant, by prompts.", "num_requests"),
+    ("quire_gateway_tenant_prompt_tokens", "Tokens of a tenant's prompts.", "num_prompt_tokens"),
+    ("quire_gateway_tenant_generation_tokens", "Tokens generated for a tenant.", "num_generated_tokens"),
+)
+
+
+def _of_tenants(tenants: dict[tuple[str, str], TenantMeasured]) -> Iterator[Metric]:
+    """Tenants have names in the file of keys, so there are few; without keys there is one, named ""."""
+    labels = ("model_name", "tenant")
+    for name, text, attribute in _OF_TENANTS:
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for key, measured in tenants.items():
+            counter.add_metric(key, getattr(measured, attribute))
+        yield counter
+    first_token = SummaryMetricFamily(
+        "quire_gateway_tenant_time_to_first_token_seconds", "From a tenant's request to its first token.", labels=labels
+    )
+    for key, measured in tenants.items():
+        first_token.add_metric(key, measured.num_first_tokens, measured.first_token_s)
+    yield first_token

@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from quire.client.engine.caching import CacheParams
-from quire.client.engine.grammar import MAX_CHOICES, Grammar
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
 from quire.client.errors import InvalidRequest
 from quire.client.gateway.errors import HttpError, http_error_of, invalid
 from quire.client.gateway.fields import MAX_INT32, Fields, array_of, integer_of, text_of
-from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from quire.compute.v1.sampling_ranges import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+)
 
 Made = TypeVar("Made")
 

@@ -161,6 +161,10 @@ def test_a_port_that_is_taken_and_plain_text_for_others(
     assert f"{taken}: another process is listening there" in said.stderr
     said = subprocess.run([*command, "0.0.0.0:0"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert said.returncode == 1
+    assert "--allow-anonymous" in said.stderr
+    open_to_all = [*command, "0.0.0.0:0", "--allow-anonymous"]
+    said = subprocess.run(open_to_all, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert said.returncode == 1
     assert "--allow-plaintext" in said.stderr
 
 

@@ -14,6 +14,7 @@ PROTOS = ("quire.cache.v1", "quire.compute.v1", "quire.engine.v1")
 
 # What servers and clients share, of serving: how a service is found and dialed, flags, traces, metrics.
 SHARED = ("addresses", "dialing", "flags", "loop_collector", "runtime_folder", "tracing")
+# What the gateway, which is a server too, has of serving beside them.
 # What of quire each folder may import besides itself.
 MAY_IMPORT = {
     "protos": PROTOS,
@@ -53,7 +54,8 @@ PURE = {
             for name in ("beam", "caching", "drafting", "fairness", "flight", "grammar", "plans", "policy")
         ),
         *(f"engine.{name}" for name in ("prompt_logprobs", "queues", "room", "sampling", "scheduler", "sequence")),
-        *("engine.tier", "gateway.errors", "gateway.fields", "gateway.parameters"),
+        *("engine.tier", "gateway.choosing", "gateway.conversation", "gateway.errors", "gateway.fields"),
+        *("gateway.parameters", "gateway.tools"),
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.

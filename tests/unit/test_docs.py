@@ -152,7 +152,7 @@ def test_metrics_are_there() -> None:
         (page, name)
         for page in PAGES
         for code in inline_code(page)
-        for name in re.findall(r"\bquire_(?:kv|cache|leases|sequences|pool|worker|engine|tls)\w*", code)
+        for name in re.findall(r"\bquire_(?:kv|cache|leases|sequences|pool|worker|engine|gateway|build|tls)\w*", code)
     }
     assert len(named) > 50
     assert not {(page, name) for page, name in named if not {name, re.sub("_(total|info)$", "", name)} & made}

@@ -6,7 +6,7 @@ import pytest
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.cli.render import BlockKind
+from quire.client.block_kinds import BlockKind
 from quire.client.cli.top_model import Action, BlockBook, KeyDecoder, Look, Place, Rates, Tab, Trend, key_of
 
 FREE, CACHED, ACTIVE = pb.BLOCK_STATE_FREE, pb.BLOCK_STATE_CACHED, pb.BLOCK_STATE_ACTIVE

@@ -1,0 +1,75 @@
+"""Keys and limits of tenants, at a gateway whose cachemgr knows the tenants too."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from gateway.conftest import MODEL, Gateway
+
+from quire.client import CacheClient
+from quire.client.cli.launch import LocalServices
+
+PROMPT = "A model is a module that takes a tensor as input and returns a tensor as output."
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+LIMITS = """
+[tenants.bob]
+tokens_per_minute = 100
+"""
+
+
+@pytest.fixture(scope="module")
+def keyed(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("keys")
+    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
+    (folder / "keys").write_text("\n".join([*lines, f"watcher worker {hashlib.sha256(b'w').hexdigest()}"]) + "\n")
+    (folder / "limits").write_text(LIMITS)
+    flags = ("--api-keys", str(folder / "keys"), "--tenant-limits", str(folder / "limits"))
+    gateway = Gateway(services.cachemgr_address, *flags, log=folder / "log")
+    yield gateway
+    gateway.close()
+
+
+def ask(gateway: Gateway, key: str | None, **fields: object) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with gateway.client(headers=headers) as client:
+        return client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, **fields})
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("key-of-carol", 401), ("w", 403), ("key-of-alice", 200)])
+def test_a_key_decides_who_may_call(keyed: Gateway, key: str | None, status: int) -> None:
+    assert ask(keyed, key).status_code == status
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with keyed.client(headers=headers) as client:
+        assert client.get("/v1/models").status_code == status
+        assert client.get("/live/sequence", params={"id": "x"}).status_code == (400 if status == 200 else status)
+        assert client.get("/health").status_code == 200
+
+
+def test_tenants_share_no_cache_and_cachemgr_knows_whose_each_block_is(keyed: Gateway, services: LocalServices) -> None:
+    def cached(key: str) -> int:
+        return int(ask(keyed, key).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    cached(KEYS["alice"])
+    assert cached(KEYS["alice"]) > 0
+    assert cached(KEYS["bob"]) == 0
+
+    async def tenants() -> set[str]:
+        cache = CacheClient(services.cachemgr_address)
+        try:
+            return {tenant.name for tenant in await cache.list_tenants()}
+        finally:
+            await cache.close()
+
+    assert {"alice", "bob"} <= asyncio.run(tenants())
+
+
+def test_more_tokens_than_a_tenants_limit_are_refused_until_later(keyed: Gateway) -> None:
+    answers = [ask(keyed, KEYS["bob"], max_tokens=60, ignore_eos=True) for _ in range(3)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert {answer.status_code for answer in refused} == {429}
+    assert int(refused[0].headers["Retry-After"]) >= 1
+    assert ask(keyed, KEYS["alice"]).status_code == 200

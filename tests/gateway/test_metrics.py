@@ -1,0 +1,38 @@
+"""What the gateway counts, by model and tenant."""
+
+from __future__ import annotations
+
+from quire.client.engine.outputs import Chunk
+from quire.client.gateway.metrics import DoorMetrics
+
+
+def samples(metrics: DoorMetrics) -> dict[tuple[str, ...], float]:
+    """Values by name and labels' values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in metrics.families([])
+        for sample in family.samples
+        if sample.name.startswith("quire_gateway")
+    }
+
+
+def test_tenants_are_counted_apart() -> None:
+    metrics = DoorMetrics()
+    with metrics.request("m", 7, tenant="alice") as first, metrics.request("m", 5, tenant="bob"):
+        first.chunk(Chunk(0, "", (1,)), 1e9)
+        first.chunk(Chunk(0, "", (2, 3)), 1e9)
+        found = samples(metrics)
+    for tenant, values in {"alice": (1, 7, 3, 1), "bob": (1, 5, 0, 0)}.items():
+        named = (
+            "requests_total",
+            "prompt_tokens_total",
+            "generation_tokens_total",
+            "time_to_first_token_seconds_count",
+        )
+        assert tuple(found[f"quire_gateway_tenant_{name}", "m", tenant] for name in named) == values
+    assert found["quire_gateway_requests", "m"] == 2
+    assert found["quire_gateway_tenant_time_to_first_token_seconds_sum", "m", "alice"] > 0
+
+
+def test_a_gateway_without_a_model_is_not_ready() -> None:
+    assert samples(DoorMetrics())[("quire_gateway_ready",)] == 0

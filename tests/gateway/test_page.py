@@ -1,0 +1,124 @@
+"""The page at `/`: its files, its stream of the cache, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from deadlines import DEADLINE_S
+from deploy.tools import find
+from gateway.conftest import MODEL, Gateway
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.block_kinds import BlockKind
+from quire.client.gateway import page
+
+PROMPT = "A model is a module that takes a tensor"
+
+
+@contextmanager
+def live(gateway: Gateway) -> Iterator[Iterator[tuple[str, Any]]]:
+    with gateway.client() as client, client.stream("GET", "/live") as answer:
+        assert answer.status_code == 200
+        yield events(answer)
+
+
+def events(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
+    name = ""
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_the_files_are_served_and_may_load_nothing_from_elsewhere(http_client: httpx.Client) -> None:
+    for path, kind in {"/": "text/html", "/page/page.js": "javascript", "/page/page.css": "text/css"}.items():
+        answer = http_client.get(path)
+        assert answer.status_code == 200
+        assert kind in answer.headers["content-type"]
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert http_client.get("/page/../page.py").status_code == 404
+
+
+def test_the_stream_tells_of_pools_and_of_blocks_as_they_change(gateway: Gateway, http_client: httpx.Client) -> None:
+    with live(gateway) as stream:
+        seen: dict[str, Any] = {}
+        while set(seen) < {"pools", "blocks"}:
+            name, data = next(stream)
+            seen.setdefault(name, data)
+        [pool] = seen["pools"]
+        assert pool["attached"]
+        assert seen["blocks"]["cleared"]
+        assert seen["blocks"]["block_count"] == pool["block_count"]
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+        assert http_client.post("/v1/completions", json=body).status_code == 200
+        kinds = set()
+        while not {BlockKind.ACTIVE, BlockKind.CACHED} <= kinds:
+            name, data = next(stream)
+            if name == "blocks":
+                kinds |= {kind for _, kind, _ in data["changes"]}
+
+
+def test_a_sequence_that_is_not_there_is_not_found(http_client: httpx.Client) -> None:
+    assert http_client.get("/live/sequence", params={"lease": "01234567", "id": "1"}).status_code == 404
+    assert http_client.get("/live/sequence", params={"lease": "01234567", "id": "1e3"}).status_code == 400
+    assert http_client.get("/live/sequence").status_code == 400
+
+
+def test_of_another_tenants_blocks_only_that_they_are_taken_is_told() -> None:
+    theirs = pb.Block(block_id=7, state=pb.BLOCK_STATE_ACTIVE, reference_count=3, tenant="theirs")
+    free = pb.Block(block_id=8, state=pb.BLOCK_STATE_FREE)
+    answer = pb.WatchBlocksResponse(events=[pb.BlockEvent(block=block) for block in (theirs, free)])
+    assert page.describe_changes(answer, 9, "mine")["changes"] == [(7, page.UNSEEN, 0), (8, BlockKind.FREE, 0)]
+    assert page.describe_changes(answer, 9, "theirs")["changes"][0] == (7, BlockKind.SHARED, 3)
+    assert page.describe_changes(answer, 9, None)["changes"][0] == (7, BlockKind.SHARED, 3)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
+    gateway: Gateway, tmp_path: Path, colours: Any
+) -> None:
+    chromium = find("chromium", required_by="QUIRE_REQUIRE_FOREIGN", for_what="the page in a browser")
+    from playwright.sync_api import expect, sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=colours)
+        tab.set_default_timeout(1000 * DEADLINE_S)
+        expect.set_options(timeout=1000 * DEADLINE_S)
+        troubles: list[str] = []
+        tab.on("console", lambda message: troubles.append(message.text))
+        tab.on("pageerror", lambda error: troubles.append(str(error)))
+        tab.goto(gateway.url)
+        expect(tab.locator("#status")).to_have_text("live")
+        expect(tab.locator("#model option")).to_have_count(1)
+        tab.evaluate(
+            """() => {
+                window.lengths = [];
+                const answer = document.getElementById("answer");
+                const seen = () => window.lengths.push(answer.textContent.length);
+                new MutationObserver(seen).observe(answer, { subtree: true, childList: true, characterData: true });
+            }"""
+        )
+        draws = int(tab.locator("#map").get_attribute("data-draws") or "0")
+        tab.fill("#prompt", PROMPT)
+        tab.fill("#max_tokens", "120")
+        tab.fill("#n", "3")
+        tab.click("#send")
+        expect(tab.locator("#send")).to_be_disabled()
+        expect(tab.locator("#send")).to_be_enabled()
+        lengths = tab.evaluate("window.lengths")
+        assert len(set(lengths)) > 20, "the text did not come token by token"
+        assert "prompt tokens" in tab.inner_text("#usage")
+        assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
+        assert "cached" in tab.inner_text("#legend")
+        tab.screenshot(path=tmp_path / f"{colours}.png")
+        browser.close()
+    assert troubles == []
