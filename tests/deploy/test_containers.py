@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy.tools import DEPLOY, SERVICES
+from deploy.tools import DEPLOY
 
 MANIFESTS = {
     "cachemgr": DEPLOY / "kubernetes/components/cachemgr/container.yaml",
     "worker": DEPLOY / "kubernetes/components/workers/workers.yaml",
+    "gateway": DEPLOY / "kubernetes/components/gateway/gateway.yaml",
 }
+COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
 
 
 def stages(service: str) -> list[list[str]]:
@@ -41,22 +43,22 @@ def pod_of(service: str) -> dict[str, Any]:
     return pod
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", COMMANDS)
 def test_an_image_runs_its_service_as_the_manifests_expect(service: str) -> None:
     *_, last = stages(service)
     (entrypoint,), (user,), (exposed,) = (of_kind(last, kind) for kind in ("ENTRYPOINT", "USER", "EXPOSE"))
-    assert json.loads(entrypoint) == ["/opt/quire/bin/quire", service]
+    assert json.loads(entrypoint) == ["/opt/quire/bin/quire", COMMANDS[service]]
     (container,) = pod_of(service)["containers"]
     assert container["name"] == service
     assert "command" not in container
     assert sorted(map(int, exposed.split())) == sorted(port["containerPort"] for port in container["ports"])
     base = yaml.safe_load_all((DEPLOY / "kubernetes/base/cachemgr.yaml").read_text())
     contexts = [d["spec"]["template"]["spec"]["securityContext"] for d in base if d["kind"] == "Deployment"]
-    contexts += [pod_of("worker")["securityContext"]]
+    contexts += [pod_of(name)["securityContext"] for name in ("worker", "gateway")]
     assert {f"{context['runAsUser']}:{context['runAsGroup']}" for context in contexts} == {user}
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", COMMANDS)
 def test_an_image_has_its_extra_alone(service: str) -> None:
     first, last = stages(service)
     extras = [extra for line in of_kind(first, "RUN") for extra in re.findall(r"quire-kv\[(\w+)\]", line)]
@@ -66,21 +68,30 @@ def test_an_image_has_its_extra_alone(service: str) -> None:
     assert of_kind(last, "COPY") == ["--from=build /opt/quire /opt/quire"]
 
 
-def test_what_a_worker_writes_is_on_the_volume() -> None:
-    *_, last = stages("worker")
-    (container,) = pod_of("worker")["containers"]
+@pytest.mark.parametrize(
+    ("service", "names"),
+    [("worker", ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")), ("gateway", ("HOME", "HF_HOME"))],
+)
+def test_what_a_service_writes_is_on_the_volume(service: str, names: tuple[str, ...]) -> None:
+    *_, last = stages(service)
+    (container,) = pod_of(service)["containers"]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
     variables = dict(word.split("=", 1) for line in of_kind(last, "ENV") for word in line.split())
-    for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
+    for name in names:
         assert any(variables[name].startswith(mount) for mount in mounts)
 
 
-def test_the_model_to_try_it_with_is_in_the_image() -> None:
-    first, _ = stages("worker")
+@pytest.mark.parametrize(
+    ("service", "copied"),
+    [("worker", "cp -R /src/deploy/demo/model {}"), ("gateway", "cp /src/deploy/demo/model/*.json {}/")],
+)
+def test_the_model_to_try_it_with_is_in_the_image(service: str, copied: str) -> None:
+    """Of the gateway: its tokenizer, at the path that the worker names."""
+    first, _ = stages(service)
     overlay = yaml.safe_load((DEPLOY / "kubernetes/overlays/try/kustomization.yaml").read_text())
     (literal,) = overlay["configMapGenerator"][0]["literals"]
     path = literal.removeprefix("model=")
-    assert any(f"cp -R /src/deploy/demo/model {path}" in line for line in of_kind(first, "RUN"))
+    assert any(copied.format(path) in line for line in of_kind(first, "RUN"))
 
 
 def test_a_build_does_not_wait_for_what_it_does_not_need() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 import tomllib
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -23,6 +26,7 @@ import yaml
 from deadlines import DEADLINE_S
 from deploy.cert_manager import make_secrets
 from deploy.tools import DEPLOY, ROOT, find, parse_service
+from integration.protocol_client import await_that
 
 from quire.client.cli.launch import ServiceProcess
 
@@ -32,8 +36,15 @@ KUBERNETES = ("1.31", kubernetes_validate.latest_version())
 BUILD_TIMEOUT_S = 1200
 DRAIN_MARGIN_S = 10
 WORKLOADS = {"Deployment", "StatefulSet"}
-# Kubernetes has no schema of cert-manager's custom resources. How many there are in each overlay, what we use of them:
+# Kubernetes has no schema of cert-manager's custom resources. How many there are in each overlay, one more with a
+# gateway, and what we use of them:
 NUM_CUSTOM_RESOURCES = 7
+# Overlays that fetch nothing.
+OFFLINE = {"serve", "try"}
+GATEWAY = "quire://gateway"
+# The secret that its owner makes, with the file `keys`.
+KEYS_SECRET = "quire-gateway-keys"
+KEY = "a-key-of-the-test"
 NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
 ISSUER_REF = {
     "type": "object",
@@ -84,6 +95,9 @@ CUSTOM_SPECS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 DEMO_MODEL = DEPLOY / "demo" / "model"
+# The command, without `quire`, of a container by its name.
+COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
+MODULES = {"cachemgr": "quire.cachemgr", "worker": "quire.worker", "gateway": "quire.client.gateway"}
 
 Manifest = dict[str, Any]
 
@@ -116,6 +130,10 @@ class Rendered:
 
     def names(self, kind: str) -> set[str]:
         return {manifest["metadata"]["name"] for manifest in self.of_kind(kind)}
+
+    @property
+    def has_gateway(self) -> bool:
+        return any(container["name"] == "gateway" for _, container in self.containers())
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +183,7 @@ def flags_of(container: Manifest) -> list[str]:
 
 
 def values_of(container: Manifest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return parse_service(container["name"], flags_of(container), {}, monkeypatch)
+    return parse_service(COMMANDS[container["name"]], flags_of(container), {}, monkeypatch)
 
 
 class Cluster:
@@ -176,27 +194,46 @@ class Cluster:
         self._ports: dict[str, int] = {}
         self._secrets: dict[str, str] = {}
         self._started: list[ServiceProcess] = []
-        make_secrets(rendered.of_kind("Certificate"), folder)
+        make_secrets([_of_this_machine(each) for each in rendered.of_kind("Certificate")], folder)
         for manifest in rendered.of_kind("ConfigMap"):
             for name, text in manifest["data"].items():
                 (folder / name).write_text(text)
+        (folder / "keys").write_text(f"alice client {hashlib.sha256(KEY.encode()).hexdigest()}\n")
 
     def start(self, pod: Manifest, container: Manifest) -> ServiceProcess:
-        """Runs it. Its health is asked as the kubelet does."""
+        """Start a container's process. `wait_ready` asks for its health as the kubelet does."""
         (secret,) = [
             volume["secret"]["secretName"]
             for mount in container["volumeMounts"]
             for volume in pod["volumes"]
-            if volume["name"] == mount["name"] and "secret" in volume
+            if volume["name"] == mount["name"] and "secret" in volume and mount["mountPath"] == "/etc/quire/tls"
         ]
         flags = [self._here(flag, secret) for flag in flags_of(container)]
-        (health,) = [flag.partition("=")[2] for flag in flags if flag.startswith("--health-listen=")]
+        health = "".join(flag.partition("=")[2] for flag in flags if flag.startswith("--health-listen="))
         name = container["name"]
         log_path = self._folder / f"{name}.log"
-        process = ServiceProcess(name, target=f"quire.{name}", arguments=flags, address=health, log_path=log_path)
+        process = ServiceProcess(name, target=MODULES[name], arguments=flags, address=health, log_path=log_path)
         self._started.append(process)
         process.start()
         return process
+
+    def wait_ready(self, process: ServiceProcess, container: Manifest) -> None:
+        """Wait until its readiness probe succeeds."""
+        probe = container["readinessProbe"]
+        if "grpc" in probe:
+            process.wait_serving(DEADLINE_S)
+            return
+        (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == probe["httpGet"]["port"]]
+        url = f"{probe['httpGet']['scheme'].lower()}://localhost:{self._port(str(port))}{probe['httpGet']['path']}"
+        with httpx.Client(verify=False, trust_env=False, timeout=DEADLINE_S) as kubelet:
+            await_that("the gateway is ready", lambda: not process.is_running or _is_success(kubelet, url))
+        assert process.is_running, process.log_tail()
+
+    def http(self, port: int) -> httpx.Client:
+        """An HTTP client that trusts the authority of the certificates; it shows none."""
+        context = ssl.create_default_context(cafile=self._folder / "quire-client-tls" / "ca.crt")
+        base_url = f"https://localhost:{self._port(str(port))}"
+        return httpx.Client(base_url=base_url, verify=context, trust_env=False, timeout=DEADLINE_S)
 
     def dial(self, port: int, secret: str | None, name: str) -> grpc.Channel:
         """A client's channel to what the manifests call this port, of a server of this name."""
@@ -215,9 +252,10 @@ class Cluster:
     def _here(self, flag: str, secret: str) -> str:
         flag = flag.replace("/etc/quire/tls/", f"{self._folder}/{secret}/")
         flag = flag.replace("/etc/quire/callers/", f"{self._folder}/")
+        flag = flag.replace("/etc/quire/keys/", f"{self._folder}/")
         flag = flag.replace("/run/quire-cachemgr", f"{self._folder}/state")
         flag = flag.replace("--model=some/model", f"--model={DEMO_MODEL}").replace("=cuda", "=cpu")
-        flag = re.sub(r"=(0\.0\.0\.0|quire-cachemgr\.quire\.svc):", "=localhost:", flag)
+        flag = re.sub(r"=(0\.0\.0\.0|[\w.-]+\.quire\.svc):", "=localhost:", flag)
         return re.sub(r":(\d+)$", lambda match: f":{self._port(match[1])}", flag)
 
     def _port(self, port: str) -> int:
@@ -226,6 +264,21 @@ class Cluster:
                 probe.bind(("127.0.0.1", 0))
                 self._ports[port] = int(probe.getsockname()[1])
         return self._ports[port]
+
+
+def _of_this_machine(certificate: Manifest) -> Manifest:
+    """The certificate, also for the name by which processes find one another here."""
+    spec = certificate["spec"]
+    if "dnsNames" not in spec:
+        return certificate
+    return {**certificate, "spec": {**spec, "dnsNames": [*spec["dnsNames"], "localhost"]}}
+
+
+def _is_success(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).is_success
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture
@@ -246,10 +299,10 @@ def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
 
 
 def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
-    """Both services with these very flags and certificates: the worker attaches, and roles are what they should be."""
+    """All services with these very flags and certificates: the worker attaches, and roles are what they should be."""
     processes = [cluster.start(pod, container) for pod, container in rendered.containers()]
-    for process in processes:
-        process.wait_serving(DEADLINE_S)
+    for process, (_, container) in zip(processes, rendered.containers(), strict=True):
+        cluster.wait_ready(process, container)
     list_pools, get_model = "/quire.cache.v1.CacheService/ListPools", "/quire.compute.v1.WorkerService/GetModel"
     worker_name = "quire-worker-0.quire-worker.quire.svc"
     with cluster.dial(7070, "quire-operator-tls", "quire-cachemgr") as channel:
@@ -263,12 +316,27 @@ def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
     with cluster.dial(7070, None, "quire-cachemgr") as channel:
         assert call(channel, list_pools) is grpc.StatusCode.UNAVAILABLE
+    if rendered.has_gateway:
+        check_gateway(cluster)
     for process in processes:
         assert process.terminate() == 0
 
 
-def test_there_are_three_overlays() -> None:
-    assert OVERLAYS == ["many-workers", "one-gpu", "try"]
+def check_gateway(cluster: Cluster) -> None:
+    """Get a completion over HTTPS, and the metrics."""
+    with cluster.http(8000) as client:
+        assert client.get("/v1/models").status_code == 401
+        client.headers["authorization"] = f"Bearer {KEY}"
+        (model,) = client.get("/v1/models").raise_for_status().json()["data"]
+        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4}
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4
+    with cluster.http(9403) as client:
+        assert f'vllm:generation_tokens_total{{model_name="{model["id"]}"}} 4.0' in client.get("/metrics").text
+
+
+def test_these_are_the_overlays() -> None:
+    assert OVERLAYS == ["many-workers", "one-gpu", "serve", "try"]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -287,7 +355,7 @@ def test_the_validator_finds_faults(kustomize: Path) -> None:
 
 def test_custom_resources_are_as_we_know_them(rendered: Rendered) -> None:
     custom = [manifest for manifest in rendered.manifests if is_custom(manifest)]
-    assert len(custom) == NUM_CUSTOM_RESOURCES
+    assert len(custom) == NUM_CUSTOM_RESOURCES + rendered.has_gateway
     for manifest in custom:
         assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
         jsonschema.validate(manifest["spec"], CUSTOM_SPECS[manifest["apiVersion"], manifest["kind"]])
@@ -305,33 +373,47 @@ def test_everything_is_in_one_namespace(rendered: Rendered) -> None:
 def test_our_parsers_take_every_flag(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in rendered.containers():
         values = values_of(container, monkeypatch)
-        assert None not in (values["tls_cert"], values["tls_client_ca"], values["token_file"])
+        assert values["tls_cert"] is not None
         assert not values["allow_plaintext"]
+        assert values["api_keys" if container["name"] == "gateway" else "token_file"] is not None
+        # HTTP's callers have keys, and the kubelet has neither a key nor a certificate.
+        assert (values["tls_client_ca"] is None) == (container["name"] == "gateway")
 
 
 def test_ports_are_those_served(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in rendered.containers():
         values = values_of(container, monkeypatch)
         (listen,) = values["listen"]
-        served = (listen.port, values["health_listen"].port, values["metrics_listen"].port)
-        ports = {port["name"].partition("-")[2]: port["containerPort"] for port in container["ports"]}
-        assert ports == dict(zip(("grpc", "health", "metrics"), served, strict=True))
+        served = {"metrics": values["metrics_listen"].port}
+        if container["name"] == "gateway":
+            (grpc_listen,) = values["grpc_listen"]
+            served |= {"http": listen.port, "grpc": grpc_listen.port}
+        else:
+            served |= {"grpc": listen.port, "health": values["health_listen"].port}
+        assert {port["name"].partition("-")[2]: port["containerPort"] for port in container["ports"]} == served
     for workload in rendered.workloads():
         containers = workload["spec"]["template"]["spec"]["containers"]
         ports = Counter(port[key] for c in containers for port in c["ports"] for key in ("name", "containerPort"))
         assert set(ports.values()) == {1}
 
 
-def test_probes_are_grpc_and_liveness_is_about_nobody_else(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+START_BUDGETS_S = {"cachemgr": 60, "worker": 300, "gateway": 60}
+
+
+def test_liveness_is_about_nobody_else(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in rendered.containers():
-        health_port = values_of(container, monkeypatch)["health_listen"].port
         startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
-        # test_probes.py: "liveness" is SERVING without any peer, the whole server only once a worker is attached.
-        assert startup["grpc"] == live["grpc"] == {"port": health_port, "service": "liveness"}
-        assert ready["grpc"] == {"port": health_port}
-        assert (
-            startup["failureThreshold"] * startup["periodSeconds"] >= {"cachemgr": 60, "worker": 300}[container["name"]]
-        )
+        if container["name"] == "gateway":
+            # test_probes.py: /health is 200 without any peer, /ready only while the services serve.
+            asked = {"scheme": "HTTPS", "port": "gateway-http"}
+            assert startup["httpGet"] == live["httpGet"] == asked | {"path": "/health"}
+            assert ready["httpGet"] == asked | {"path": "/ready"}
+        else:
+            health_port = values_of(container, monkeypatch)["health_listen"].port
+            # test_probes.py: "liveness" is SERVING without any peer, the whole server only once a worker is attached.
+            assert startup["grpc"] == live["grpc"] == {"port": health_port, "service": "liveness"}
+            assert ready["grpc"] == {"port": health_port}
+        assert startup["failureThreshold"] * startup["periodSeconds"] >= START_BUDGETS_S[container["name"]]
         assert live["failureThreshold"] * live["periodSeconds"] >= 30
 
 
@@ -344,7 +426,10 @@ def test_the_name_that_liveness_asks_for_is_ours() -> None:
 def test_an_update_never_has_two_of_them(rendered: Rendered) -> None:
     for workload in rendered.workloads():
         spec = workload["spec"]
-        if workload["kind"] == "Deployment":
+        if container_named(workload, "gateway"):
+            assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+            assert spec["replicas"] == 2
+        elif workload["kind"] == "Deployment":
             assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
         else:  # which takes a pod away before it makes the next
             assert spec["updateStrategy"]["type"] == "RollingUpdate"
@@ -360,7 +445,8 @@ def container_named(workload: Manifest, name: str) -> Manifest | None:
 def test_a_pod_is_given_time_to_drain(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod, container in rendered.containers():
         drain_s = values_of(container, monkeypatch)["drain_timeout"]
-        assert pod["terminationGracePeriodSeconds"] >= drain_s + DRAIN_MARGIN_S
+        before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"] if "lifecycle" in container else 0
+        assert pod["terminationGracePeriodSeconds"] >= before_s + drain_s + DRAIN_MARGIN_S
 
 
 def test_containers_are_confined(rendered: Rendered) -> None:
@@ -382,7 +468,7 @@ def test_containers_are_confined(rendered: Rendered) -> None:
 
 def test_a_gpu_is_asked_for_where_one_is_used(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod, container in rendered.containers():
-        is_on_gpu = container["name"] == "worker" and rendered.overlay != "try"
+        is_on_gpu = container["name"] == "worker" and rendered.overlay not in OFFLINE
         assert container["resources"]["limits"].get("nvidia.com/gpu") == ("1" if is_on_gpu else None)
         if container["name"] == "worker":
             assert values_of(container, monkeypatch)["device"] == ("cuda" if is_on_gpu else "cpu")
@@ -406,6 +492,8 @@ def test_files_in_flags_are_mounted(rendered: Rendered, monkeypatch: pytest.Monk
                 volume = volumes.get(mount["name"])
                 if volume is None:
                     assert mount["name"] in claims
+                elif "secret" in volume and volume["secret"]["secretName"] == KEYS_SECRET:
+                    files.add(f"{mount['mountPath']}/keys")
                 elif "secret" in volume:
                     assert volume["secret"]["secretName"] in secrets
                     assert volume["secret"]["defaultMode"] == 0o440
@@ -421,7 +509,7 @@ def test_files_in_flags_are_mounted(rendered: Rendered, monkeypatch: pytest.Monk
 
 
 def is_file(name: str, value: object) -> bool:
-    return value is not None and name.endswith(("_cert", "_key", "_ca", "_file"))
+    return value is not None and name.endswith(("_cert", "_key", "_ca", "_file", "_keys"))
 
 
 def test_images_are_of_this_version_and_have_container_files(rendered: Rendered) -> None:
@@ -445,6 +533,18 @@ def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
     assert len(budgets) == len(rendered.workloads())
     accounts = {pod["serviceAccountName"] for pod, _ in rendered.containers()}
     assert accounts == rendered.names("ServiceAccount")
+
+
+def test_a_gateway_dials_a_cachemgr_that_is_there(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    certified = {each["metadata"]["name"]: each["spec"] for each in rendered.of_kind("Certificate")}
+    for workload in rendered.workloads():
+        if gateway := container_named(workload, "gateway"):
+            values = values_of(gateway, monkeypatch)
+            assert values["cachemgr"] == "quire-cachemgr.quire.svc:7070"
+            assert "quire-cachemgr.quire.svc" in certified["quire-cachemgr"]["dnsNames"]
+            assert "quire-gateway.quire.svc" in certified["quire-gateway"]["dnsNames"]
+            assert {"server auth", "client auth"} <= set(certified["quire-gateway"]["usages"])
+            assert workload["spec"]["template"]["metadata"]["labels"]["quire.dev/client"] == "true"
 
 
 def test_a_worker_dials_a_cachemgr_that_is_there(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,10 +582,13 @@ def test_callers_are_those_certificates_name(rendered: Rendered, tmp_path: Path)
         for certificate in rendered.of_kind("Certificate")
         if "uris" in certificate["spec"]
     }
-    assert set(roles) == set(named)
+    # The line for a gateway is there without one too: then no certificate has its name.
+    assert set(roles) == set(named) | {GATEWAY}
+    assert (GATEWAY in named) == rendered.has_gateway
     assert all("client auth" in usages for usages in named.values())
     assert roles["quire://worker"] == frozenset({Role.WORKER})
     assert roles["quire://client"] == ROLES_WITHOUT_FILE
+    assert roles[GATEWAY] == {Role.CLIENT, Role.GATEWAY}
     issuers = rendered.names("Issuer")
     assert all(c["spec"]["issuerRef"]["name"] in issuers for c in rendered.of_kind("Certificate"))
 
@@ -502,10 +605,46 @@ def test_policies_admit_what_is_used_and_no_more(rendered: Rendered) -> None:
             for port in rule["ports"]:
                 assert port["port"] in named
                 admitted[port["port"]] += 1
-    assert admitted == Counter(f"{kind}-{what}" for kind in ("cache", "worker") for what in ("grpc", "metrics"))
-    ports_out = {str(port["port"]) for rule in policies["quire-worker"]["egress"] for port in rule["ports"]}
-    assert ports_out == {"cache-grpc", "53"} | (set() if rendered.overlay == "try" else {"443"})
+    expected = {f"{kind}-{what}" for kind in ("cache", "worker") for what in ("grpc", "metrics")}
+    if rendered.has_gateway:
+        expected |= {"gateway-http", "gateway-grpc", "gateway-metrics"}
+    assert admitted == Counter(expected)
+    fetched = set() if rendered.overlay in OFFLINE else {"443"}
+    assert ports_out(policies["quire-worker"]) == {"cache-grpc", "53"} | fetched
     assert "egress" not in policies["quire-cachemgr"]
+    if rendered.has_gateway:
+        assert ports_out(policies["quire-gateway"]) == {"cache-grpc", "worker-grpc", "53"} | fetched
+
+
+def ports_out(policy: Manifest) -> set[str]:
+    return {str(port["port"]) for rule in policy["egress"] for port in rule["ports"]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_gateway_is_added_to_any_overlay(kustomize: Path, tmp_path: Path, overlay: str) -> None:
+    """As docs/deployment.md says, also with an autoscaler. Its policy then leads to the pods of this overlay."""
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    components = ["../../components/gateway"] if overlay != "serve" else []
+    components.append("../../components/autoscaled-gateway")
+    (folder / "overlays/mine").mkdir()
+    mine = {"resources": [f"../{overlay}"], "components": components, "namespace": "quire"}
+    (folder / "overlays/mine/kustomization.yaml").write_text(yaml.safe_dump(mine))
+    rendered = render(kustomize, folder, "mine")
+    for manifest in rendered.manifests:
+        if not is_custom(manifest):
+            for version in KUBERNETES:
+                kubernetes_validate.validate(manifest, version, strict=True)
+    (autoscaler,) = rendered.of_kind("HorizontalPodAutoscaler")
+    (gateway,) = [each for each in rendered.workloads() if container_named(each, "gateway")]
+    target = autoscaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (gateway["kind"], gateway["metadata"]["name"])
+    assert "replicas" not in gateway["spec"]
+    (policy,) = [each for each in rendered.of_kind("NetworkPolicy") if each["metadata"]["name"] == "quire-gateway"]
+    (names,) = policy["spec"]["egress"][0]["to"][0]["podSelector"]["matchExpressions"]
+    pods = [pod for name in names["values"] for pod in rendered.pods_of({names["key"]: name})]
+    named = {port["name"] for pod in pods for container in pod["spec"]["containers"] for port in container["ports"]}
+    assert {"cache-grpc", "worker-grpc"} <= named
 
 
 def test_a_renamed_flag_is_noticed(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

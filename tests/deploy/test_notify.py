@@ -181,6 +181,33 @@ def test_a_worker_is_ready_only_once_it_is_attached(systemd: Systemd, start: Sta
     assert health_of(worker) == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_a_gateway_is_ready_only_once_a_worker_serves(
+    systemd: Systemd, start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cachemgr_address = f"unix:{folder}/1.sock"
+    gateway = start("quire.client.gateway", "--cachemgr", cachemgr_address)
+    assert not [message for message in systemd.read_until(lambda: is_listening(gateway)) if "READY" in message]
+    for _ in range(3):
+        assert systemd.next() == {
+            "WATCHDOG": "1",
+            "EXTEND_TIMEOUT_USEC": str(WATCHDOG_US),
+            "STATUS": "starting",
+        }
+
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    start("quire.cachemgr")
+    start("quire.worker", "--model", DEMO_MODEL, "--num-blocks", "16", "--cachemgr", cachemgr_address)
+    ready, before = systemd.await_message("READY")
+    assert ready == {"READY": "1", "STATUS": f"serving at {gateway.address}"}
+    assert all(message["WATCHDOG"] == "1" for message in before)
+    for _ in range(3):
+        assert systemd.next() == {"WATCHDOG": "1"}
+    send_signal(gateway, signal.SIGTERM)
+    assert systemd.await_message("STOPPING")[0]["STATUS"] == "draining, for at most 30 s"
+    assert gateway.wait_exited(DEADLINE_S)
+    assert gateway.returncode == 0
+
+
 def test_ready_comes_with_health_and_not_with_the_port(systemd: Systemd, start: Start, folder: Path) -> None:
     fifo = folder / "fifo"
     os.mkfifo(fifo)

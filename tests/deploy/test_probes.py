@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from certificates import Authority
 from deadlines import DEADLINE_S
@@ -103,6 +105,26 @@ def test_a_worker_without_a_cachemgr_is_alive_and_not_ready(start: Start, folder
     assert (probe(port, LIVENESS), probe(port, READINESS)) == (SERVING, SERVING)
     cachemgr.kill()
     assert (probe(port, LIVENESS), probe(port, READINESS)) == (SERVING, SERVING)
+
+
+def test_a_gateway_without_services_is_alive_and_not_ready(start: Start, folder: Path) -> None:
+    gateway = start("quire.client.gateway", "--cachemgr", f"unix:{folder}/1.sock")
+    await_that(lambda: " listening addresses=" in log_of(gateway))
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=f"{folder}/0.sock"), base_url="http://gateway", timeout=DEADLINE_S
+    ) as kubelet:
+
+        def probes() -> tuple[int, int, str]:
+            samples = re.findall(r"^quire_gateway_ready (\S+)$", kubelet.get("/metrics").text, re.MULTILINE)
+            return kubelet.get("/health").status_code, kubelet.get("/ready").status_code, *samples
+
+        assert probes() == (200, 503, "0.0")
+        start("quire.cachemgr")
+        flags = ("--num-blocks", "16", "--cachemgr", f"unix:{folder}/1.sock")
+        worker = start("quire.worker", "--model", DEMO_MODEL, *flags)
+        await_that(lambda: probes() == (200, 200, "1.0"))
+        worker.kill()
+        await_that(lambda: probes() == (200, 503, "0.0"))
 
 
 def test_probes_need_no_certificate_where_everything_else_does(start: Start, folder: Path, port: int) -> None:

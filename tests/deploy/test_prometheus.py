@@ -6,11 +6,13 @@ import asyncio
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from deadlines import DEADLINE_S
@@ -30,6 +32,7 @@ from deploy.prometheus_server import (
 )
 from deploy.tools import DEPLOY, ROOT
 from integration.protocol_client import await_that
+from prometheus_client.metrics_core import Metric
 
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.metrics import metric_families as cachemgr_families
@@ -38,10 +41,14 @@ from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.cli.launch import LocalServices, ServiceProcess
 from quire.client.engine.metrics import EngineLook, Measured
 from quire.client.engine.metrics import families as engine_families
+from quire.client.engine.outputs import Chunk
 from quire.client.engine.plans import SchedulerLimits
 from quire.client.engine.scheduler import Scheduler
+from quire.client.engine.sequence import FinishReason
+from quire.client.gateway.backend import BackendStatistics
+from quire.client.gateway.metrics import DoorMetrics
 from quire.serving.interceptor import CallStatistics
-from quire.serving.metrics import ProcessCollector, certificate_family
+from quire.serving.metrics import ProcessCollector, build_family, certificate_family
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 OBSERVABILITY = ROOT / "docs" / "observability.md"
@@ -80,13 +87,40 @@ def engine_names() -> Names:
     return {sample.name: set(sample.labels) for family in engine_families(look) for sample in family.samples}
 
 
+class OneModel:
+    """A backend as the gateway's metrics see it."""
+
+    model_names = ("m",)
+    is_ready = True
+
+    def statistics(self) -> BackendStatistics:
+        return BackendStatistics(num_running=0, num_waiting=0, preemptions=0, prompt_tokens=0, cached_tokens=0)
+
+
+def gateway_families() -> list[Metric]:
+    """Of a gateway that has answered one request."""
+    measures = DoorMetrics()
+    measures.answered("/v1/completions", 200)
+    with measures.request("m", 3, tenant="t") as request:
+        request.chunk(Chunk(0, "a", (1,), finish_reason=FinishReason.LENGTH), 0.0)
+    return [*measures.families([OneModel()]), build_family()]  # type: ignore[list-item]
+
+
+def gateway_names() -> Names:
+    return {sample.name: set(sample.labels) for family in gateway_families() for sample in family.samples}
+
+
 def cachemgr_names() -> set[str]:
     """On the page of a cachemgr that has no pool."""
     catalog = Catalog(term=1)
 
     async def read() -> set[str]:
         servicer = CacheServicer(catalog).statistics()
-        families = (*cachemgr_families(catalog, servicer, CallStatistics(0, {})), certificate_family(None))
+        families = (
+            *cachemgr_families(catalog, servicer, CallStatistics(0, {})),
+            certificate_family(None),
+            build_family(),
+        )
         return {sample_name(family) for family in families}
 
     return asyncio.run(read())
@@ -112,9 +146,10 @@ def process_names() -> set[str]:
 def known() -> Names:
     """Every name that a rule may use, with its labels; those that Prometheus adds are on all."""
     services = documented()
-    names: Names = {**services, **engine_names()}
+    names: Names = {**services, **engine_names(), **gateway_names()}
     names |= {name: set() for name in process_names() | MADE_BY_PROMETHEUS}
-    names |= {name: {"pool", "model", "model_name", "finished_reason", "le"} for name in recorded()}
+    for name in recorded():
+        names[name] = names.get(name, set()) | {"pool", "model", "model_name", "finished_reason", "le"}
     return {name: labels | {"job", "instance"} for name, labels in names.items()}
 
 
@@ -145,7 +180,7 @@ def test_every_label_that_is_chosen_by_is_there(where: str) -> None:
 
 def test_every_metric_is_shown_somewhere_but_for_few() -> None:
     shown = set().union(*(metrics_in(expr) for expr in USED.values()))
-    ours = {name for name in documented() | engine_names() if not name.endswith("_created")}
+    ours = {name for name in documented() | engine_names() | gateway_names() if not name.endswith("_created")}
     assert ours - shown == UNSHOWN
 
 
@@ -196,6 +231,19 @@ def test_an_alert_has_a_test_that_it_fires_and_one_that_it_does_not(name: str) -
     ours = [each for test in tests for each in test.get("alert_rule_test", []) if each["alertname"] == name]
     assert [each for each in ours if each.get("exp_alerts")]
     assert [each for each in ours if not each.get("exp_alerts")]
+
+
+# The gateway.
+
+
+def test_the_gateway_has_what_is_documented_of_it() -> None:
+    section = OBSERVABILITY.read_text().split("\n## The gateway\n")[1].split("\n## ")[0]
+    cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    named = re.findall(r"`([\w:]+)(?:\{([\w,]*)\})?`", cells)
+    assert Counter(name for name, _ in named) == Counter(sample_name(family) for family in gateway_families())
+    there = gateway_names()
+    for name, labels in named:
+        assert set(labels.split(",")) - {""} <= there.get(name, there.get(f"{name}_sum", set())), name
 
 
 # Names that vLLM gives.
@@ -252,7 +300,7 @@ def test_a_dashboard_uses_the_variables_it_has(name: str) -> None:
 
 
 def test_dashboards_have_names_of_their_own() -> None:
-    assert len(BOARDS) == len({board["uid"] for board in BOARDS.values()}) == len(list(DASHBOARDS.glob("*"))) == 2
+    assert len(BOARDS) == len({board["uid"] for board in BOARDS.values()}) == len(list(DASHBOARDS.glob("*"))) == 3
 
 
 # promtool.
@@ -288,7 +336,7 @@ def test_promtool_accepts_what_the_dashboards_ask(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Scraped:
-    """A Prometheus that has scraped both services and an engine while requests ran."""
+    """A Prometheus that has scraped both services, a gateway and an engine while requests ran."""
 
     server: Server
     services: LocalServices
@@ -310,6 +358,8 @@ def scraped() -> Iterator[Scraped]:
             num_blocks=64,
             extra_cachemgr_args=METRICS_FLAGS,
             extra_worker_args=METRICS_FLAGS,
+            http_listen=(),
+            extra_gateway_args=METRICS_FLAGS,
         ) as services,
         asyncio.Runner() as runner,
     ):
@@ -319,18 +369,28 @@ def scraped() -> Iterator[Scraped]:
 def scrape_while_generating(runner: asyncio.Runner, services: LocalServices, folder: Path) -> Iterator[Scraped]:
     engine = Engine.connect(services.cachemgr_address, config=EngineConfig(metrics_listen="127.0.0.1:0"))
     runner.run(engine.__aenter__())
+    gateway = services.gateway
     try:
         assert engine.metrics_address is not None
+        assert gateway is not None
         targets = {
             "quire-cachemgr": metrics_address(services.cachemgr),
             "quire-worker": metrics_address(services.worker),
             "quire-engine": engine.metrics_address,
+            "quire-gateway": metrics_address(gateway),
         }
         with running(folder, targets) as server:
+            generate_over_http(gateway)
             runner.run(generate_until(engine, lambda: is_recorded(server)))
             yield Scraped(server, services)
     finally:
         runner.run(engine.close())
+
+
+def generate_over_http(gateway: ServiceProcess) -> None:
+    transport = httpx.HTTPTransport(uds=gateway.address.removeprefix("unix:"))
+    with httpx.Client(transport=transport, base_url="http://gateway", timeout=DEADLINE_S) as client:
+        client.post("/v1/completions", json={"prompt": "The default value is", "max_tokens": 4}).raise_for_status()
 
 
 def is_recorded(server: Server) -> bool:
@@ -351,10 +411,10 @@ def test_everything_is_scraped(scraped: Scraped) -> None:
     def jobs_that_are_up() -> set[str]:
         return {series["metric"]["job"] for series in scraped.server.query("up == 1")}
 
-    jobs = {"quire-cachemgr", "quire-worker", "quire-engine"}
+    jobs = {"quire-cachemgr", "quire-worker", "quire-engine", "quire-gateway"}
     await_that("all are scraped", lambda: jobs_that_are_up() == jobs)
-    names = {name for name in scraped.server.ask("label/__name__/values") if name.startswith("quire_")}
-    assert {name for name in engine_names() if not name.endswith("_created")} <= names
+    names = set(scraped.server.ask("label/__name__/values"))
+    assert {name for name in engine_names() | gateway_names() if not name.endswith("_created")} <= names
 
 
 @pytest.mark.parametrize("name", recorded())

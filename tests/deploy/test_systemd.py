@@ -13,7 +13,9 @@ from deploy.tools import DEPLOY, find, parse_service
 
 UNITS = DEPLOY / "systemd"
 CACHEMGR, WORKER = UNITS / "quire-cachemgr.service", UNITS / "quire-worker@.service"
-SERVICES = {"cachemgr": CACHEMGR, "worker": WORKER}
+GATEWAY = UNITS / "quire-gateway.service"
+SERVICES = {"cachemgr": CACHEMGR, "worker": WORKER, "gateway": GATEWAY}
+COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
 # Tenths of systemd's exposure level.
 MOST_EXPOSED = 15
 DRAIN_MARGIN_S = 5
@@ -46,7 +48,7 @@ def read_environment(path: Path, *, commented: bool) -> dict[str, str]:
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    words = [word for value in settings["Environment"] for word in value.replace("%i", INSTANCE).split()]
+    words = [word for value in settings["Environment"] for word in shlex.split(value.replace("%i", INSTANCE))]
     return dict(word.split("=", 1) for word in words)
 
 
@@ -69,7 +71,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("unit", [CACHEMGR.name, WORKER.name.replace("@", f"@{INSTANCE}")])
+@pytest.mark.parametrize("unit", [CACHEMGR.name, GATEWAY.name, WORKER.name.replace("@", f"@{INSTANCE}")])
 def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
     """Nothing at all of what it would log of the file: settings it does not know, values it ignores."""
     program = installed / "opt/quire/bin/quire"
@@ -108,6 +110,14 @@ def test_a_worker_is_confined_like_cachemgr_but_for_what_is_said() -> None:
     assert worker["DeviceAllow"] == ["char-nvidia* rw"]
 
 
+def test_a_gateway_is_confined_like_cachemgr() -> None:
+    cachemgr, gateway = read_unit(CACHEMGR), read_unit(GATEWAY)
+    alike = ("Private", "Protect", "Restrict", "Lock", "Memory", "System")
+    same = [name for name in cachemgr if name.startswith(alike)]
+    same += ["NoNewPrivileges", "CapabilityBoundingSet", "AmbientCapabilities", "DevicePolicy", "IPAddressDeny"]
+    assert {name: gateway[name] for name in same} == {name: cachemgr[name] for name in same}
+
+
 def test_users_and_folders_are_what_the_units_need(tmp_path: Path) -> None:
     tools = tool("systemd-sysusers"), tool("systemd-tmpfiles")
     (tmp_path / "etc").mkdir()
@@ -140,9 +150,9 @@ def test_users_and_folders_are_what_the_units_need(tmp_path: Path) -> None:
 def test_our_parser_takes_what_a_unit_says(service: str, commented: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_unit(SERVICES[service])
     program, name, *flags = command_of(settings)
-    assert (program, name) == ("/opt/quire/bin/quire", service)
+    assert (program, name) == ("/opt/quire/bin/quire", COMMANDS[service])
     environment = environment_of(settings) | read_environment(UNITS / f"{service}.env", commented=commented)
-    values = parse_service(service, flags, environment, monkeypatch)
+    values = parse_service(name, flags, environment, monkeypatch)
     (runtime,) = settings["ReadWritePaths"]
     assert str(values["listen"][0]).startswith(f"unix:{runtime}/")
     assert values["metrics_listen"] is not None
@@ -169,8 +179,9 @@ def test_readiness_and_watchdog_are_asked_for(path: Path) -> None:
     assert settings["Restart"] == ["on-failure"]
 
 
-def test_a_worker_does_not_need_the_cachemgr_of_its_machine() -> None:
-    settings = read_unit(WORKER)
+@pytest.mark.parametrize("path", [WORKER, GATEWAY], ids=["worker", "gateway"])
+def test_none_needs_the_cachemgr_of_its_machine(path: Path) -> None:
+    settings = read_unit(path)
     tying = {"Requires", "BindsTo", "PartOf", "Requisite", "Upholds"}
     assert not tying & set(settings)
     assert settings["Wants"] == [CACHEMGR.name]
