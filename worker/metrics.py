@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from quire.worker.attachment import Attachment
 from quire.worker.steps import Steps
 
 
-def metric_families(steps: Steps, attachment: Attachment) -> Iterator[Metric]:
+def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: str) -> Iterator[Metric]:
     """All metrics of a worker. Counters are since the process started."""
+    # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
+    yield InfoMetricFamily("quire_worker", "What the worker serves.", value={"pool": pool, "model": model})
     counters = steps.counters
     outcomes = CounterMetricFamily("quire_worker_steps", "Steps that ended, by outcome.", labels=["outcome"])
     outcomes.add_metric(["computed"], counters.computed)

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -104,9 +105,8 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             worker_address=lambda: str(config.advertise or server.addresses[0]),
         )
         if config.server.metrics_listen is not None:
-            stack.enter_context(
-                MetricsPage(config.server.metrics_listen, lambda: metric_families(steps, attachment), security=security)
-            )
+            read = partial(metric_families, steps, attachment, pool=config.pool, model=config.model_name)
+            stack.enter_context(MetricsPage(config.server.metrics_listen, read, security=security))
         servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
