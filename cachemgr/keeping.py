@@ -116,7 +116,7 @@ class Keeping:
 def check_admission(
     pool: AttachedPool, tenant: str, admission: Admission, reserve: int
 ) -> cache_service_pb2.AdmissionCheck:
-    """What one pool would do with an admission of a tenant."""
+    """Return the answer of one pool to an admission of a tenant."""
     check = pool.ledger.check_admission(tenant, admission, reserve=reserve)
     refusal = check.refusal if pool.is_attached else pool_detached(pool).refusal
     message = cache_service_pb2.AdmissionCheck(

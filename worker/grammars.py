@@ -152,7 +152,7 @@ class Following:
 
 
 class Work(Future[None]):
-    """What a thread does, and when it began with it."""
+    """The work of a thread, and the time at which it began."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         super().__init__()

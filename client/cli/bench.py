@@ -16,6 +16,7 @@ NAMES = (
     "serving",
     "prefix",
     "routing",
+    "door",
     "kernel",
     "step",
     "launches",

@@ -101,7 +101,8 @@ async def _generate(
     await _check_services(target)
     # A live display of several samples prints lines above itself.
     in_place = sys.stderr.isatty() and params.n == 1
-    async with _engine(target, tracing) as engine, outages_shown(engine, in_place=in_place):
+    names_tenant = bool(params.tenant)
+    async with _engine(target, tracing, tenants=names_tenant) as engine, outages_shown(engine, in_place=in_place):
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise UnreachableError(
@@ -135,8 +136,8 @@ async def _check_services(target: Target) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _engine(target: Target, tracing: Tracing | None) -> AsyncIterator[Engine]:
-    config = EngineConfig(pool=target.pool)
+async def _engine(target: Target, tracing: Tracing | None, *, tenants: bool) -> AsyncIterator[Engine]:
+    config = EngineConfig(pool=target.pool, tenants=tenants)
     engine = Engine.connect(
         target.cachemgr,
         worker=target.worker,

@@ -262,7 +262,7 @@ class GatewayProcess(ServiceProcess):
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__(name, **options)
         self.urls: tuple[str, ...] = ()
-        """Where it serves HTTP over TCP, once it serves."""
+        """The URLs at which it serves HTTP over TCP, once it serves."""
 
     def _watch_health(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -150,7 +150,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
         option("--prompt-logprobs", type=int, metavar="COUNT", help="The same for the tokens of the prompt."),
     ),
     "Tenant, priority and cache": (
-        option("--tenant", default="", metavar="NAME", help="The tenant whose request it is."),
+        option("--tenant", default="", metavar="NAME", help="Whose request it is; another's needs the role gateway."),
         option(
             "--priority",
             default=0,

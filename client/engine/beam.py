@@ -27,7 +27,7 @@ TopTokens = abc.Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """What a beam search looks for. Raises InvalidRequest naming field, value and limit if one is out of range.
+    """The parameters of a beam search. Raises InvalidRequest naming field, value and limit if one is out of range.
 
     beam_width       beams that run at once, 1 to 16
     max_tokens       most tokens to generate, at least 1; None: as many as the model and the pool hold

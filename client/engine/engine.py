@@ -710,7 +710,7 @@ class Engine:
 
 
 async def _all_or_none(work: abc.Iterable[abc.Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """What all of these return; if one raises, the others are cancelled."""
+    """Return the results of all; if one raises, the others are cancelled."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -191,7 +191,7 @@ class Sequence:
 
     @property
     def unit(self) -> "Sequence | BeamGroup":
-        """What is preempted, admitted and suspected together."""
+        """Return the unit that is preempted, admitted and suspected together."""
         return self.group or self
 
     @property

@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     @property
     def tokenizer_source(self) -> str:
-        """Where the tokenizer's files are: a folder, or a hub id. The chat template is there too."""
+        """The place of the tokenizer's files: a folder, or a hub id. The chat template is there too."""
 
     @property
     def pools(self) -> Sequence[str]:
@@ -95,7 +95,7 @@ class EngineBackend:
 
     @property
     def tokenizer_source(self) -> str:
-        """Where the tokenizer's files are."""
+        """The place of the tokenizer's files."""
         return self._tokenizer_source
 
     @property
@@ -116,11 +116,16 @@ class EngineBackend:
 
     def statistics(self) -> BackendStatistics:
         """The engine's numbers."""
-        scheduler = self._engine.statistics().scheduler
-        return BackendStatistics(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + scheduler.num_following + scheduler.num_draining,
-            preemptions=scheduler.preemptions,
-            prompt_tokens=scheduler.admitted_tokens,
-            cached_tokens=scheduler.cached_tokens,
-        )
+        return statistics_of(self._engine)
+
+
+def statistics_of(engine: Engine) -> BackendStatistics:
+    """Return an engine's numbers as those of a backend."""
+    scheduler = engine.statistics().scheduler
+    return BackendStatistics(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting + scheduler.num_following + scheduler.num_draining,
+        preemptions=scheduler.preemptions,
+        prompt_tokens=scheduler.admitted_tokens,
+        cached_tokens=scheduler.cached_tokens,
+    )

@@ -156,7 +156,7 @@ def tokenizer_of(backend: Backend) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one sample: a chunk, and what was found in its text."""
+    """The news of one sample: a chunk, and the calls that were found in its text."""
 
     chunk: Chunk
     events: list[Event]

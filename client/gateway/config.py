@@ -39,7 +39,7 @@ class GatewayOptions:
 
     @property
     def limits(self) -> DoorLimits:
-        """What one request may cost."""
+        """Return the limits of one request."""
         return DoorLimits(
             max_body_bytes=self.max_body_bytes,
             max_prompts=self.max_prompts,

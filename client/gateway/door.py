@@ -88,7 +88,7 @@ class OpenGate:
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """What one request may cost.
+    """The limits of one request.
 
     max_body_bytes     of a body
     max_prompts        prompts of a request

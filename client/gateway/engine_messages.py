@@ -99,7 +99,7 @@ def _decode_grammar(message: worker_service_pb2.Grammar) -> Grammar:
 
 
 def decode_cache(message: engine_service_pb2.CacheParameters) -> CacheParams:
-    """What a request asks of the prefix cache. Raises InvalidRequest."""
+    """Return what a request asks of the prefix cache. Raises InvalidRequest."""
     cache_use = _CACHE_USES.get(message.cache_use)
     if cache_use is None:
         raise InvalidRequest.of_field("cache_use", message.cache_use, "a value of quire.cache.v1.CacheUse")
@@ -184,7 +184,7 @@ def _messages_of_prompt(logprobs: PromptLogprobs) -> Iterator[engine_service_pb2
 
 @dataclass(slots=True)
 class Tally:
-    """What a request has taken so far. Times are of one clock, in seconds."""
+    """The progress of a request. Times are of one clock, in seconds."""
 
     num_prompt_tokens: int
     began_s: float

@@ -24,7 +24,7 @@ from quire.client.gateway.backend import Backend
 
 @dataclass(slots=True)
 class ModelMeasured:
-    """What was measured of one model's requests, since the start. Times in seconds.
+    """Measurements of one model's requests, since the start. Times in seconds.
 
     first_token   from the request to its first token
     inter_token   from a chunk of a sample to its next, divided by the tokens of the latter
@@ -46,7 +46,7 @@ class ModelMeasured:
 
 @dataclass(slots=True)
 class TenantMeasured:
-    """What was measured of the requests of one tenant to one model, since the start.
+    """Measurements of one tenant's requests to one model, since the start.
 
     first_token_s   sum of the times from a request to its first token; num_first_tokens requests have one
     """

@@ -44,7 +44,7 @@ from quire.client.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from quire.client.gateway.backend import BackendStatistics
+from quire.client.gateway.backend import BackendStatistics, statistics_of
 from quire.client.gateway.choosing import OpenRequest, OutputLength, PoolLoad, PoolUse, cheapest
 from quire.client.worker_client import WorkerClient
 from quire.compute.v1 import worker_service_pb2
@@ -67,7 +67,7 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """How the router uses the pools. Raises InvalidRequest.
+    """The settings of a router. Raises InvalidRequest.
 
     failover_after_s    a request moves when its pool's worker has been away for so long and another pool can be used
     refresh_s           the pools are listed anew this often
@@ -322,7 +322,7 @@ class Router:
 
     def statistics(self) -> BackendStatistics:
         """The sums of all engines; counters include those of pools that have gone."""
-        each = [_statistics_of(member.engine) for member in self._members.values()]
+        each = [statistics_of(member.engine) for member in self._members.values()]
         return _sum([self._past, *each])
 
     def router_statistics(self) -> RouterStatistics:
@@ -572,7 +572,7 @@ class Router:
 
     async def _retire(self, member: _Member) -> None:
         """Close an engine, and keep its counters."""
-        self._past = _sum([self._past, replace(_statistics_of(member.engine), num_running=0, num_waiting=0)])
+        self._past = _sum([self._past, replace(statistics_of(member.engine), num_running=0, num_waiting=0)])
         if member.watcher is not None:
             member.watcher.cancel()
             await asyncio.wait([member.watcher])
@@ -660,17 +660,6 @@ class _SameModel:
 
 def _other_model(pool: str) -> Unavailable:
     return WorkerUnavailable(f"pool {pool!r} has another model now")
-
-
-def _statistics_of(engine: Engine) -> BackendStatistics:
-    scheduler = engine.statistics().scheduler
-    return BackendStatistics(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + scheduler.num_following + scheduler.num_draining,
-        preemptions=scheduler.preemptions,
-        prompt_tokens=scheduler.admitted_tokens,
-        cached_tokens=scheduler.cached_tokens,
-    )
 
 
 def _sum(each: Sequence[BackendStatistics]) -> BackendStatistics:

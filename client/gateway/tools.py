@@ -52,7 +52,7 @@ Event = Text | CallBegan | Arguments
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a format writes calls.
+    """The writing of calls in one format.
 
     opening       what a call begins with, in the midst of a text
     closing       what ends it; "" if the object's end does

@@ -180,6 +180,13 @@ def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
         assert row["own"] == {"per_layer": 39, "besides": 21}
 
 
+def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
+    written, _ = run_quick("door", tmp_path)
+    assert written["streams"].keys() == {"1", "4"}
+    assert all(min(each["engine"], each["HTTP"], each["ratio"]) > 0 for each in written["streams"].values())
+    assert written["first_byte_s"]["HTTP"] > 0
+
+
 def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
     assert all(f'"{name}"' in source for name in NAMES)

@@ -195,7 +195,7 @@ def test_tls(start: Start, authority: Authority, stranger: Authority, pair: Pair
     with dial(address, authority) as channel:
         assert call(channel, "Echo", "hello") == "hello"
         # Nobody is asked: everybody has every role.
-        assert call(channel, "WhoAmI") == " client,content,operator,worker"
+        assert call(channel, "WhoAmI") == " client,content,gateway,operator,worker"
     with dial(server.address) as channel:  # unix sockets are not TLS
         assert call(channel, "Echo", "hello") == "hello"
     with dial(address, stranger) as channel:
