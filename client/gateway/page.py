@@ -10,13 +10,12 @@ the others' blocks only that they are not free.
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -24,8 +23,10 @@ from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cache_client import CacheClient
 from quire.client.errors import QuireError
-from quire.client.gateway.door import Caller, Door
+from quire.client.gateway.door import Door
 from quire.client.gateway.errors import HttpError, invalid
+from quire.client.gateway.http import json_response
+from quire.client.gateway.streams import EventStream, event_of, merged
 
 FOLDER = Path(__file__).parent / "page"
 MAX_VIEWERS = 32
@@ -42,14 +43,14 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_NOT_KEPT = {"Cache-Control": "no-store"}
 
 
 def routes(door: Door) -> list[BaseRoute]:
     """Return the page's routes; without a cachemgr there is no page."""
     if door.cache is None:
         return []
-    live = Live(door.cache, lambda request: door.caller_of(request.headers.get("authorization")))
+    live = Live(door, door.cache)
     return [
         Route("/", _index),
         Mount("/page", _Files(directory=FOLDER)),
@@ -65,14 +66,14 @@ async def _index(_: Request) -> Response:
 class Live:
     """The cache as it changes, for those that look at the page."""
 
-    def __init__(self, cache: CacheClient, caller_of: Callable[[Request], Caller]) -> None:
+    def __init__(self, door: Door, cache: CacheClient) -> None:
+        self._door = door
         self._cache = cache
-        self._caller_of = caller_of
         self._num_viewers = 0
 
     def _tenant_of(self, request: Request) -> str | None:
         """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
-        return self._caller_of(request).tenant or None
+        return self._door.caller_of(request.headers.get("authorization")).tenant or None
 
     async def follow(self, request: Request) -> Response:
         """Return the stream of events of one viewer."""
@@ -80,43 +81,40 @@ class Live:
         if self._num_viewers >= MAX_VIEWERS:
             raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, no more can", code="too_many_viewers")
         events = self._events(request.query_params.get("pool", ""), tenant)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        return EventStream(events, send_timeout_s=self._door.limits.send_timeout_s, headers=_NOT_KEPT)
 
     async def sequence(self, request: Request) -> Response:
         """Return the block table of a sequence that the viewer is shown."""
         tenant = self._tenant_of(request)
-        query = request.query_params
-        lease, number = query.get("lease", ""), query.get("id", "")
+        lease, number = (request.query_params.get(name, "") for name in ("lease", "id"))
         if not number.isdecimal() or len(number) > 10 or int(number) >= 2**31:
             raise invalid("id", number, "a sequence's number")
         try:
-            sequences = await self._cache.first_sequences(query.get("pool", ""), count=MAX_SEQUENCES, tenant=tenant)
-            if (lease, int(number)) not in {(each.lease_id_prefix, each.sequence_id) for each in sequences}:
-                raise HttpError(404, "there is no such sequence", code="sequence_not_found")
             found = await self._cache.get_sequence(lease, int(number))
         except QuireError as error:
             raise HttpError(404, error.message, code=error.reason.lower()) from None
-        return JSONResponse({"block_ids": list(found.block_ids)}, headers=_STREAM_HEADERS)
+        if tenant not in (None, found.tenant):
+            raise HttpError(404, "there is no such sequence", code="sequence_not_found")
+        return json_response({"block_ids": list(found.block_ids)}, headers=_NOT_KEPT)
 
-    async def _events(self, pool: str, tenant: str | None) -> AsyncGenerator[str, None]:
-        """The events of one viewer, until it goes away. What it does not read is not asked for either."""
+    async def _events(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
+        """The events of one viewer, until it goes away or the gateway drains."""
         self._num_viewers += 1
-        ready: asyncio.Queue[str] = asyncio.Queue(maxsize=1)
-        tasks = [asyncio.create_task(work(ready, pool, tenant)) for work in (self._follow_pools, self._follow_blocks)]
         try:
-            while True:
-                yield await ready.get()
+            async with contextlib.aclosing(merged([self._pools(pool, tenant), self._blocks(pool, tenant)])) as events:
+                async for _, event in events:
+                    yield event
+                    if self._door.is_draining:
+                        return
         finally:
             self._num_viewers -= 1
-            for task in tasks:
-                task.cancel()
 
-    async def _follow_pools(self, ready: asyncio.Queue[str], pool: str, tenant: str | None) -> None:
+    async def _pools(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
         while True:
             try:
-                await ready.put(_event("pools", await self._look(pool, tenant)))
+                yield event_of(await self._look(pool, tenant), name="pools")
             except QuireError as error:
-                await ready.put(_event("away", error.message))
+                yield event_of(error.message, name="away")
             await asyncio.sleep(_INTERVAL_S)
 
     async def _look(self, chosen: str, tenant: str | None) -> list[dict[str, Any]]:
@@ -132,15 +130,15 @@ class Live:
             looks.append(_describe_pool(pool, statistics.get(pool.name, pb.PoolStatistics()), sequences))
         return looks
 
-    async def _follow_blocks(self, ready: asyncio.Queue[str], pool: str, tenant: str | None) -> None:
+    async def _blocks(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
         while True:
-            with contextlib.suppress(QuireError):  # _follow_pools says it
+            with contextlib.suppress(QuireError):  # _pools says it
                 chosen = await self._cache.get_pool(pool or await self._first_pool())
                 num_blocks = chosen.geometry.block_count
                 if num_blocks <= MAX_BLOCKS:
                     async with contextlib.aclosing(self._cache.watch_blocks(chosen.name)) as answers:
                         async for answer in answers:
-                            await ready.put(_event("blocks", describe_changes(answer, num_blocks, tenant)))
+                            yield event_of(describe_changes(answer, num_blocks, tenant), name="blocks")
             await asyncio.sleep(_INTERVAL_S)
 
     async def _first_pool(self) -> str:
@@ -155,10 +153,6 @@ class _Files(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers.update(_HEADERS)
         return response
-
-
-def _event(name: str, data: object) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
 def _describe_pool(pool: pb.Pool, seen: pb.PoolStatistics, sequences: list[pb.Sequence]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gateway.conftest import MODEL, Gateway
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind
+from quire.client.cli.launch import LocalServices
 from quire.client.gateway import page
 
 PROMPT = "A model is a module that takes a tensor"
@@ -63,6 +64,20 @@ def test_the_stream_tells_of_pools_and_of_blocks_as_they_change(gateway: Gateway
             name, data = next(stream)
             if name == "blocks":
                 kinds |= {kind for _, kind, _ in data["changes"]}
+
+
+def test_an_open_page_does_not_hold_up_the_end(services: LocalServices, tmp_path: Path) -> None:
+    gateway = Gateway(services.cachemgr_address, "--drain-timeout", "20", log=tmp_path / "log")
+    try:
+        with live(gateway) as stream:
+            next(stream)
+            gateway.process.terminate()
+            for _ in stream:  # until it ends
+                pass
+        assert gateway.process.wait(DEADLINE_S) == 0
+        assert "drain timed out" not in gateway.log.read_text()
+    finally:
+        gateway.close()
 
 
 def test_a_sequence_that_is_not_there_is_not_found(http_client: httpx.Client) -> None:

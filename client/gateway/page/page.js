@@ -310,7 +310,7 @@ async function markTable(pool) {
   const sequence = pool.sequences.find(({ lease, id }) => `${lease}/${id}` === chosenSequence);
   let ids = [];
   if (sequence) {
-    const query = new URLSearchParams({ pool: pool.name, lease: sequence.lease, id: String(sequence.id) });
+    const query = new URLSearchParams({ lease: sequence.lease, id: String(sequence.id) });
     ids = await call(`live/sequence?${query}`).then((answer) => answer.json()).then(({ block_ids }) => block_ids, () => []);
   }
   cells.chosen = new Set(ids.map((id) => id - 1));
