@@ -16,6 +16,7 @@ from quire.client.gateway.door import Door
 from quire.client.gateway.errors import HttpError
 from quire.client.gateway.fields import text_of
 from quire.client.gateway.http import FrontApp, PostRequest, json_response, post
+from quire.client.gateway.texts import decoded
 from quire.serving.metrics import build_family, version
 
 
@@ -132,4 +133,4 @@ async def detokenize(door: Door, request: PostRequest) -> Response:
     fields.end()
     if backend.tokenizer is None:
         raise HttpError(400, "there is no tokenizer", code="unsupported_value")
-    return json_response({"prompt": backend.tokenizer.decode(token_ids, skip_special_tokens=False)})
+    return json_response({"prompt": await decoded(backend.tokenizer, token_ids, skip_special_tokens=False)})

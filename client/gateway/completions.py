@@ -1,6 +1,5 @@
 """POST /v1/completions, as OpenAI and vLLM have it. docs/http.md lists its fields."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -21,12 +20,10 @@ from quire.client.gateway.fields import MAX_INT32, Fields, text_of
 from quire.client.gateway.http import PostRequest, json_response, post
 from quire.client.gateway.parameters import IGNORED, cache_of, include_usage_of, sampling_of
 from quire.client.gateway.streams import DONE, EventStream, collected, event_of, merged, primed
-from quire.client.gateway.texts import CompletionLogprobs, TokenTexts, prompt_logprobs_of
+from quire.client.gateway.texts import CompletionLogprobs, TokenTexts, decoded, encoded, prompt_logprobs_of
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
-LONG_TEXT = 4096
-"""Characters; a longer text is tokenized on a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +144,11 @@ async def _read_prompts(
         path = f"prompt[{index}]" if is_list else "prompt"
         if isinstance(each, list):
             token_ids = token_ids_of(path, each)
-            prompts.append(Prompt(token_ids, _decoded(path, token_ids, tokenizer) if echo else ""))
+            prompts.append(Prompt(token_ids, await _decoded(path, token_ids, tokenizer) if echo else ""))
         elif isinstance(each, str):
             text = text_of(path, each)
-            encoded = await encode(path, text, tokenizer, add_special_tokens=add_special_tokens)
-            prompts.append(Prompt(encoded, text))
+            token_ids = await encode(path, text, tokenizer, add_special_tokens=add_special_tokens)
+            prompts.append(Prompt(token_ids, text))
         else:
             raise invalid(path, each, "text or a list of token ids")
     return prompts
@@ -176,15 +173,13 @@ async def encode(path: str, text: str, tokenizer: Tokenizer | None, *, add_speci
     """Return the text's tokens. Raises HttpError if there is no tokenizer."""
     if tokenizer is None:
         raise invalid(path, "text", "token ids, since there is no tokenizer")
-    if len(text) <= LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await encoded(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
-def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+async def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise invalid("echo", True, f"false for {path} of token ids, since there is no tokenizer")
-    return tokenizer.decode(token_ids, skip_special_tokens=True)
+    return await decoded(tokenizer, token_ids, skip_special_tokens=True)
 
 
 # Answering.

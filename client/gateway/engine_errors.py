@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from grpc import StatusCode
 
-from quire.client.errors import EngineStopped, InvalidRequest, OutOfRoom, QuireError, RequestFailed, Unavailable
-from quire.client.gateway.errors import HttpError
+from quire.client.errors import EngineStopped, InvalidRequest, OutOfRoom, QuireError, Unavailable
+from quire.client.gateway.errors import HttpError, cause_of
 from quire.engine.v1 import engine_service_pb2
 from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, CallEnded, ErrorStatus
 
@@ -121,9 +121,7 @@ def status_of_error(error: QuireError | HttpError) -> ErrorStatus:
     """Return the status of an error of the engine, of the thin clients or of the door."""
     if isinstance(error, HttpError):
         return _status_of_http(error)
-    cause = error
-    if isinstance(error, RequestFailed) and isinstance(error.__cause__, QuireError):
-        cause = error.__cause__
+    cause = cause_of(error)
     metadata = {**cause.metadata, **error.metadata}
     if isinstance(cause, InvalidRequest):
         return _status_of_input(cause, metadata)

@@ -11,9 +11,9 @@ before it, and the engine fails a request whose mailbox gets too full (EngineCon
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -35,6 +35,7 @@ from quire.client.gateway.engine_messages import (
     messages_of,
 )
 from quire.client.gateway.errors import HttpError
+from quire.client.gateway.texts import decoded, encoded
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
 from quire.serving.access import ANYBODY, Role, Roles, caller
 from quire.serving.addresses import Address
@@ -44,7 +45,6 @@ from quire.serving.security import Security, SecurityOptions
 from quire.serving.server import Server
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Result = TypeVar("Result")
 
 SERVICE_NAME = "quire.engine.v1.EngineService"
 _METHODS = ("Generate", "GenerateBatch", "Tokenize", "Detokenize", "ListModels")
@@ -56,8 +56,6 @@ MESSAGE_LIMITS: dict[str, int] = {f"/{SERVICE_NAME}/{method}": PROMPT_MESSAGE_BY
 MAX_BATCH_TOKENS = 131_072
 """Tokens in the answer to a batch, some 200 bytes each with all log-probabilities: 26 MiB."""
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
-LONG_TEXT = 4_096
-"""Characters from which on a text is made tokens of in a thread: it takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,10 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_service_pb2.GenerateResponse]:
         """Streams the messages of each chunk, then the summary."""
         with self._answering():
+            asking = self._caller(context)
             asked = await self._read(request)
             tally = Tally(len(asked.prompt_token_ids), asked.received_s)
-            async with contextlib.aclosing(self._chunks(self._caller(context), asked)) as chunks:
+            async with contextlib.aclosing(self._chunks(asking, asked)) as chunks:
                 async for chunk in chunks:
                     tally.note(chunk, time.perf_counter())
                     for message in messages_of(chunk):
@@ -144,7 +143,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             backend = self._backend(request.model)
             tokenizer = _tokenizer_of(backend, "text")
             adds = not request.HasField("add_special_tokens") or request.add_special_tokens
-            token_ids = await _encode(tokenizer, request.text, add_special_tokens=adds)
+            token_ids = await encoded(tokenizer, request.text, add_special_tokens=adds)
             return engine_service_pb2.TokenizeResponse(token_ids=token_ids, max_sequence_tokens=backend.max_model_len)
 
     async def Detokenize(  # noqa: N802
@@ -158,9 +157,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             if token_ids:
                 _check_token_ids((min(token_ids), max(token_ids)), tokenizer.vocabulary_size)
             skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-            text = await _maybe_in_thread(
-                len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=skips)
-            )
+            text = await decoded(tokenizer, token_ids, skip_special_tokens=skips)
             return engine_service_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
@@ -260,21 +257,13 @@ async def _prompt_of(backend: Backend, prompt: engine_service_pb2.Prompt) -> Seq
         raise CallEnded(invalid("prompt", "unset", "text or token_ids"))
     if kind == "token_ids":
         return list(prompt.token_ids.token_ids)
-    return await _encode(_tokenizer_of(backend, "prompt.text"), prompt.text)
+    return await encoded(_tokenizer_of(backend, "prompt.text"), prompt.text)
 
 
 def _tokenizer_of(backend: Backend, named: str) -> Tokenizer:
     if backend.tokenizer is None:
         raise CallEnded(invalid(named, "given", "unset: this model has no tokenizer here"))
     return backend.tokenizer
-
-
-async def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    return await _maybe_in_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-
-async def _maybe_in_thread(size: int, call: Callable[[], Result]) -> Result:
-    return await asyncio.to_thread(call) if size > LONG_TEXT else call()
 
 
 def _check_token_ids(token_ids: Iterable[int], vocabulary_size: int) -> None:

@@ -94,7 +94,7 @@ def invalid(param: str, value: object, limit: str) -> HttpError:
 
 def http_error_of(error: QuireError) -> HttpError:
     """Return the HTTP answer for an error of the client or the engine. The code is the reason in lower case."""
-    cause = _cause_of(error)
+    cause = cause_of(error)
     param = cause.metadata.get("field") if isinstance(cause, InvalidRequest) else None
     return HttpError(
         _status_of(cause),
@@ -105,7 +105,7 @@ def http_error_of(error: QuireError) -> HttpError:
     )
 
 
-def _cause_of(error: QuireError) -> QuireError:
+def cause_of(error: QuireError) -> QuireError:
     """Return the error that a request failed of, where the engine's own error only says that it gave up."""
     if isinstance(error, RequestFailed) and isinstance(error.__cause__, QuireError):
         return error.__cause__

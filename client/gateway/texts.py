@@ -1,10 +1,28 @@
-"""Token ids as texts in answers: single tokens of log-probabilities, with their offsets. Pure but for the tokenizer."""
+"""Texts and token ids: those of requests; those of single tokens in log-probabilities, with their offsets."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.tokenizer import Tokenizer
+
+LONG_TEXT = 4096
+"""Characters, or tokens. What is longer goes through the tokenizer on a thread: the event loop is everybody's."""
+
+
+async def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the text's tokens."""
+    if len(text) <= LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the tokens' text."""
+    if len(token_ids) <= LONG_TEXT:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class TokenTexts:
