@@ -41,7 +41,7 @@ class Draft:
         self._view = view
         self._fresh_id = fresh_id
         self._by_tenant = by_tenant
-        self._line = room.line(queues.waiting)
+        self.line = room.line(queues.waiting)
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
         self._places = limits.num_places - queues.num_places_taken
@@ -191,7 +191,7 @@ class Draft:
         # cached, cuts the last one.
         budget, num_given = float(self._budget), 0
         places = self._places
-        for sequence in self._line[: max(0, places)]:
+        for sequence in self.line[: max(0, places)]:
             places -= sequence.num_places
             if places < 0:
                 return
@@ -202,11 +202,11 @@ class Draft:
                 return
             if sequence.tenant not in self._room.short_tenants:  # it will probably be refused again
                 budget -= max(1.0, self._expected_run_of(sequence))
-            if self._room.blocks_awaited_by(self._line[0]):
+            if self._room.blocks_awaited_by(self.line[0]):
                 return  # a sequence was refused blocks: none may overtake the first in line
 
     def _admits(self, newcomer: Sequence) -> bool:
-        is_first = newcomer is self._line[0]
+        is_first = newcomer is self.line[0]
         is_alone = is_first and not self._queues.running and self._room.starved is None
         return is_alone or self._policy.admits(newcomer, self._view)
 

@@ -403,9 +403,8 @@ class Scheduler:
         view, by_tenant = self._view(), self._by_tenant
         draft = Draft(self.limits, queues, self._room, self._policy, view, fresh_id=self._fresh_id, by_tenant=by_tenant)
         if not queues.suspects:
-            line = self._room.line(queues.waiting)
-            is_open = bool(line) and not self._is_line_blocked(line[0])
-            draft.add_running(line[0] if is_open else None)
+            is_open = bool(draft.line) and not self._is_line_blocked(draft.line[0])
+            draft.add_running(draft.line[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()
         elif not self._flight:  # alone means alone: a failure must have one possible cause

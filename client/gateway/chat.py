@@ -12,13 +12,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.caching import CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
 from quire.client.gateway.backend import Backend
-from quire.client.gateway.chat_models import Piece, chat_model_of, pieces_of, tokenizer_of
+from quire.client.gateway.chat_models import ChatRequest, Piece, begin
 from quire.client.gateway.completions import usage_of
 from quire.client.gateway.conversation import Conversation, messages_of, offer_of
 from quire.client.gateway.door import Door
@@ -32,18 +31,14 @@ from quire.client.gateway.texts import TokenTexts, finite
 from quire.client.gateway.tools import Arguments, CallBegan, Event, Text
 
 # The engine's fields under the names of this endpoint.
-_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response_format"}
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(ChatRequest):
     """A request as it was read."""
 
-    backend: Backend
-    conversation: Conversation
-    params: SamplingParams
-    cache: CacheParams | None
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -57,19 +52,7 @@ def routes(door: Door) -> list[BaseRoute]:
 async def _create(door: Door, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_chat(door, request.fields)
-    model, offer = chat_model_of(door, asked.backend), asked.conversation.offer
-    params = model.params_of(asked.params, offer)
-    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param="messages")
-    pieces = pieces_of(
-        door,
-        request.caller,
-        asked.backend,
-        prompt,
-        params,
-        cache=asked.cache,
-        parsers=[model.parser_of(offer) for _ in range(params.n)],
-        names=_NAMES | {"grammar": "tools" if offer.is_forced else "response_format"},
-    )
+    prompt, pieces = await begin(door, request.caller, asked, names=_NAMES)
     answer = _Answer(asked, prompt, request, door.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))

@@ -1,4 +1,4 @@
-"""What a model needs to chat, beside an engine: its template, and the format of its tool calls."""
+"""The needs of a model that chats, beside an engine: its template, and the format of its tool calls."""
 
 from __future__ import annotations
 
@@ -162,23 +162,45 @@ class Piece:
     events: list[Event]
 
 
-async def pieces_of(
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for an answer to a conversation, as it was read."""
+
+    backend: Backend
+    conversation: Conversation
+    params: SamplingParams
+    cache: CacheParams | None
+
+
+async def begin(
+    door: Door, caller: Caller, asked: ChatRequest, *, names: Mapping[str, str]
+) -> tuple[list[int], AsyncGenerator[Piece, None]]:
+    """Return the tokens of a conversation, and the answers as they come. Raises HttpError.
+
+    names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
+    """
+    model, offer = chat_model_of(door, asked.backend), asked.conversation.offer
+    params = model.params_of(asked.params, offer)
+    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
+    parsers = [model.parser_of(offer) for _ in range(params.n)]
+    if offer.is_forced:
+        names = {**names, "grammar": "tools"}
+    return prompt, _pieces(door, caller, asked, prompt, params, parsers=parsers, names=names)
+
+
+async def _pieces(
     door: Door,
     caller: Caller,
-    backend: Backend,
+    asked: ChatRequest,
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
     *,
-    cache: CacheParams | None,
     parsers: Sequence[CallParser | NoCalls],
     names: Mapping[str, str],
 ) -> AsyncGenerator[Piece, None]:
-    """Answers to a conversation as they come, sample i read by parser i.
-
-    names are the body's fields for those of the engine, in errors. Raises HttpError and QuireError.
-    """
+    """Answers as they come, sample i read by parser i. Raises HttpError."""
     try:
-        chunks = door.generate(caller, backend, prompt_token_ids, params, cache=cache)
+        chunks = door.generate(caller, asked.backend, prompt_token_ids, params, cache=asked.cache)
         async with aclosing(chunks):
             async for chunk in chunks:
                 parser = parsers[chunk.index]

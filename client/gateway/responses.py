@@ -12,7 +12,6 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.caching import CacheParams
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
@@ -24,7 +23,7 @@ from quire.client.gateway.chat import (
     logprob_entries,
     replace_max_tokens,
 )
-from quire.client.gateway.chat_models import Piece, chat_model_of, pieces_of, tokenizer_of
+from quire.client.gateway.chat_models import ChatRequest, Piece, begin
 from quire.client.gateway.conversation import (
     MAX_MESSAGES,
     ROLES,
@@ -43,7 +42,12 @@ from quire.client.gateway.streams import EventStream, event_of, primed
 from quire.client.gateway.texts import TokenTexts
 from quire.client.gateway.tools import Arguments, CallBegan, Event, Text
 
-_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_NAMES = {
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "grammar": "text.format",
+}
 _LOGPROBS = "message.output_text.logprobs"
 # What may be asked to be included, though there is none of it.
 _ABSENT = ("reasoning.encrypted_content",)
@@ -51,13 +55,9 @@ _TEXT_KINDS = ("input_text", "output_text", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(ChatRequest):
     """A request as it was read; shown are fields that the answer repeats."""
 
-    backend: Backend
-    conversation: Conversation
-    params: SamplingParams
-    cache: CacheParams | None
     stream: bool
     shown: Mapping[str, Any]
 
@@ -70,19 +70,7 @@ def routes(door: Door) -> list[BaseRoute]:
 async def _create(door: Door, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_request(door, request.fields)
-    model, offer = chat_model_of(door, asked.backend), asked.conversation.offer
-    params = model.params_of(asked.params, offer)
-    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param="input")
-    pieces = pieces_of(
-        door,
-        request.caller,
-        asked.backend,
-        prompt,
-        params,
-        cache=asked.cache,
-        parsers=[model.parser_of(offer)],
-        names=_NAMES | {"grammar": "tools" if offer.is_forced else "text.format"},
-    )
+    prompt, pieces = await begin(door, request.caller, asked, names=_NAMES)
     answer = _Answer(asked, len(prompt), request, door.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
