@@ -92,7 +92,7 @@ class Admission:
     reserved_tokens: int = 0
     """The most tokens that are computed of it, guaranteed; 0: best effort."""
     tenant: str = ""
-    """Whose it is; "": the lease's."""
+    """The tenant of the sequence; "": the lease's."""
 
 
 @dataclass(frozen=True, slots=True)

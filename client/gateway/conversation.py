@@ -1,4 +1,4 @@
-"""What a chat is made of: messages, and the tools on offer, as bodies of requests bring them. Pure."""
+"""The parts of a chat: messages, and the tools on offer, as bodies of requests bring them. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all endpoints share: served models, callers, limits, measurements. HTTP and gRPC generate through Door.generate.
+"""The state that all endpoints share: models, callers, limits, measurements. All generate through Door.generate.
 
 app.py makes the Door and hands it to each module of endpoints: `routes(door) -> list[BaseRoute]`.
 """

@@ -1,4 +1,4 @@
-"""What every HTTP endpoint does: the request's id, the caller, the body, errors, a line in the log.
+"""The frame of every HTTP endpoint: the request's id, the caller, the body, errors, a line in the log.
 
 routes = [post(door, "/v1/completions", create_completion)]
 async def create_completion(door: Door, request: PostRequest) -> Response: ...

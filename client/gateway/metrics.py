@@ -1,4 +1,4 @@
-"""What the front door measures, and its metrics: under vLLM's names where vLLM has the same one.
+"""Measurements of the front door, and its metrics: under vLLM's names where vLLM has the same one.
 
 docs/observability.md lists them.
 """

@@ -197,8 +197,8 @@ impl Books {
         Ok(Some(plan))
     }
 
-    /// Whose an admission is: the tenant that it names, else the lease's. Refused: ROLE_MISSING, if another tenant may
-    /// not be named; INVALID_ARGUMENT, if it would be one too many.
+    /// Returns the tenant of an admission: the one it names, else the lease's. Refused: ROLE_MISSING, if another tenant
+    /// may not be named; INVALID_ARGUMENT, if it would be one too many.
     fn owner_of(&mut self, admission: &Admission, lease_tenant: TenantId, names_tenants: bool) -> Owner {
         let Some(name) = &admission.tenant else { return Ok(lease_tenant) };
         let seq_id = admission.seq_id;

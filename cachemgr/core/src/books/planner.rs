@@ -49,7 +49,7 @@ macro_rules! refuse_if {
     };
 }
 
-/// Whose an admission is, or why it can't be theirs.
+/// The tenant of an admission, or the reason why it can't be that one.
 pub type Owner = std::result::Result<TenantId, Refusal>;
 
 /// One plan in the making. `run` it once.

@@ -98,7 +98,7 @@ pub struct Admission {
     /// It was here before, and was released to make room.
     pub resumed: bool,
     pub cache_use: CacheUse,
-    /// Whose it is, by name; None: the lease's tenant's.
+    /// The tenant that owns it, by name; None: the lease's.
     pub tenant: Option<Vec<u8>>,
 }
 

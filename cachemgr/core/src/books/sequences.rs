@@ -26,7 +26,7 @@ pub struct Sequence {
     pub seq_id: i32,
     /// Later sequences of the pool have larger ones.
     pub number: u64,
-    /// Whose it is, and all of its blocks.
+    /// The tenant that owns it, and all of its blocks.
     pub tenant: TenantId,
     /// Root of its prefix hashes: tenant, salt and model.
     pub root: Hash,

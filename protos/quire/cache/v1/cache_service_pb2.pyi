@@ -733,9 +733,9 @@ class Admission(_message.Message):
     do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
     """
     tenant: _builtins.str
-    """Whose the sequence is, up to 128 characters. It finds and publishes blocks of
-    this tenant, whose share, floor and limit count them. Unset: the tenant of the
-    lease. Another tenant's is accepted from callers with the role "gateway" only;
+    """The tenant of the sequence, up to 128 characters. The sequence finds and
+    publishes blocks of this tenant, whose share, floor and limit count them.
+    Unset: the tenant of the lease. Another tenant's is accepted from callers with the role "gateway" only;
     without the role this admission is refused (ROLE_MISSING), and no other item
     of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
     tenants in an epoch; the admission that names one more is refused
@@ -1451,7 +1451,7 @@ class Sequence(_message.Message):
     cache_use: Global___CacheUse.ValueType
     """What it does with the prefix cache."""
     tenant: _builtins.str
-    """Whose it is: the tenant that its admission named, else the lease's."""
+    """Its tenant: the one that its admission named, else the lease's."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order. Empty in lists."""

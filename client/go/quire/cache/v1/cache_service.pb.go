@@ -1265,9 +1265,9 @@ type Admission struct {
 	// What the sequence does with the prefix cache, for its whole life. Forks of it
 	// do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
 	CacheUse CacheUse `protobuf:"varint,8,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
-	// Whose the sequence is, up to 128 characters. It finds and publishes blocks of
-	// this tenant, whose share, floor and limit count them. Unset: the tenant of the
-	// lease. Another tenant's is accepted from callers with the role "gateway" only;
+	// The tenant of the sequence, up to 128 characters. The sequence finds and
+	// publishes blocks of this tenant, whose share, floor and limit count them.
+	// Unset: the tenant of the lease. Another tenant's is accepted from callers with the role "gateway" only;
 	// without the role this admission is refused (ROLE_MISSING), and no other item
 	// of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
 	// tenants in an epoch; the admission that names one more is refused
@@ -2639,7 +2639,7 @@ type Sequence struct {
 	HostBlockCount int32 `protobuf:"varint,12,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
 	// What it does with the prefix cache.
 	CacheUse CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
-	// Whose it is: the tenant that its admission named, else the lease's.
+	// Its tenant: the one that its admission named, else the lease's.
 	Tenant        string `protobuf:"bytes,14,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
