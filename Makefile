@@ -148,19 +148,19 @@ lint: venv typecheck-links  ## check style, format and types
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
 	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release --all-targets -- --deny warnings
 
-models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/models.md
+models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/reference/models.md
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
-protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/api.md from protos/ again
+protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/reference/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
 	$(BIN)/python docs/generate_api.py
 
-check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/api.md is not what protos/ generates
+check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/reference/api.md is not what protos/ generates
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" "$$fresh/cachemgr/core/src/wire" \
 	  && cp -R protos/quire protos/generate.sh "$$fresh/protos" && find "$$fresh" -name '*_pb2*.py*' -delete \
 	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(PLUGINS) \
 	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
-	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/api.md "$$fresh/api.md" \
+	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/reference/api.md "$$fresh/api.md" \
 	     && diff $(CORE)/src/wire/quire.cache.v1.rs "$$fresh/$(CORE)/src/wire/quire.cache.v1.rs" \
 	     && for api in $(if $(shell command -v go 2>/dev/null),cache compute engine); do \
 	       diff -r client/go/quire/$$api "$$fresh/client/go/quire/$$api" || exit; done; \

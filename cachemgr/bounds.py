@@ -1,6 +1,6 @@
 """How many there may be of what callers make: beyond that they are refused, and nothing grows.
 
-What the limits of the process are together is in docs/operations.md.
+What the limits of the process are together is in docs/how-to/operations.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from statistics at the moment they are asked for. docs/operations.md lists them all."""
+"""Prometheus metrics, read from statistics when a scrape asks. docs/how-to/operations.md lists them all."""
 
 from __future__ import annotations
 

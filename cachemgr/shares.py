@@ -1,4 +1,4 @@
-"""What tenants may have of each pool, as the operator's file says it; read again when it changes. See docs/security.md.
+"""Tenants' shares of each pool, from the operator's file, read again when it changes. See docs/reference/security.md.
 
     [default]                # every tenant without a section of its own
     limit = "50%"            # of each pool's blocks; or a number of blocks

@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the comments of the .proto files. Usage: python docs/generate_api.py [OUTPUT]"""
+"""Writes docs/reference/api.md from the comments of the .proto files. Usage: python docs/generate_api.py [OUTPUT]"""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def document() -> Iterator[str]:
 
 
 def main() -> None:
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "api.md"
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "reference" / "api.md"
     output.write_text("\n".join(document()).rstrip() + "\n")
 
 

@@ -1,4 +1,7 @@
-"""Writes docs/models.md from a run of every family of the tests. Usage: python docs/generate_models.py [OUTPUT]
+"""Write docs/reference/models.md from a run of every family of the tests.
+
+Usage: python docs/generate_models.py [OUTPUT]
+
 
 Each family is built tiny, loaded as the worker loads it, run through the worker's executor (prompts in chunks beside
 decodes, forks, a preemption, shuffled blocks), and compared with transformers' own generate(), token for token.
@@ -155,4 +158,4 @@ def write(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/models.md")
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/reference/models.md")

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "client/go/README.md"),
-    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 )
 SHELL = ("", "bash", "console")
 _FENCE = re.compile(r"^```(\w*)$")

@@ -774,7 +774,7 @@ def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | 
     """Run a benchmark of the checkout; without a NAME, list them.
 
     Prints a table, and writes JSON with the raw samples and a plot. Some have flags of their own: `quire bench NAME --
-    --help` lists them. What was measured so far, and where, is in docs/benchmarks.md.
+    --help` lists them. What was measured so far, and where, is in docs/reference/benchmarks.md.
 
     \b
     Examples:

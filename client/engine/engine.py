@@ -367,7 +367,7 @@ class Engine:
         cache: CacheParams | None = None,
         **fields: Any,
     ) -> list[BeamCompletion]:
-        """The most probable texts behind all prompts, in the prompts' order: docs/sampling.md, Beam search.
+        """The most probable texts behind all prompts, in the prompts' order: docs/reference/sampling.md, Beam search.
 
         Arguments are those of complete, but for params and fields, which are those of BeamSearchParams. Raises what
         complete raises. Nothing is given out before a search has ended.

@@ -14,7 +14,7 @@ class Grammar:
     """A grammar that the text of a sample matches, from its first token to its end. Exactly one field is given.
 
     Raises InvalidRequest naming field, value and limit. The worker compiles the grammar, and may refuse it
-    (docs/grammars.md).
+    (docs/reference/grammars.md).
 
     json_schema   a JSON schema: JSON text, or what json.dumps makes JSON text of
     json_object   True: any JSON object

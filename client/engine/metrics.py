@@ -1,6 +1,6 @@
 """What an engine measured of its requests and steps, and the page on which Prometheus reads it.
 
-docs/observability.md lists what is on it.
+docs/how-to/observability.md lists what is on it.
 """
 
 import asyncio

@@ -228,7 +228,7 @@ def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
     """Serve text over HTTP, as OpenAI's API has it: the front door.
 
     A client of cachemgr and of the pool's worker. Waits for them if they are not there yet; prints a line when it
-    serves. See docs/http.md for the endpoints.
+    serves. See docs/reference/http.md for the endpoints.
 
     \b
     Example:

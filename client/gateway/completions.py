@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI and vLLM have it. docs/http.md lists its fields."""
+"""POST /v1/completions, as OpenAI and vLLM have it. docs/reference/http.md lists its fields."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing

@@ -98,7 +98,7 @@ OWN_FLAGS: list[Flag] = [
         "--tenant-limits",
         type=FILE,
         metavar="FILE",
-        help="Requests, tokens a minute, priority and weight by tenant, in TOML: docs/routing.md.",
+        help="Requests, tokens a minute, priority and weight by tenant, in TOML: docs/how-to/routing.md.",
     ),
     option(
         "--allow-anonymous",

@@ -1,6 +1,6 @@
 """Measurements of the front door, and its metrics: under vLLM's names where vLLM has the same one.
 
-docs/observability.md lists them.
+docs/how-to/observability.md lists them.
 """
 
 import time

@@ -6,7 +6,7 @@ The first line of the input is {"templates": {name: text}, "special_tokens": {na
 the output answers it: {}, or {"error"} if a template can't be compiled. A line of the input is then {"template": name,
 "values", "continues"}, and the line that answers it is {"text"} or {"error"}. The process ends with its input.
 
-The environment is the one that transformers renders templates in: docs/http.md says what a template can use.
+The environment is the one that transformers renders templates in: docs/reference/http.md says what a template can use.
 """
 
 from __future__ import annotations

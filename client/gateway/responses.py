@@ -1,4 +1,4 @@
-"""POST /v1/responses, as OpenAI has it, for text and functions; nothing is stored. docs/http.md lists its fields."""
+"""POST /v1/responses, as OpenAI has it, for text and functions, stateless. docs/reference/http.md lists its fields."""
 
 from __future__ import annotations
 

@@ -19,6 +19,6 @@ def grpcurl() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    """Both services with the model that ships here, as docs/grpcurl.md starts them; nothing in the pool yet."""
+    """Both services with the model that ships here, as docs/how-to/grpcurl.md starts them; nothing in the pool yet."""
     with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=32) as services:
         yield services

@@ -1,4 +1,4 @@
-"""The Go of docs/inspection.md keeps a copy of a pool's blocks; that of docs/engine-service.md writes text."""
+"""The Go programs of docs/how-to/inspection.md and docs/reference/engine-service.md do what their pages say."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ SOCKET = "unix:/run/quire/engine.sock"
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """The function as a program."""
-    return build(PROGRAM % pages.block("docs/inspection.md", test=THIS).text, tmp_path)
+    return build(PROGRAM % pages.block("docs/how-to/inspection.md", test=THIS).text, tmp_path)
 
 
 def build(source: str, folder: Path) -> Path:
@@ -137,7 +137,7 @@ def test_it_holds_what_is_listed(program: Path) -> None:
 def test_the_ten_lines_write_what_the_engine_generates(tmp_path: Path) -> None:
     with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=8) as services:
         address = f"unix:{services.runtime_dir}/engine.sock"
-        lines = pages.block("docs/engine-service.md", test=THIS).text
+        lines = pages.block("docs/reference/engine-service.md", test=THIS).text
         assert SOCKET in lines
         program = build(TEXT_PROGRAM % lines.replace(SOCKET, address), tmp_path)
         flags = ("--cachemgr", services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address)

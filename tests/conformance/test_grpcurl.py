@@ -1,4 +1,4 @@
-"""Every command of docs/grpcurl.md says what the page says."""
+"""Every command of docs/how-to/grpcurl.md says what the page says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deadlines import DEADLINE_S
 
 from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
-PAGE = ROOT / "docs/grpcurl.md"
+PAGE = ROOT / "docs/how-to/grpcurl.md"
 DOOR = "quire.client.gateway"
 TOKEN = "t-client"
 
@@ -55,7 +55,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str, str], tmp_path: Path) -> None:
-    find("bash", for_what="docs/grpcurl.md")
+    find("bash", for_what="docs/how-to/grpcurl.md")
     written = PAGE.read_text()
     assert "quire up --model deploy/demo/model --num-blocks 32\n" in written, "the fixture starts something else"
     address = f"unix:{tmp_path}/engine.sock"

@@ -1,4 +1,4 @@
-"""The JavaScript of docs/engine-service.md, run by Node with the packages that the page installs."""
+"""The JavaScript of docs/reference/engine-service.md, run by Node with the packages that the page installs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.foreign import BUILD_TIMEOUT_S, ROOT, TIMEOUT_S, find
 from quire.client import LLM, SamplingParams
 from quire.client.cli.launch import LocalServices, ServiceProcess
 
-THIS, PAGE = "tests/conformance/test_javascript.py", "docs/engine-service.md"
+THIS, PAGE = "tests/conformance/test_javascript.py", "docs/reference/engine-service.md"
 DOOR = "quire.client.gateway"
 SOCKET = "unix:/run/quire/engine.sock"
 

@@ -81,7 +81,7 @@ def make_root(folder: Path) -> None:
 
 
 def install(root: Path) -> None:
-    """Quire, its units and the demo's model, as docs/deployment.md says, but for pip."""
+    """Quire, its units and the demo's model, as docs/how-to/deployment.md says, but for pip."""
     venv = root / "opt/quire"
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run(["chroot", str(root), "python3", "-m", "venv", "--without-pip", "/opt/quire"], check=True)

@@ -44,7 +44,11 @@ IN_SDIST = (
         "serving/systemd.py",
     ),
     *("protos/quire/cache/v1/cache_service.proto", "protos/quire/cache/v1/cache_service_pb2.pyi"),
-    *("deploy/systemd/quire-cachemgr.service", "deploy/kubernetes/base/kustomization.yaml", "docs/deployment.md"),
+    *(
+        "deploy/systemd/quire-cachemgr.service",
+        "deploy/kubernetes/base/kustomization.yaml",
+        "docs/how-to/deployment.md",
+    ),
 )
 IN_WHEEL = (
     *("quire/cachemgr/_core.abi3.so", "quire/cachemgr/_core.pyi", "quire/cachemgr/py.typed"),

@@ -1,4 +1,4 @@
-"""The manifests as kustomize renders them: valid for Kubernetes, and what docs/deployment.md promises of them."""
+"""The manifests as kustomize renders them: valid for Kubernetes, and as docs/how-to/deployment.md promises."""
 
 from __future__ import annotations
 
@@ -622,7 +622,7 @@ def ports_out(policy: Manifest) -> set[str]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_gateway_is_added_to_any_overlay(kustomize: Path, tmp_path: Path, overlay: str) -> None:
-    """As docs/deployment.md says, also with an autoscaler. Its policy then leads to the pods of this overlay."""
+    """As docs/how-to/deployment.md says, also with an autoscaler. Its policy then leads to the pods of this overlay."""
     folder = tmp_path / "kubernetes"
     shutil.copytree(DEPLOY / "kubernetes", folder)
     components = ["../../components/gateway"] if overlay != "serve" else []

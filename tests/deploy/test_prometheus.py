@@ -50,8 +50,8 @@ from quire.client.gateway.metrics import DoorMetrics
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, build_family, certificate_family
 
-OPERATIONS = ROOT / "docs" / "operations.md"
-OBSERVABILITY = ROOT / "docs" / "observability.md"
+OPERATIONS = ROOT / "docs" / "how-to" / "operations.md"
+OBSERVABILITY = ROOT / "docs" / "how-to" / "observability.md"
 RULES_TEST = Path(__file__).with_name("prometheus_rules_test.yml")
 METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")
 # Of Prometheus itself.
@@ -131,7 +131,7 @@ def sample_name(family: Any) -> str:
 
 
 def documented() -> Names:
-    """The tables of docs/operations.md, which test_metrics holds against the pages of both services."""
+    """The tables of docs/how-to/operations.md, which test_metrics holds against the pages of both services."""
     section = OPERATIONS.read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
     return {
@@ -216,7 +216,7 @@ def test_names_are_found_in_expressions(expr: str, names: set[str]) -> None:
 def test_an_alert_says_what_to_do(name: str) -> None:
     rule = ALERTS[name]
     assert rule["labels"]["severity"] in ("page", "ticket")
-    assert rule["annotations"]["runbook"] == f"docs/observability.md#{name.lower()}"
+    assert rule["annotations"]["runbook"] == f"docs/how-to/observability.md#{name.lower()}"
     section = OBSERVABILITY.read_text().split(f"\n### {name}\n")[1].split("\n#")[0]
     assert len(section.split()) > 15
 

@@ -59,7 +59,7 @@ def command_of(settings: Settings) -> list[str]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A root with what the units refer to, as docs/deployment.md puts it there."""
+    """A root with what the units refer to, as docs/how-to/deployment.md puts it there."""
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
     for path in SERVICES.values():
@@ -98,7 +98,7 @@ def test_little_is_exposed(installed: Path, path: Path, with_network: bool) -> N
 
 
 def test_a_worker_is_confined_like_cachemgr_but_for_what_is_said() -> None:
-    """The exceptions of docs/deployment.md, in their words."""
+    """The exceptions of docs/how-to/deployment.md, in their words."""
     cachemgr, worker = read_unit(CACHEMGR), read_unit(WORKER)
     own = {"ExecStart", "Environment", "EnvironmentFile", "Description", "User", "Group", "ReadWritePaths"}
     own |= {"StartLimitIntervalSec", "StartLimitBurst", "WatchdogSec", "TimeoutStartSec", "RestartSec", "After"}

@@ -1,6 +1,6 @@
 """Beam search through both real processes: the tokens and scores of transformers' generate(num_beams=...).
 
-And the block of docs/sampling.md that shows one.
+And the block of docs/reference/sampling.md that shows one.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def test_the_best_of_several_samples(services: LocalServices) -> None:
 
 
 def test_the_block_of_the_page_prints_two_beams() -> None:
-    block = pages.block("docs/sampling.md", test="tests/integration/test_beam_search.py")
+    block = pages.block("docs/reference/sampling.md", test="tests/integration/test_beam_search.py")
     printed = io.StringIO()
     with (
         LocalServices.start(model=pages.ROOT / "deploy/demo/model", num_blocks=64) as services,

@@ -1,5 +1,6 @@
-"""The blocks on the pages that can be run here do what their pages say: docs/inspection.md,
-docs/observability.md, docs/operations.md and docs/security.md, on both real services with the model that ships here."""
+"""The blocks on the pages that can be run here do what their pages say: docs/how-to/inspection.md,
+docs/how-to/observability.md, docs/how-to/operations.md and docs/reference/security.md, on both real services with
+the model that ships here."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ async def run_python(block: Block, names: dict[str, Any]) -> dict[str, Any]:
 
 COMMANDS = [
     each
-    for page in ("docs/observability.md", "docs/operations.md")
+    for page in ("docs/how-to/observability.md", "docs/how-to/operations.md")
     for each in pages.blocks(page)
     if each.test == THIS and each.language in SHELL
 ]
@@ -94,10 +95,10 @@ def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None
 
 
 def test_a_copy_of_the_blocks_is_kept(services: LocalServices) -> None:
-    """docs/inspection.md: what the snippet holds is what ListBlocks says."""
+    """docs/how-to/inspection.md: what the snippet holds is what ListBlocks says."""
 
     async def run() -> None:
-        names = await run_python(pages.block("docs/inspection.md", test=THIS), {})
+        names = await run_python(pages.block("docs/how-to/inspection.md", test=THIS), {})
         cache = CacheClient(services.cachemgr_address)
         blocks: dict[int, pb.Block] = {}
         keeping = asyncio.create_task(names["keep"](cache, blocks))
@@ -124,10 +125,10 @@ async def listed(cache: CacheClient) -> dict[int, pb.Block]:
 
 
 def test_an_engine_serves_metrics(services: LocalServices) -> None:
-    """docs/observability.md, Metrics."""
+    """docs/how-to/observability.md, Metrics."""
 
     async def run() -> None:
-        block = pages.block("docs/observability.md", test=THIS, containing="metrics_listen")
+        block = pages.block("docs/how-to/observability.md", test=THIS, containing="metrics_listen")
         port = free_ports(1)[0]
         names = await run_python(on_ports(block, {"9402": port}), {"cachemgr": services.cachemgr_address})
         async with names["engine"] as engine:
@@ -135,17 +136,17 @@ def test_an_engine_serves_metrics(services: LocalServices) -> None:
             page = await asyncio.to_thread(run_shell, f"curl --silent --fail http://127.0.0.1:{port}/metrics", ROOT, {})
         assert "quire_engine_generation_tokens_total" in page
 
-    find("curl", for_what="docs/observability.md")
+    find("curl", for_what="docs/how-to/observability.md")
     asyncio.run(run())
 
 
 def test_an_engine_makes_traces(services: LocalServices) -> None:
-    """docs/observability.md, Traces."""
+    """docs/how-to/observability.md, Traces."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     collector = Collector()
 
     async def run() -> None:
-        block = pages.block("docs/observability.md", test=THIS, containing="otlp_tracing")
+        block = pages.block("docs/how-to/observability.md", test=THIS, containing="otlp_tracing")
         assert block.text.count("    ...\n") == 1
         text = block.text.replace("    ...\n", "    done = await engine.complete(['The input tensor'])\n")
         block = on_ports(replace(block, text=text), {"4317": int(collector.endpoint.rpartition(":")[2])})
@@ -158,11 +159,11 @@ def test_an_engine_makes_traces(services: LocalServices) -> None:
 
 
 def test_the_set_up_of_security(tmp_path: Path) -> None:
-    """docs/security.md, Set up: certificates, tokens, both services, and those who call."""
-    find("openssl", for_what="docs/security.md")
-    find("curl", for_what="docs/security.md")
+    """docs/reference/security.md, Set up: certificates, tokens, both services, and those who call."""
+    find("openssl", for_what="docs/reference/security.md")
+    find("curl", for_what="docs/reference/security.md")
     ports = dict(zip(SECURITY_PORTS, free_ports(len(SECURITY_PORTS)), strict=True))
-    blocks = [each for each in pages.blocks("docs/security.md") if each.test == THIS]
+    blocks = [each for each in pages.blocks("docs/reference/security.md") if each.test == THIS]
     certificates, callers, servers, calls, python = (on_ports(each, ports) for each in blocks)
     run_shell(certificates.text, tmp_path, {})
     run_shell(callers.text, tmp_path, {})

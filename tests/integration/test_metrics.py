@@ -1,4 +1,4 @@
-"""The metrics pages of both servers: what is on them is what docs/operations.md says, and the numbers are right."""
+"""The metrics pages of both servers: as docs/how-to/operations.md lists them, with the right numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cache.v1 import cache_service_pb2
 from quire.client.cli.launch import LocalServices, ServiceProcess
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "how-to" / "operations.md"
 METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")
 OF_BOTH = {"quire_build_info", "quire_tls_certificate_expiry_timestamp_seconds"}
 Page = dict[str, float]

@@ -194,8 +194,8 @@ def anchors(text: str) -> set[str]:
 
 
 def test_the_plan_with_advice_is_one() -> None:
-    """The request in docs/advice.md, with ids in place of its "…"."""
-    command = pages.block("docs/advice.md", test=THIS).text
+    """The request in docs/how-to/advice.md, with ids in place of its "…"."""
+    command = pages.block("docs/how-to/advice.md", test=THIS).text
     (written,) = re.findall(r"-d '(.*)'", command, re.S)
     filled = re.sub(r'"epoch": "…"', '"epoch": "7"', written).replace("[ … ]", "[1, 2]")
     request = json_format.Parse(filled, cache_service_pb2.PlanStepRequest())
@@ -203,16 +203,16 @@ def test_the_plan_with_advice_is_one() -> None:
 
 
 def test_the_token_file_is_one(tmp_path: Path) -> None:
-    """That of docs/security.md."""
+    """That of docs/reference/security.md."""
     path = tmp_path / "tokens"
-    path.write_text(pages.block("docs/security.md", test=THIS, language="").text)
+    path.write_text(pages.block("docs/reference/security.md", test=THIS, language="").text)
     read = read_token_file(path)
     assert ([entry.name for entry in read.tokens], len(read.certificates)) == (["bob"], 3)
 
 
 def test_the_tenants_file_is_one(tmp_path: Path) -> None:
-    """That of docs/security.md."""
+    """That of docs/reference/security.md."""
     path = tmp_path / "tenants.toml"
-    path.write_text(pages.block("docs/security.md", test=THIS, language="toml").text)
+    path.write_text(pages.block("docs/reference/security.md", test=THIS, language="toml").text)
     shares = read_shares(path)
     assert set(shares.tenants) == {"alice", "quire://bob"}

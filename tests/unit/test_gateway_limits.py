@@ -140,7 +140,7 @@ def test_a_file_of_limits_is_refused_with_its_line(tmp_path: Path, text: str, sa
 
 
 def test_the_limits_of_the_docs_can_be_read(tmp_path: Path) -> None:
-    text = pages.block("docs/routing.md", test="tests/unit/test_gateway_limits.py").text
+    text = pages.block("docs/how-to/routing.md", test="tests/unit/test_gateway_limits.py").text
     table = read_limits(write(tmp_path / "limits.toml", text))
     assert table.default.tokens_per_minute == 100_000
     assert table.of("alice").weight == 3

@@ -1,11 +1,11 @@
-"""docs/models.md is of the families that the tests run."""
+"""docs/reference/models.md is of the families that the tests run."""
 
 import re
 from pathlib import Path
 
 import model_zoo as zoo
 
-PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
 
 
 def test_every_family_is_there_and_equal() -> None:

@@ -361,7 +361,7 @@ Global___CheckGrammarResponse: _TypeAlias = CheckGrammarResponse  # noqa: Y015
 class SamplingParameters(_message.Message):
     """How the next token of a sequence is chosen: tokens that can't be chosen by the
     grammar or by other fields, logit_bias, penalties, then temperature, top-k,
-    top-p, min-p, in this order (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+    top-p, min-p, in this order (docs/reference/sampling.md). Unset fields mean the value that changes nothing. A value
     outside of its field's range is refused with INVALID_ARGUMENT. Floats are
     checked as they arrive, in float32: 1e-46 is 0.
     """

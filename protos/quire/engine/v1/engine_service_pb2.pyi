@@ -273,7 +273,7 @@ Global___BadWord: _TypeAlias = BadWord  # noqa: Y015
 class GenerationParameters(_message.Message):
     """How the tokens of a request are chosen, and how many. The fields are those of the
     Python engine's SamplingParams and of quire.compute.v1.SamplingParameters, with
-    the same ranges (docs/sampling.md). A value outside of its field's range is
+    the same ranges (docs/reference/sampling.md). A value outside of its field's range is
     refused with INVALID_ARGUMENT. Floats are checked in float32.
     """
 

@@ -616,7 +616,7 @@ func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
 
 // How the next token of a sequence is chosen: tokens that can't be chosen by the
 // grammar or by other fields, logit_bias, penalties, then temperature, top-k,
-// top-p, min-p, in this order (docs/sampling.md). Unset fields mean the value that changes nothing. A value
+// top-p, min-p, in this order (docs/reference/sampling.md). Unset fields mean the value that changes nothing. A value
 // outside of its field's range is refused with INVALID_ARGUMENT. Floats are
 // checked as they arrive, in float32: 1e-46 is 0.
 type SamplingParameters struct {
