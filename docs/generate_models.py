@@ -2,7 +2,6 @@
 
 Usage: python docs/generate_models.py [OUTPUT]
 
-
 Each family is built tiny, loaded as the worker loads it, run through the worker's executor (prompts in chunks beside
 decodes, forks, a preemption, shuffled blocks), and compared with transformers' own generate(), token for token.
 """
