@@ -23,6 +23,7 @@ from quire.client.channel import (
 )
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import InvalidRequest, LeaseLost, ProtocolViolation, QuireError
+from quire.serving.runtime_folder import default_cachemgr
 
 _BLOCK_PAGE_SIZE = 10_000
 """The most that cachemgr gives."""
@@ -58,16 +59,19 @@ class CacheClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
         credentials: Credentials = NO_CREDENTIALS,
         timeout_s: float = 10.0,
         retry: RetryPolicy = RETRIES,
     ) -> None:
-        """address is "unix:/path" or "host:port"; timeout_s is the deadline of each attempt of a call."""
+        """Prepare calls to an address, "unix:/path" or "host:port"; None is the default, where `quire up` serves.
+
+        timeout_s is the deadline of each attempt of a call.
+        """
         self._timeout_s = timeout_s
         self._retry = retry
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address or default_cachemgr(), credentials)
         self._stub = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self._plans: OrderedStream[pb.PlanStepsRequest, pb.PlanStepsResponse] = OrderedStream(
             self._stub.PlanSteps, timeout_s=timeout_s

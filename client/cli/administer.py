@@ -86,7 +86,8 @@ def run_explain(place: Place, prefix: Prefix, *, as_json: bool) -> None:
     for name, value in _as_json(answer).items():
         if value != "" and name not in ("reason", "lost_time"):
             table.add_row(name.replace("_", " "), str(value))
-    table.add_row("reason", _name_of(pb.MissReason.Name(answer.reason)))
+    reason = _name_of(pb.MissReason.Name(answer.reason))
+    table.add_row("reason", reason if answer.block_count else f"{reason}: the prompt has no full block to look for")
     if answer.HasField("lost_time"):
         table.add_row("lost time", _time_of(answer.lost_time.ToJsonString()))
     _print(answer, table, as_json=as_json)

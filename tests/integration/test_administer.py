@@ -107,6 +107,7 @@ def test_the_commands_about_a_prefix(cachemgr: str) -> None:
     assert as_json(cachemgr, "lookup", *tokens)["matches"][0]["cached_token_count"] == 32
     assert as_json(cachemgr, "explain", *tokens, "--salt", "s")["reason"] == "MISS_REASON_OTHER_SALT"
     assert "never computed" in run(cachemgr, "explain", TEXT).stdout
+    assert "none: the prompt has no full block" in run(cachemgr, "explain", "--token-ids", "1,2").stdout
     pin_id = as_json(cachemgr, "pin", *tokens, "--ttl", "60")["pin_id"]
     assert pin_id in run(cachemgr, "pin").stdout
     assert run(cachemgr, "pin", "--remove", pin_id).exit_code == 0

@@ -26,6 +26,7 @@ BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
 COMMANDS = [(each.place, command) for each in BLOCKS if each.language in SHELL for command in each.commands()]
 QUIRE = [(place, command) for place, command in COMMANDS if re.match(r"(\w+=\S+ )*quire \w", command)]
 FOREIGN_FLAGS = {"--append"}  # of usermod
+BESIDE_VLLM = "docs/how-to/move-from-vllm.md"  # the first column of its tables has vLLM's flags
 SCRIPTS = [path for folder in ("benchmarks", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 PACKAGES = ("cachemgr", "worker", "client", "serving", "kernels")
 # What may read a variable that is not for a flag.
@@ -115,6 +116,13 @@ def test_flags_in_the_text_are_there() -> None:
     assert not unknown
 
 
+def test_flags_beside_those_of_vllm_are_there() -> None:
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|", pages.read(BESIDE_VLLM), re.M)
+    named = {flag for cell in rows for flag in re.findall(r"--[a-z][a-z-]+", cell)}
+    assert len(named) > 15
+    assert not named - {flag for command in all_commands() for flag in flags_of(command)}
+
+
 def all_commands() -> list[click.Command]:
     return [quire, *quire.commands.values(), *map(service, SERVERS)]
 
@@ -124,8 +132,10 @@ def flags_of(command: click.Command) -> set[str]:
 
 
 def inline_code(page: str) -> list[str]:
-    """`code` within the text, without the blocks."""
+    """`code` within the text, without the blocks and without what vLLM's is."""
     text = re.sub(r"^```.*?^```$", "", pages.read(page), flags=re.M | re.S)
+    if page == BESIDE_VLLM:
+        text = re.sub(r"^\|[^|]*\||^This is `vllm serve.*$", "|", text, flags=re.M)
     return re.findall(r"`([^`]+)`", text)
 
 
