@@ -1,6 +1,7 @@
 """The environment every test runs in, also when pytest is called without make; and the tiers of the tests."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,10 @@ FIRST = (
 # Before anything imports torch or grpc.
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+
+# A shell without job control starts a command in the background with SIGINT ignored. What the command starts ignores it
+# too, and the programs that tests interrupt would go on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 forking.install()
 

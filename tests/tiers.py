@@ -115,7 +115,7 @@ def files_of(results: Path) -> dict[str, Taken]:
     taken: dict[str, Taken] = {}
     for case in ElementTree.parse(results).iter("testcase"):
         told = {each.get("name"): float(each.get("value", "")) for each in case.iter("property")}
-        path = path_of(case.get("classname", ""))
+        path = path_of(case.get("classname") or case.get("name", ""))
         before = taken.get(path) or Taken(0, (ROOT / path).read_text().count("\n"), 0.0, 0.0)
         taken[path] = before + Taken(1, 0, told.get("wall_s", 0.0), told.get("processor_s", 0.0))
     return taken

@@ -7,9 +7,10 @@ its own, which is killed when it takes too long.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,19 +154,23 @@ class _Process:
 
     def __init__(self, source: TemplateSource) -> None:
         self._source = source
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         """Wait until the process has compiled the templates. Raises ValueError if it can't."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self._process.poll() is None:
             return
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "quire.client.gateway.rendering"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=_MAX_LINE_BYTES,
-        )
+        await self.close()
+        ours, theirs = socket.socketpair()
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        with theirs:
+            # Not by the event loop: uvloop's fork runs gRPC's fork handlers, which can end the child before its exec.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "quire.client.gateway.rendering"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
         first = {"templates": dict(self._source.by_name), "special_tokens": dict(self._source.special_tokens)}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -195,13 +200,12 @@ class _Process:
         return answer
 
     async def _exchange(self, request: Mapping[str, Any]) -> dict[str, str] | None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        if self._writer.is_closing():
+            return None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            await self._process.stdin.drain()
-            line = await self._process.stdout.readline()
+            self._writer.write(json.dumps(request).encode() + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
         except (BrokenPipeError, ConnectionResetError):
             return None
         answer: dict[str, str] | None = json.loads(line) if line else None
@@ -211,10 +215,10 @@ class _Process:
         """End the process."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
         self._process = None
+        self._writer.close()
 
 
 class Templates:

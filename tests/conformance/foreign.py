@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from deadlines import DEADLINE_S
 from google.rpc import error_details_pb2
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".tools"
 CACHE, WORKER = "quire.cache.v1.CacheService", "quire.compute.v1.WorkerService"
-TIMEOUT_S = 60
 BUILD_TIMEOUT_S = 1200  # with nothing in Go's caches
 
 
@@ -87,7 +87,7 @@ class Grpcurl:
     def stream(self, method: str, requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All requests, then the end of the stream; all answers. Raises Refused if it ends with a status."""
         spoken = "".join(map(json.dumps, requests))
-        done = subprocess.run(self.command(method), input=spoken, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(self.command(method), input=spoken, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:
             raise status_of(done.stderr)
         return documents(done.stdout)

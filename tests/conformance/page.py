@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMEOUT_S = 120
+from deadlines import DEADLINE_S
+
 _MARK = "--- the end of a command ---"
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -65,7 +66,7 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self._limit = threading.Timer(TIMEOUT_S, self._process.kill)
+        self._limit = threading.Timer(DEADLINE_S, self._process.kill)
         self._limit.start()
 
     def run(self, command: str) -> str:

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conformance.foreign import CACHE, TIMEOUT_S, find
+from conformance.foreign import CACHE, find
+from deadlines import DEADLINE_S
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2
@@ -30,7 +31,7 @@ def call(services: LocalServices, folder: Path, body: bytes) -> tuple[list[dict[
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"]
     files = ["--data-binary", f"@{folder}/request", "--output", f"{folder}/body", "--dump-header", f"{folder}/headers"]
     command = [curl, "--silent", "--show-error", "--http2-prior-knowledge", "--unix-socket", path, *headers, *files]
-    subprocess.run([*command, f"http://localhost/{METHOD}"], check=True, timeout=TIMEOUT_S)
+    subprocess.run([*command, f"http://localhost/{METHOD}"], check=True, timeout=DEADLINE_S)
     first, *rest = (folder / "headers").read_text().splitlines()
     assert first.split() == ["HTTP/2", "200"]
     blocks = "\n".join(line.strip() for line in rest).strip().split("\n\n")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pages
 import pytest
-from conformance.foreign import BUILD_TIMEOUT_S, ROOT, TIMEOUT_S, find
+from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
+from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import CacheClient, Engine, SamplingParams
@@ -129,7 +130,7 @@ def test_it_holds_what_is_listed(program: Path) -> None:
     with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=32) as services:
         expected = asyncio.run(not_free(services.cachemgr_address))
         command = [str(program), services.cachemgr_address]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
     assert expected
     assert json.loads(said) == expected
 
@@ -145,8 +146,8 @@ def test_the_ten_lines_write_what_the_engine_generates(tmp_path: Path) -> None:
         door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
         door.start()
         try:
-            door.wait_serving(TIMEOUT_S)
-            done = subprocess.run([str(program)], capture_output=True, text=True, timeout=TIMEOUT_S)
+            door.wait_serving(DEADLINE_S)
+            done = subprocess.run([str(program)], capture_output=True, text=True, timeout=DEADLINE_S)
         finally:
             door.terminate()
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pages
 import pytest
-from conformance.foreign import BUILD_TIMEOUT_S, ROOT, TIMEOUT_S, find
+from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
+from deadlines import DEADLINE_S
 
 from quire.client import LLM, SamplingParams
 from quire.client.cli.launch import LocalServices, ServiceProcess
@@ -38,8 +39,8 @@ def test_the_page_writes_what_the_engine_generates(tmp_path: Path) -> None:
         door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
         door.start()
         try:
-            door.wait_serving(TIMEOUT_S)
-            done = subprocess.run([node, "main.js"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+            door.wait_serving(DEADLINE_S)
+            done = subprocess.run([node, "main.js"], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
         finally:
             door.terminate()
     assert (done.returncode, done.stderr) == (0, "")

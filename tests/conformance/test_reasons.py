@@ -18,7 +18,8 @@ from typing import Any
 import grpc
 import pytest
 from certificates import sha256
-from conformance.foreign import CACHE, ROOT, TIMEOUT_S, WORKER, Grpcurl, Refused, status_of
+from conformance.foreign import CACHE, ROOT, WORKER, Grpcurl, Refused, status_of
+from deadlines import DEADLINE_S
 from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS, WORKER_ARGS, await_that
 from model_zoo import save
 
@@ -89,7 +90,7 @@ class Both:
         for lease_id in self.lease_ids:
             self.ask("DeleteLease", lease_id=lease_id)
         self.lease_ids.clear()
-        await_that("they are fenced", lambda: not self.ask("ListLeases"), timeout_s=TIMEOUT_S)
+        await_that("they are fenced", lambda: not self.ask("ListLeases"), timeout_s=DEADLINE_S)
         self.ask("ResetPrefixCache", pool="default")
 
     def run(self, plan: Json, *token_ids: int, **fields: Any) -> Json:
@@ -293,7 +294,7 @@ def cache_overloaded(both: Both) -> None:
     request = cache_service_pb2.WatchBlocksRequest(pool="default")
     with grpc.insecure_channel(both.services.cachemgr_address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         watch: Any = cache_service_pb2_grpc.CacheServiceStub(channel).WatchBlocks
-        watching = [watch(request, metadata=shown, timeout=TIMEOUT_S) for _ in range(MAX_WATCHES)]
+        watching = [watch(request, metadata=shown, timeout=DEADLINE_S) for _ in range(MAX_WATCHES)]
         for answers in watching:
             assert next(answers).epoch
         both.cache.stream(f"{CACHE}/WatchBlocks", [{"pool": "default"}])
@@ -430,7 +431,7 @@ def worker_pool_detached(both: Both) -> None:
             return False
         return True
 
-    await_that("it answers", answers, timeout_s=TIMEOUT_S)
+    await_that("it answers", answers, timeout_s=DEADLINE_S)
     grant = grant_pb2.StepGrant(pool=model["pool"], epoch=int(model["epoch"]), lease_id="a", step_number=1)
     both.run({"grant": {"grant": base64.b64encode(grant.SerializeToString()).decode(), "signature": ""}})
 
@@ -447,7 +448,7 @@ def told_to_stop(process: ServiceProcess, server: Grpcurl, method: str, request:
             assert call.stdout.readline() == "{\n", "an answer: the stream is open"
             process.terminate()
             # grpcurl looks at the stream's end when it has no more to send.
-            return status_of(call.communicate(timeout=TIMEOUT_S)[1])
+            return status_of(call.communicate(timeout=DEADLINE_S)[1])
         finally:
             call.kill()
 

@@ -25,6 +25,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# isort: split
+from deadlines import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"
 # Which Debian has this Python: what was compiled for ours has to run there.
@@ -40,7 +45,6 @@ SHORT = {
     CACHEMGR: "[Service]\nWatchdogSec=2\n",
     WORKER: f"[Service]\nWatchdogSec=2\nTimeoutStartSec={SHORT_START_S}\n",
 }
-TIMEOUT_S = 90.0
 OUTSIDE = "192.0.2.1"  # an address of the container that is not loopback
 # Outcomes of sandbox_probe.py in both units; what is not here must succeed.
 REFUSED = {
@@ -141,7 +145,7 @@ class Container:
 
     def attempt(self, *command: str) -> subprocess.CompletedProcess[str]:
         """The same, however it ends."""
-        return subprocess.run([*self._entering(), *command], capture_output=True, text=True, timeout=TIMEOUT_S)
+        return subprocess.run([*self._entering(), *command], capture_output=True, text=True, timeout=DEADLINE_S)
 
     def spawn(self, *command: str) -> subprocess.Popen[bytes]:
         """A command in the container that runs on."""
@@ -150,7 +154,7 @@ class Container:
     def write(self, path: str, text: str) -> None:
         """A file in the container."""
         command = [*self._entering(), "sh", "-c", f"mkdir -p $(dirname '{path}') && cat > '{path}'"]
-        subprocess.run(command, input=text, text=True, check=True, timeout=TIMEOUT_S)
+        subprocess.run(command, input=text, text=True, check=True, timeout=DEADLINE_S)
 
     def show(self, unit: str, *names: str) -> tuple[str, ...]:
         """Properties of a unit."""
@@ -158,7 +162,7 @@ class Container:
 
     def await_that(self, what: str, holds: Callable[[], bool]) -> None:
         """Asks until it is so. Raises CheckFailed when that takes too long."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + DEADLINE_S
         while not holds():
             if time.monotonic() > deadline or self._nspawn.poll() is not None:
                 raise CheckFailed(f"not so in time: {what}\n{self._log.read_text()[-2000:]}{self._journal()}")
@@ -175,7 +179,7 @@ class Container:
         """Powers off."""
         with contextlib.suppress(IndexError, subprocess.TimeoutExpired):
             self.attempt("systemctl", "poweroff")
-            self._nspawn.wait(TIMEOUT_S)
+            self._nspawn.wait(DEADLINE_S)
         self._nspawn.kill()
         self._nspawn.wait()
 
@@ -282,7 +286,7 @@ def a_stop_drains(box: Container) -> None:
     client = box.spawn("/opt/quire/bin/quire", "generate", "The", "--n", "32", "--max-tokens", "400")
     box.await_that("blocks are held", lambda: num_active_blocks(box) > 0)
     box.run("systemctl", "stop", WORKER, CACHEMGR)
-    client.wait(TIMEOUT_S)
+    client.wait(DEADLINE_S)
     for unit in (WORKER, CACHEMGR):
         ended = box.show(unit, "Result", "ExecMainStatus", "ActiveState")
         if ended != ("success", "0", "inactive"):

@@ -77,12 +77,12 @@ FOREIGN_TO = {
     "cachemgr": WITHOUT_TORCH | {"llguidance", "tokenizers", "huggingface-hub", "rich", "psutil"},
     "client": WITHOUT_TORCH | {"llguidance", "numpy", "uvloop", "grpcio-reflection"},
 }
-SERVING = """
+SERVING = f"""
 import grpc, sys
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 with grpc.insecure_channel(sys.argv[1], options=(("grpc.enable_http_proxy", 0),)) as channel:
     request = health_pb2.HealthCheckRequest()
-    for answer in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=30):
+    for answer in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout={DEADLINE_S}):
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             break
 """

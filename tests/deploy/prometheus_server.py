@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deadlines import DEADLINE_S
 from deploy.tools import DEPLOY, find
 from integration.protocol_client import await_that
 
@@ -80,7 +81,7 @@ class Server:
     def is_ready(self) -> bool:
         """True if it answers questions."""
         try:
-            with self._open(f"{self._base}/-/ready", timeout=5) as answer:
+            with self._open(f"{self._base}/-/ready", timeout=DEADLINE_S) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False
@@ -88,7 +89,7 @@ class Server:
     def ask(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its API."""
         url = f"{self._base}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with self._open(url, timeout=10) as answer:
+        with self._open(url, timeout=DEADLINE_S) as answer:
             return json.load(answer)["data"]
 
     def query(self, expr: str) -> list[dict[str, Any]]:
@@ -123,6 +124,6 @@ def running(folder: Path, targets: Mapping[str, str]) -> Iterator[Server]:
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()

@@ -400,7 +400,7 @@ def is_recorded(server: Server) -> bool:
 
 async def generate_until(engine: Engine, is_enough: Any) -> None:
     """Requests, one after the other, until they are enough: what is asked in a thread, so that pages are answered."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             await engine.complete(["The default value is"] * 2, SamplingParams(max_tokens=8, temperature=0))
             if await asyncio.to_thread(is_enough):

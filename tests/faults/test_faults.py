@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from deadlines import DEADLINE_S
 from faults.disk import SmallDisk, can_mount
 from faults.harness import Checker, Delivery, Harness, knows_state_dir
 from faults.proxy import DOWN, UP, Link
@@ -175,7 +176,7 @@ async def linked(folder: Path) -> AsyncIterator[tuple[Link, grpc.aio.Channel]]:
 
 async def echoed(channel: grpc.aio.Channel, *messages: bytes) -> list[bytes]:
     """All answers to these messages."""
-    call = channel.stream_stream(ECHO)(timeout=60)
+    call = channel.stream_stream(ECHO)(timeout=DEADLINE_S)
     for message in messages:
         await call.write(message)
     await call.done_writing()
@@ -229,7 +230,7 @@ def test_a_call_is_doubled_as_a_whole_or_its_answer_is_lost(folder: Path) -> Non
 def test_a_cut_ends_what_is_open_and_refuses_what_comes(folder: Path) -> None:
     async def run() -> None:
         async with linked(folder) as (link, channel):
-            call = channel.stream_stream(ECHO)(timeout=60)
+            call = channel.stream_stream(ECHO)(timeout=DEADLINE_S)
             await call.write(b"1")
             assert await call.read() == b"1"
             link.cut()
@@ -246,7 +247,7 @@ def test_a_cut_ends_what_is_open_and_refuses_what_comes(folder: Path) -> None:
 def test_a_half_closed_stream_still_answers(folder: Path) -> None:
     async def run() -> None:
         async with linked(folder) as (link, channel):
-            call = channel.stream_stream(ECHO)(timeout=60)
+            call = channel.stream_stream(ECHO)(timeout=DEADLINE_S)
             await call.write(b"1")
             assert await call.read() == b"1"
             await link.half_close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 
 COMPLETIONS = "/v1/completions"
@@ -159,7 +160,7 @@ def test_what_is_no_http(gateway: Gateway) -> None:
         b"GET / HTTP/9.9\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
     ):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
             connection.sendall(sent)
             assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import DEADLINE_S
 from gateway.chat_templates import BY_NAME, CHATML, GEMMA, LLAMA3, MISTRAL
 
 from quire.client.gateway import rendering, templates
@@ -221,6 +224,26 @@ def test_callers_that_go_away_leave_the_others_their_answers() -> None:
             await made.close()
 
     assert asyncio.run(run()) == [str(index) for index in range(1, 40, 2)]
+
+
+FORKED_IN_VAIN = """
+import ctypes, uvloop
+from quire.client.gateway.templates import Templates, TemplateSource
+libc = ctypes.CDLL(None)
+getattr(libc, "__register_atfork")(None, None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+async def main():
+    made = Templates(TemplateSource({"default": "{{ messages[0].content }}"}))
+    await made.start()
+    print(await made.render([{"role": "user", "content": "rendered"}]))
+    await made.close()
+uvloop.run(main())
+"""
+
+
+def test_no_handler_of_a_fork_ends_the_process_at_its_start() -> None:
+    """gRPC's handlers end some children of a process that makes calls; the handler here ends all of them."""
+    done = subprocess.run([sys.executable, "-c", FORKED_IN_VAIN], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.stdout, done.returncode) == ("rendered\n", 0), done.stderr
 
 
 def test_values_of_the_caller_come_before_special_tokens() -> None:

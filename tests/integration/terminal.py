@@ -8,11 +8,13 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sysconfig
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from integration.protocol_client import DEADLINE_S
@@ -20,6 +22,16 @@ from integration.protocol_client import DEADLINE_S
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 HOME = "\x1b[H"
 LEFT = "\x1b[?1049l"
+
+
+@contextlib.contextmanager
+def hung_up_with_its_terminal() -> Iterator[None]:
+    """Start processes with the default for SIGHUP within the block, also where nohup runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Terminal:
@@ -40,14 +52,15 @@ class Terminal:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("QUIRE_", "NO_COLOR"))}
         for name in ("COLUMNS", "LINES"):
             kept.pop(name, None)
-        self.process = subprocess.Popen(
-            [QUIRE, *command, *arguments],
-            stdin=self._far,
-            stdout=self._far,
-            stderr=self._far,
-            env={**kept, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | environment,
-            process_group=0,
-        )
+        with hung_up_with_its_terminal():
+            self.process = subprocess.Popen(
+                [QUIRE, *command, *arguments],
+                stdin=self._far,
+                stdout=self._far,
+                stderr=self._far,
+                env={**kept, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | environment,
+                process_group=0,
+            )
         self.written = ""
 
     def resize(self, width: int, height: int) -> None:

@@ -51,20 +51,21 @@ from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 cache = cache_service_pb2_grpc.CacheServiceStub(grpc.insecure_channel(sys.argv[1]))
 worker = worker_service_pb2_grpc.WorkerServiceStub(grpc.insecure_channel(sys.argv[2]))
-lease = cache.CreateLease(cache_service_pb2.CreateLeaseRequest(pool="default", ttl={{"seconds": 1}}), timeout=10)
+request = cache_service_pb2.CreateLeaseRequest(pool="default", ttl={{"seconds": 1}})
+lease = cache.CreateLease(request, timeout={DEADLINE_S})
 plan = cache.PlanStep(
     cache_service_pb2.PlanStepRequest(
         lease_id=lease.lease_id, epoch=lease.epoch, admissions=[{{"sequence_id": 1, "token_ids": {PROMPT}}}]
     ),
-    timeout=10,
+    timeout={DEADLINE_S},
 )
 inputs = [{{"sequence_id": 1, "token_ids": {PROMPT}}}]
-worker.RunStep(worker_service_pb2.RunStepRequest(grant=plan.grant, inputs=inputs), timeout=10)
+worker.RunStep(worker_service_pb2.RunStepRequest(grant=plan.grant, inputs=inputs), timeout={DEADLINE_S})
 cache.PlanStep(
     cache_service_pb2.PlanStepRequest(
         lease_id=lease.lease_id, epoch=lease.epoch, extends={{"sequence_ids": [1], "token_counts": [1]}}
     ),
-    timeout=10,
+    timeout={DEADLINE_S},
 )
 print(lease.lease_id, flush=True)
 sys.stdin.read()
@@ -115,6 +116,7 @@ def test_a_client_that_wakes_after_its_lease_is_told(pair: Pair, create_lease: C
     await_that("the lease is gone", lambda: not pair.has_lease(sleeper.lease_id))
     other = create_lease()
     other.run(other.admit((1, draw_tokens(80, seed=3))))  # takes over what the sleeper held
+    other.await_settled()
     with pair.untouched():
         assert reason_of(lambda: sleeper.run(plan)) == "LEASE_FENCED"
         assert reason_of(lambda: sleeper.run(plan, skip=True)) == "LEASE_FENCED"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pages
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2
 from quire.client import LLM, CacheClient, Engine, EngineStopped, InvalidRequest, NotFound, SamplingParams, Unavailable
@@ -89,7 +90,7 @@ def test_a_script_that_does_not_close_it_ends_and_gives_the_lease_back(cachemgr:
     script = (
         "import sys; from quire.client import LLM; print(len(LLM(sys.argv[1]).generate('The input', max_tokens=2)))"
     )
-    done = subprocess.run([sys.executable, "-c", script, cachemgr], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, cachemgr], capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
     assert not leases(cachemgr)
 
@@ -115,7 +116,7 @@ def test_ctrl_c_cancels_a_call_and_the_next_one_works(cachemgr: str) -> None:
                 assert process.poll() is None
             os.kill(process.pid, signal.SIGINT)
             assert process.stdout.read() == "1\n"
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=DEADLINE_S) == 0
         finally:
             process.kill()
     assert not leases(cachemgr)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 
 from quire.client.cli.launch import LocalServices
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
-TIMEOUT_S = 120.0
 # As many tokens as take a while.
 LONG = ("generate", "The", "--max-tokens", "900", "--temperature", "100")
 
@@ -31,11 +31,11 @@ def services() -> Iterator[LocalServices]:
 
 
 def begin(services: LocalServices, stderr: int) -> subprocess.Popen[bytes]:
-    """`quire generate`, once it has printed something. Ended after TIMEOUT_S."""
+    """`quire generate`, once it has printed something. Ended after DEADLINE_S."""
     process = subprocess.Popen(
         [QUIRE, *LONG, "--cachemgr", services.cachemgr_address], stdout=subprocess.PIPE, stderr=stderr
     )
-    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
     watchdog.daemon = True
     watchdog.start()
     assert process.stdout is not None
@@ -50,7 +50,7 @@ def test_a_worker_that_stays_away_is_named_in_a_line(services: LocalServices) ->
         said = process.stderr.readline().decode()
         assert re.fullmatch(r"waiting for the worker, \d+ s at most \(.+\)\n", said)
         services.worker.start()
-        services.worker.wait_serving(TIMEOUT_S)
+        services.worker.wait_serving(DEADLINE_S)
         assert process.stderr.readline() == b"the services are back\n"
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
@@ -63,7 +63,7 @@ def test_on_a_terminal_the_line_counts_down_and_goes_away(services: LocalService
         services.worker.kill()
         seen = read_until(near, rb"waiting for the worker, (\d+) s at most.*waiting for the worker, (?!\1)(\d+) s")
         services.worker.start()
-        services.worker.wait_serving(TIMEOUT_S)
+        services.worker.wait_serving(DEADLINE_S)
         seen += read_until(near, rb"\r\x1b\[K$")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 from integration.protocol_client import FAULTY_WORKER, NUM_BLOCKS, WORKER_ARGS, WORKER_SERVICE, Pair, draw_tokens
 
@@ -15,7 +16,6 @@ from quire.client import Engine, SamplingParams
 from quire.client.cli.launch import LocalServices
 
 LIMIT_S = 4
-END_TIMEOUT_S = 60.0
 PROMPTS = [draw_tokens(count, seed=count) for count in (21, 9)]
 NUM_NEW = 12
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -82,11 +82,11 @@ def test_requests_finish_on_the_worker_that_comes_after_one_that_hangs(pair: Pai
 
     def hang_and_start_again() -> None:
         hold.await_running()
-        assert worker.wait_exited(END_TIMEOUT_S)
+        assert worker.wait_exited(DEADLINE_S)
         assert worker.returncode == 1
         hold.release()
         worker.start()
-        worker.wait_serving(END_TIMEOUT_S)
+        worker.wait_serving(DEADLINE_S)
 
     with pair.held() as hold:
         answers = asyncio.run(complete(pair, hang_and_start_again))

@@ -145,7 +145,7 @@ async def run(stage: Stage, disturb: Disturb | None = None, **config: Any) -> tu
         assert any(len(tokens) < NUM_NEW for tokens in streams.values())
         await disturb(engine, held[0])
 
-    async with asyncio.timeout(90), stage.engine(**config) as engine:
+    async with asyncio.timeout(DEADLINE_S), stage.engine(**config) as engine:
         try:
             disturbing = [] if disturb is None else [disturb_once(disturb)]
             await asyncio.gather(stream_all(engine, take), *disturbing)

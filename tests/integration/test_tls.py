@@ -134,7 +134,7 @@ def run_quire(cluster: Cluster, *arguments: str, **environment: str) -> subproce
         capture_output=True,
         text=True,
         env=cluster.environment(**environment),
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
 

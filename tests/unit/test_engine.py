@@ -293,7 +293,7 @@ async def read(chunks: Any) -> list[Chunk]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -331,12 +331,12 @@ def test_a_timeout_counts_from_the_first_attempt() -> None:
     async def body() -> None:
         a = Pool("a")
         async with routing(a) as router:
-            chunks = router.generate(PROMPT, greedy(60, timeout_s=0.2))
-            tokens = list((await anext(chunks)).token_ids)
-            a.gate.clear()
-            rest = [chunk async for chunk in chunks]
-            assert rest[-1].finish_reason is FinishReason.TIMEOUT
-            assert len(tokens) + sum(len(chunk.token_ids) for chunk in rest) < 60
+            chunks = []
+            async for chunk in router.generate(PROMPT, greedy(60, timeout_s=0.2)):
+                a.gate.clear()
+                chunks.append(chunk)
+            assert chunks[-1].finish_reason is FinishReason.TIMEOUT
+            assert sum(len(chunk.token_ids) for chunk in chunks) < 60
             a.gate.set()
 
     run(body())

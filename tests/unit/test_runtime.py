@@ -4,12 +4,14 @@ import subprocess
 import sys
 import textwrap
 
+from deadlines import DEADLINE_S
+
 
 def run(code: str) -> str:
     prelude = "import gc, weakref\nfrom quire.serving.runtime import tune_garbage_collector\n"
     source = prelude + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=DEADLINE_S
     ).stdout.strip()
 
 

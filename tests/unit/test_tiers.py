@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import files_of
 
 TESTS = Path(__file__).parents[1]
 BURN = "import time\nwhile time.process_time() < 0.2: pass\n"
@@ -48,3 +49,9 @@ def test_a_child_that_outlives_the_command_is_counted(tmp_path: Path) -> None:
 def test_a_command_that_fails_is_said(tmp_path: Path) -> None:
     tiers(tmp_path, "record", "test", "bad", sys.executable, "-c", "raise SystemExit(3)", status=3)
     assert "bad (failed: 3)" in tiers(tmp_path, "show")
+
+
+def test_a_file_that_can_not_be_imported_is_one_of_the_files(tmp_path: Path) -> None:
+    results = tmp_path / "python.xml"  # as pytest writes it: such a file has no class, and its name is the case's
+    results.write_text('<testsuite><testcase classname="" name="tests.unit.test_tiers" /></testsuite>')
+    assert list(files_of(results)) == ["tests/unit/test_tiers.py"]

@@ -362,6 +362,7 @@ mod tests {
 
     use super::*;
     use crate::books::leases::RequestKey;
+    use crate::books::pins::PinId;
     use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::books::tests::{admission, geometry, report, some_request, some_share};
@@ -530,16 +531,31 @@ mod tests {
         answers
     }
 
-    #[test]
-    fn a_pin_that_a_refused_plan_ended_does_not_come_back() {
-        let folder = Folder::new("refused");
-        let mut stored = create(&folder, "lru", LogLimits::default());
+    /// Books with a pin until 5.0, and its id.
+    fn pinned(folder: &Folder) -> (StoredBooks, PinId) {
+        let mut stored = create(folder, "lru", LogLimits::default());
         open_leases(&mut stored);
         let tokens = [1, 2, 3, 4, 0];
         let request = StepRequest { admissions: vec![admission(1, &tokens)], ..StepRequest::default() };
         stored.plan("a", 0, &request, 1.0, &key("", b"")).unwrap();
         stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
-        stored.pin_prefix(b"x", &tokens, b"", 5.0).unwrap().unwrap();
+        let pin = stored.pin_prefix(b"x", &tokens, b"", 5.0).unwrap().unwrap();
+        (stored, pin.id)
+    }
+
+    #[test]
+    fn a_pin_that_was_taken_back_does_not_come_back() {
+        let folder = Folder::new("taken-back");
+        let (mut stored, pin_id) = pinned(&folder);
+        assert!(stored.unpin_prefix(None, &pin_id).unwrap());
+        drop(stored);
+        assert_eq!(recover(&folder, LIMITS).books().pins().all().count(), 0);
+    }
+
+    #[test]
+    fn a_pin_that_a_refused_plan_ended_does_not_come_back() {
+        let folder = Folder::new("refused");
+        let (mut stored, _) = pinned(&folder);
         let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
         let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
         assert!(matches!(stored.plan("a", 0, &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
