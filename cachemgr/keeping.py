@@ -15,7 +15,7 @@ from quire.cachemgr.attachments import pool_detached
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, invalid
 from quire.cachemgr.inspection import DEFAULT_PAGE, MAX_PAGE
-from quire.cachemgr.pools import VisiblePools, sees_all, tenant_asked_for
+from quire.cachemgr.pools import VisiblePools, sees_all, tenant_asked_about, tenant_asked_for
 from quire.cachemgr.statuses import refusing
 from quire.cachemgr.turns import in_turns
 from quire.serving.access import caller
@@ -69,7 +69,7 @@ class Keeping:
     async def PinPrefix(  # noqa: N802
         self, request: cache_service_pb2.PinPrefixRequest, context: Context
     ) -> cache_service_pb2.PinPrefixResponse:
-        ledger, tenant = self._pools.pool(request.pool).ledger, caller().name
+        ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_for("PinPrefix", request)
         tokens = messages.decode_prefix(request.token_ids, request.salt, [ledger.geometry])
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
@@ -91,8 +91,8 @@ class Keeping:
         self, request: cache_service_pb2.UnpinPrefixRequest, context: Context
     ) -> cache_service_pb2.UnpinPrefixResponse:
         pin_id = messages.decode_pin_id("pin_id", request.pin_id)
-        ledger = self._pools.pool(request.pool).ledger
-        ledger.unpin_prefix(pin_id, tenant=None if sees_all() else caller().name)
+        ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_about("UnpinPrefix", request)
+        ledger.unpin_prefix(pin_id, tenant=tenant)
         return cache_service_pb2.UnpinPrefixResponse()
 
     @refusing
@@ -102,7 +102,7 @@ class Keeping:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.PIN_ID)
         behind = bytes.fromhex(request.page_token) or None
-        ledger, tenant = self._pools.pool(request.pool).ledger, None if sees_all() else caller().name
+        ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_about("ListPins", request)
         pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1)
         offset_s = self._pools.wall_clock_offset_s()
         response = cache_service_pb2.ListPinsResponse(

@@ -119,6 +119,11 @@ def tenant_asked_for(method: str, message: HasTenant) -> str:
     return tenant
 
 
+def tenant_asked_about(method: str, message: HasTenant) -> str | None:
+    """As tenant_asked_for; None, every tenant, if an operator names none."""
+    return None if sees_all() and not message.HasField("tenant") else tenant_asked_for(method, message)
+
+
 def is_visible(lease: Lease) -> bool:
     """True if the caller may know of this lease."""
     return sees_all() or lease.tenant == caller().name

@@ -19,13 +19,13 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}{method}": roles
     for methods, roles in (
         (("CreateLease", "RenewLease", "DeleteLease", "PlanStep", "PlanSteps"), CLIENT),
-        (("LookupPrefix", "ExplainPrefix", "CheckAdmission", "PinPrefix", "UnpinPrefix"), CLIENT | OPERATOR),
-        # A client resets its own tenant's content only.
-        (("ResetPrefixCache",), CLIENT | OPERATOR),
+        # A client that is no gateway asks for its own tenant only.
+        (("LookupPrefix", "ExplainPrefix", "CheckAdmission"), CLIENT | OPERATOR),
+        (("PinPrefix", "UnpinPrefix", "ListPins", "ResetPrefixCache"), CLIENT | OPERATOR),
         (("GetPool", "ListPools"), CLIENT | OPERATOR),
         # Of these a client sees its own tenant's, an operator everybody's.
         (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
-        (("ListTenants", "ListPins"), CLIENT | OPERATOR),
+        (("ListTenants",), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),
         (("GetStatistics", "AuditPool"), OPERATOR),
     )

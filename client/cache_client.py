@@ -191,24 +191,30 @@ class CacheClient:
         return list(answer.checks)
 
     async def pin_prefix(
-        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", ttl_s: float | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        pool: str = "",
+        salt: bytes = b"",
+        ttl_s: float | None = None,
+        tenant: str | None = None,
     ) -> pb.PinPrefixResponse:
         """See CacheService.PinPrefix. ttl_s from 1 to 86,400; None is the server's default.
 
-        Raises NotFound, OutOfRoom, InvalidRequest.
+        tenant None is the caller's. Raises NotFound, OutOfRoom, InvalidRequest, AccessDenied.
         """
         ttl = None if ttl_s is None else _duration_of(ttl_s)
-        request = pb.PinPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, ttl=ttl)
+        request = pb.PinPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, ttl=ttl, tenant=tenant)
         return await unary(self._stub.PinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
 
-    async def unpin_prefix(self, pin_id: str, *, pool: str = "") -> None:
-        """See CacheService.UnpinPrefix; a pin that is gone is fine. Raises NotFound for the pool."""
-        request = pb.UnpinPrefixRequest(pool=pool, pin_id=pin_id)
+    async def unpin_prefix(self, pin_id: str, *, pool: str = "", tenant: str | None = None) -> None:
+        """See CacheService.UnpinPrefix; a pin that is gone is fine. Raises NotFound for the pool, AccessDenied."""
+        request = pb.UnpinPrefixRequest(pool=pool, pin_id=pin_id, tenant=tenant)
         await unary(self._stub.UnpinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
 
-    async def list_pins(self, pool: str = "") -> list[pb.Pin]:
-        """See CacheService.ListPins; all pages. Raises NotFound."""
-        pages = self._pages(self._stub.ListPins, pb.ListPinsRequest(pool=pool))
+    async def list_pins(self, pool: str = "", *, tenant: str | None = None) -> list[pb.Pin]:
+        """See CacheService.ListPins; all pages. Raises NotFound, AccessDenied."""
+        pages = self._pages(self._stub.ListPins, pb.ListPinsRequest(pool=pool, tenant=tenant))
         return [each async for page in pages for each in page.pins]
 
     async def reset_prefix_cache(

@@ -49,6 +49,7 @@ EXAMPLES = {
     CORE: BOOKS,
     "cachemgr": BOOKS,
     "worker": [f"unit/test_{name}.py" for name in ("gate", "grants", "verify")],
+    "client": ["unit/test_beams.py", "unit/test_scheduler.py"],
 }
 EXAMPLES_OF_IDEA = {GPU_IDEA: ["gpu_desk/test_start.py", "unit/test_process.py", "unit/test_peak_step.py"]}
 """For the bugs of an idea, in place of those of their package."""

@@ -116,6 +116,10 @@ def worker(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
     return Bug(idea, name, "worker", tuple(Change(*change) for change in changes))
 
 
+def client(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "client", tuple(Change(*change) for change in changes))
+
+
 BUGS = [
     # -- retired blocks: what a planned step may still touch is not handed out
     rust(
@@ -380,6 +384,16 @@ BUGS = [
             "let _ = is_theirs;\nif self.pins.get(id).is_none()",
         ),
     ),
+    rust(
+        "tenants",
+        "the budget of another tenant decides on a pin",
+        ("pin_prefix", "self.refuse_pin(tenant, &blocks)", "self.refuse_pin(0, &blocks)"),
+    ),
+    rust(
+        "tenants",
+        "a pinned block that no sequence holds is charged to nobody",
+        ("refuse_pin", "self.pool.num_parked(blocks)", "0"),
+    ),
     # -- tenants of one lease
     rust(
         "tenants of a lease",
@@ -619,6 +633,62 @@ BUGS = [
             "if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:",
             "if len(digest) != DIGEST_BYTES:",
         ),
+    ),
+    # -- beams of an engine
+    client(
+        "beams",
+        "a beam takes the blocks of the best one, not those of the beam that it continues",
+        ("branch", "self._queues.follow(child, parents[heir.parent])", "self._queues.follow(child, parents[0])"),
+    ),
+    client(
+        "beams",
+        "a beam that has ended goes on",
+        (
+            "step",
+            "running = [heir for heir in heirs if heir.token_id not in self._end_token_ids][:width]",
+            "running = heirs[:width]",
+        ),
+    ),
+    client(
+        "beams",
+        "the length of a score leaves out the end token",
+        ("_end", "len(token_ids) ** self._params.length_penalty", "max(1, len(output)) ** self._params.length_penalty"),
+    ),
+    client(
+        "beams",
+        "the end of a search is seen a step late",
+        ("step", "self._length += 1", "self._length += 1\nnum_ended = len(self._ended)"),
+        (
+            "step",
+            "not self._can_improve(running[0])",
+            "(num_ended >= width and not self._can_improve(running[0]))",
+        ),
+    ),
+    client(
+        "beams",
+        "an end token that is not among the best ends a beam",
+        ("step", "for heir in heirs[:width]:", "for heir in heirs:"),
+    ),
+    # -- tenants of an engine
+    client(
+        "fairness",
+        "a tenant with fewer running sequences than another has its place in the line, and no better one",
+        ("_place_of", "return min(last_served, tag_of(peer) - 1)", "return last_served"),
+    ),
+    client(
+        "fairness",
+        "a tenant that asked for nothing has saved it up",
+        ("add", "max(account.next_tag, self._place_of(", "max(account.next_tag, 0 * self._place_of("),
+    ),
+    client(
+        "fairness",
+        "what a tenant leaves of a step is lost",
+        ("divide", "open_tenants = [tenant for tenant in open_tenants if given[tenant] < demands[tenant]]", "break"),
+    ),
+    client(
+        "fairness",
+        "the last request of a tenant takes its account with it while others of it live",
+        ("end", "if not self._accounts[key].num_living:", "if self._accounts[key]:"),
     ),
     # -- a GPU: what its start depends on
     worker(

@@ -5,6 +5,7 @@ Its tokens are all bytes, some pieces of JSON that span several bytes, and one e
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -58,3 +59,7 @@ def save(folder: Path, *, seed: int = 11, **changes: object) -> Path:
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+if __name__ == "__main__":  # the folder to save it in
+    save(Path(sys.argv[1]))

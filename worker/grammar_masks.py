@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -60,16 +60,24 @@ class Masks:
     bits: _Bits = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     failures: Mapping[int, str] = field(default_factory=dict)
 
-    def apply(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return logits [len(rows), vocab_size] with -inf for tokens that are not allowed; the same if all are."""
+    def apply(self, logits: Tensor, rows: Sequence[int]) -> None:
+        """Write -inf into logits [len(rows), vocab_size] float32, in place, for tokens that are not allowed."""
         if not self.rows:
-            return logits
+            return
         places = indices([rows.index(row) for row in self.rows], logits.device)
         bits = to_device(torch.from_numpy(self.bits), logits.device)
-        powers = to_device(torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8), logits.device)
-        forbidden = (bits[:, :, None] & powers).eq(0).flatten(1)[:, : logits.shape[1]]
-        masked = logits.index_select(0, places).masked_fill_(forbidden, -torch.inf)
-        return masked if len(self.rows) == len(rows) else logits.index_copy(0, places, masked)
+        most = _most_of_bytes(logits.device).index_select(0, bits.flatten().int()).view(len(self.rows), -1)
+        logits.index_copy_(0, places, torch.minimum(logits.index_select(0, places), most[:, : logits.shape[1]]))
+
+
+@lru_cache(maxsize=16)
+def _most_of_bytes(device: torch.device) -> Tensor:
+    """Return the most that the logits of 8 tokens may be, for each byte of a mask: inf or -inf, [256, 8] float32.
+
+    On a CPU a table and a minimum take a quarter of the time of masked_fill.
+    """
+    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return to_device(torch.from_numpy(np.where(allowed, np.float32(np.inf), np.float32(-np.inf))), device)
 
 
 NO_MASKS = Masks()

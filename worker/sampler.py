@@ -340,7 +340,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Masks = NO_MASKS) -> Sampled:
         """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
 
-            logits      [B, vocab_size]     float32, on the sampler's device; not changed
+            logits      [B, vocab_size]     float32, on the sampler's device; changed only in rows with a mask
             rows        B rows of the sequence table, distinct
             positions   B positions that the new tokens will take in their sequences
 
@@ -354,7 +354,9 @@ class Sampler:
                 f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
             )
         plan = self._plan(tuple(rows))
-        scores = masks.apply(logits, rows)
+        # Log-probabilities are of the logits without masks. Else a copy of the whole batch would only cost time.
+        scores = logits if plan.logprobs is None or not masks.rows else logits.clone()
+        masks.apply(scores, rows)
         if plan.constraints is not None:
             scores = self._constraints.apply(plan.constraints, scores, positions)
         if plan.penalties is not None:

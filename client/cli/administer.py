@@ -93,12 +93,13 @@ def run_explain(place: Place, prefix: Prefix, *, as_json: bool) -> None:
     _print(answer, table, as_json=as_json)
 
 
-def run_pin(place: Place, prefix: Prefix, *, ttl_s: float | None, as_json: bool) -> None:
-    """Keep the cached blocks of a prompt, and print what is kept."""
+def run_pin(place: Place, prefix: Prefix, *, tenant: str | None, ttl_s: float | None, as_json: bool) -> None:
+    """Keep the cached blocks of a prompt, and print what is kept; tenant None is the caller's."""
 
     async def pin(cache: CacheClient) -> pb.PinPrefixResponse:
         token_ids = await _tokens_of(place, prefix)
-        return await cache.pin_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), ttl_s=ttl_s)
+        salt = prefix.salt.encode()
+        return await cache.pin_prefix(token_ids, pool=place.pool, salt=salt, ttl_s=ttl_s, tenant=tenant)
 
     answer = _ask(place, pin)
     table = Table.grid("", "", padding=(0, 2))
@@ -109,9 +110,9 @@ def run_pin(place: Place, prefix: Prefix, *, ttl_s: float | None, as_json: bool)
     _print(answer, table, as_json=as_json)
 
 
-def run_pins(place: Place, *, as_json: bool) -> None:
-    """Print the pins of a pool."""
-    pins = _ask(place, lambda cache: cache.list_pins(place.pool))
+def run_pins(place: Place, *, tenant: str | None, as_json: bool) -> None:
+    """Print the pins of a pool; tenant None: of all that the caller may see."""
+    pins = _ask(place, lambda cache: cache.list_pins(place.pool, tenant=tenant))
     table = _table("pin", "tenant", "pinned tokens", "expires")
     for pin in pins:
         expires = _time_of(pin.expire_time.ToJsonString())
@@ -119,9 +120,9 @@ def run_pins(place: Place, *, as_json: bool) -> None:
     _print({"pins": pins}, table, as_json=as_json, if_empty="There are no pins.")
 
 
-def run_unpin(place: Place, pin_id: str) -> None:
+def run_unpin(place: Place, pin_id: str, *, tenant: str | None) -> None:
     """Take a pin back; one that is gone is fine."""
-    _ask(place, lambda cache: cache.unpin_prefix(pin_id, pool=place.pool))
+    _ask(place, lambda cache: cache.unpin_prefix(pin_id, pool=place.pool, tenant=tenant))
 
 
 def run_reset(place: Place, prefix: Prefix | None, *, tenant: str | None, salt: str | None, as_json: bool) -> None:

@@ -603,14 +603,21 @@ def explain_prefix(place: Any, prefix: Any, as_json: bool) -> None:
     "--ttl", type=click.FloatRange(1, 86400), metavar="SECONDS", show_default="3600", help="The pin ends after this."
 )
 @option("--remove", metavar="PIN", help="Take this pin back, instead of pinning.")
+@option(
+    "--tenant",
+    metavar="NAME",
+    show_default="the caller's",
+    help="Of this tenant; another's for gateways and operators.",
+)
 @_json_option
 @_place_options
-def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, as_json: bool) -> None:
+def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, tenant: str | None, as_json: bool) -> None:
     """Keep the cached blocks of PROMPT from being evicted. Without PROMPT, list the pins.
 
     \b
     Examples:
       quire pin "Once upon a time" --ttl 600
+      quire pin "Once upon a time" --tenant alice
       quire pin
       quire pin --remove PIN
     """
@@ -619,17 +626,22 @@ def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, as_json:
     if remove is not None and prefix is not None:
         raise click.UsageError("give PROMPT or --remove, not both")
     if remove is not None:
-        run_unpin(place, remove)
+        run_unpin(place, remove, tenant=tenant)
     elif prefix is None:
-        run_pins(place, as_json=as_json)
+        run_pins(place, tenant=tenant, as_json=as_json)
     else:
-        run_pin(place, prefix, ttl_s=ttl, as_json=as_json)
+        run_pin(place, prefix, tenant=tenant, ttl_s=ttl, as_json=as_json)
 
 
 @quire.command()
 @click.argument("prompt", required=False)
 @_prompt_options
-@option("--tenant", metavar="NAME", show_default="the caller's", help="Of this tenant; another's for operators only.")
+@option(
+    "--tenant",
+    metavar="NAME",
+    show_default="the caller's",
+    help="Of this tenant; another's for gateways and operators.",
+)
 @option("--all", "everything", is_flag=True, help="All of the pool, instead of a part; for operators only.")
 @_json_option
 @_place_options

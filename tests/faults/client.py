@@ -79,7 +79,9 @@ class Client:
                 await asyncio.sleep(REOPEN_S)
 
     def _engine(self) -> Engine:
-        config = EngineConfig(lease_ttl_s=LEASE_TTL_S, max_step_tokens=MAX_STEP_TOKENS, recovery_timeout_s=30.0)
+        config = EngineConfig(
+            lease_ttl_s=LEASE_TTL_S, max_step_tokens=MAX_STEP_TOKENS, recovery_timeout_s=30.0, tenants=True
+        )
         cache = CacheClient(self._cachemgr, timeout_s=CALL_TIMEOUT_S)
 
         def connect_worker(address: str) -> WorkerClient:
@@ -92,7 +94,9 @@ class Client:
         most_tokens = order["cancels"].get(str(index))
         num_tokens = 0
         try:
-            async with contextlib.aclosing(engine.generate(request.prompt, request.params)) as chunks:
+            async with contextlib.aclosing(
+                engine.generate(request.prompt, request.params, cache=request.cache)
+            ) as chunks:
                 async for chunk in chunks:
                     finish = None if chunk.finish_reason is None else chunk.finish_reason.value
                     self._say(

@@ -39,7 +39,7 @@ import grpc
 from faults.disk import SmallDisk
 from faults.proxy import Link
 from faults.schedule import ATTACH_LINK, CLIENTS, STEPS_LINK, Fault, FaultKind, Schedule, Task
-from faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_REQUESTS, make_requests
+from faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_REQUESTS, SHARES, make_requests
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -63,7 +63,7 @@ ENVIRONMENT = {
     "GRPC_VERBOSITY": "NONE",
 }
 GUARDED = Path(__file__).parents[2] / "client" / "cli" / "guarded.py"
-MODEL_ZOO = Path(__file__).parents[1] / "model_zoo.py"
+TEXT_MODEL = Path(__file__).parents[1] / "text_model.py"
 TARGETS = {
     "cachemgr": "quire.cachemgr",
     "worker": "quire.worker",
@@ -125,11 +125,12 @@ class Children:
 
 async def make_model(folder: Path) -> Path:
     """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
-    command = [sys.executable, str(MODEL_ZOO), "llama", str(folder)]
+    model = folder / "model"
+    command = [sys.executable, str(TEXT_MODEL), str(model)]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | ENVIRONMENT)
     if await process.wait():
         raise HarnessError("the model can't be made")
-    return folder / "llama"
+    return model
 
 
 @dataclass(eq=False)
@@ -300,6 +301,7 @@ class Harness:
             self._state_dir.mkdir(mode=0o700)
         self._children = await self._stack.enter_async_context(Children())
         self._model = await make_model(self.folder)
+        (self.folder / "tenants.toml").write_text(SHARES)
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")
         self._stack.callback(server.close)
@@ -339,7 +341,7 @@ class Harness:
         return f"unix:{self.folder}/{name}.sock"
 
     async def _start_cachemgr(self) -> Child:
-        arguments = ["--listen", self._at("cachemgr")]
+        arguments = ["--listen", self._at("cachemgr"), "--tenants", str(self.folder / "tenants.toml")]
         if self._state_dir is not None:
             arguments += [STATE_DIR_FLAG, str(self._state_dir)]
         return await self._children.start("cachemgr", arguments, self.folder / "cachemgr.log")
@@ -556,8 +558,11 @@ class Harness:
     async def _is_at_rest(self) -> bool:
         pool, worker = await self._pool(), await self._worker()
         counts = pool.block_counts
+        request = cache_service_pb2.ListTenantsRequest(pool="default")
+        tenants = (await self._cache.ListTenants(request, timeout=CALL_TIMEOUT_S)).tenants
         return (
             await self._is_attached()
+            and not any(tenant.held_block_count or tenant.reserved_block_count for tenant in tenants)
             and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
             and pool.host_block_counts.free_count == pool.geometry.host_block_count
             and not (pool.lease_count or pool.sequence_count)

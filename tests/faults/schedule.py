@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from faults.proxy import DOWN, UP
-from faults.workload import NUM_REQUESTS
+from faults.workload import NUM_PLAIN, NUM_REQUESTS
 
 LEASE_TTL_S = 1.0
 CLIENTS = ("a", "b")
@@ -113,14 +113,23 @@ def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS)) -> 
     tasks = {client: draw_task(generator) for client in CLIENTS}
     num_faults = generator.choice((1, 1, 2, 2, 3, 4))
     faults = [draw_fault(generator, kinds) for _ in range(num_faults)]
+    asking = random.Random(f"asking {seed}")  # of its own: what a seed was before these requests came, it still is
+    tasks = {client: with_more_asked(asking, task) for client, task in tasks.items()}
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
 
 
 def draw_task(generator: random.Random) -> Task:
-    requests = tuple(generator.sample(range(NUM_REQUESTS), generator.randint(3, 6)))
+    requests = tuple(generator.sample(range(NUM_PLAIN), generator.randint(3, 6)))
     cancels = {requests[0]: generator.randint(1, 5)} if generator.random() < 0.4 else {}
     slow = requests[1] if generator.random() < 0.3 else None
     return Task(requests, cancels, slow)
+
+
+def with_more_asked(generator: random.Random, task: Task) -> Task:
+    """The task and some requests of tenants, with grammars and the like."""
+    more = tuple(generator.sample(range(NUM_PLAIN, NUM_REQUESTS), generator.randint(1, 3)))
+    cancels = {more[0]: generator.randint(1, 5)} if generator.random() < 0.2 else {}
+    return replace(task, requests=task.requests + more, cancels=task.cancels | cancels)
 
 
 def draw_fault(generator: random.Random, kinds: Sequence[FaultKind]) -> Fault:

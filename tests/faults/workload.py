@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 
 VOCAB_SIZE = 96
@@ -12,26 +14,47 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 41
 """160 tokens and the null block: two clients' requests do not fit all at once, each alone does."""
 MAX_STEP_TOKENS = 48
-NUM_REQUESTS = 48
+NUM_PLAIN = 48
+"""Requests without a tenant and a grammar, the first ones of the list."""
+NUM_REQUESTS = 72
+TENANTS = ("alice", "bob")
+SHARES = """
+[tenants.alice]
+floor = 4
+[tenants.bob]
+limit = 20
+"""
+"""Blocks: alice keeps some back, and bob's requests with two samples do not fit all at once."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9999}, "b": {"enum": ["ab", "the", None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how it is sampled."""
+    """A prompt, how it is sampled, and what it asks of the cache."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    cache: CacheParams = NO_CACHE_PARAMS
 
 
 def make_requests() -> list[Request]:
-    """The same every time: greedy and seeded, one sample and two, some beginning alike."""
+    """The same every time: greedy and seeded, one sample and two, some beginning alike, also those of other tenants."""
     generator = random.Random(5)
     beginnings = [draw(generator, 36) for _ in range(4)]
     requests = []
     for index in range(NUM_REQUESTS):
         shared = generator.choice((0, 7, 16, 20, 36))
         prompt = generator.choice(beginnings)[:shared] + draw(generator, generator.choice((1, 2, 5, 8)))
-        requests.append(Request(tuple(prompt), draw_params(generator, index)))
+        if index < NUM_PLAIN:
+            requests.append(Request(tuple(prompt), draw_params(generator, index)))
+        else:
+            requests.append(Request(tuple(prompt), *draw_asking(generator, index)))
     return requests
 
 
@@ -49,3 +72,18 @@ def draw_params(generator: random.Random, index: int) -> SamplingParams:
     if kind == 2:
         return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=index, n=2)
     return SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=index, repetition_penalty=1.3)
+
+
+def draw_asking(generator: random.Random, index: int) -> tuple[SamplingParams, CacheParams]:
+    """A request of a tenant that asks for more: a grammar, what it does with the cache, which tokens it may have."""
+    common = {"tenant": generator.choice(TENANTS), "max_tokens": generator.randint(8, 24), "seed": index}
+    text = "".join(generator.choice("0123456789") for _ in range(20))
+    sampled = [
+        SamplingParams(grammar=Grammar(regex=r"[0-9a-f]{6,18}(\n[a-c]+)?"), **common),
+        SamplingParams(grammar=Grammar(choice=[text, text[:9] + "ab", "the" * 5]), temperature=0, **common),
+        SamplingParams(grammar=Grammar(json_schema=SCHEMA), n=2, **common),
+        SamplingParams(min_tokens=6, stop_token_ids=(3, 40, 65), logit_bias={40: 5.0, 7: -100.0}, **common),
+        SamplingParams(prompt_logprobs=2, frequency_penalty=1.5, presence_penalty=-0.5, temperature=0, **common),
+        SamplingParams(allowed_token_ids=tuple(range(20, 90)), bad_words=((21,), (30, 31)), n=2, **common),
+    ][index % 6]
+    return sampled, CacheParams(cache_use=generator.choice([*CacheUse]))

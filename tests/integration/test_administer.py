@@ -109,6 +109,10 @@ def test_the_commands_about_a_prefix(cachemgr: str) -> None:
     assert "never computed" in run(cachemgr, "explain", TEXT).stdout
     assert "none: the prompt has no full block" in run(cachemgr, "explain", "--token-ids", "1,2").stdout
     pin_id = as_json(cachemgr, "pin", *tokens, "--ttl", "60")["pin_id"]
+    of_other = ("--tenant", "other")
+    assert "PREFIX_NOT_CACHED" in run(cachemgr, "pin", *tokens, *of_other).output
+    assert run(cachemgr, "pin", *of_other).stdout == "There are no pins.\n"
+    assert run(cachemgr, "pin", "--remove", pin_id, *of_other).exit_code == 0
     assert pin_id in run(cachemgr, "pin").stdout
     assert run(cachemgr, "pin", "--remove", pin_id).exit_code == 0
     assert run(cachemgr, "pin").stdout == "There are no pins.\n"

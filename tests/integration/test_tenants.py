@@ -198,6 +198,9 @@ def test_who_is_no_gateway_names_no_other_tenant_and_loses_that_admission_alone(
         ("LookupPrefix", asked),
         ("ExplainPrefix", asked),
         ("CheckAdmission", check),
+        ("PinPrefix", asked),
+        ("ListPins", {"pool": worker.pool, "tenant": "alice"}),
+        ("UnpinPrefix", {"pool": worker.pool, "pin_id": "0" * 32, "tenant": "alice"}),
         ("ResetPrefixCache", asked),
     ):
         with pytest.raises(RefusedError) as failed:
@@ -260,4 +263,51 @@ def test_a_tenant_sees_its_own_sequences_and_blocks_in_the_lease_of_a_gateway(
         call(cachemgr, "carla", "PinPrefix", pool=worker.pool, token_ids=prompt(1, 1))
     assert failed.value.reason == "PREFIX_NOT_CACHED", "it is another tenant's"
     gina.settle()
+    gina.delete()
+
+
+def test_a_gateway_pins_for_the_tenants_that_it_serves(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    gina = begin("gina")
+    gina.plan(admissions=[named("alice", 1, prompt(1, 2)), named("bob", 2, prompt(1, 3))])
+    gina.settle()
+    gina.release(1, 2)
+
+    def pin(caller: str, num_blocks: int, **fields: Any) -> cache_service_pb2.PinPrefixResponse:
+        return call(cachemgr, caller, "PinPrefix", pool=worker.pool, token_ids=prompt(1, num_blocks), **fields)
+
+    def pinned(caller: str, **fields: Any) -> list[tuple[str, int]]:
+        pins = call(cachemgr, caller, "ListPins", pool=worker.pool, **fields).pins
+        return sorted((pin.tenant, pin.pinned_token_count // BLOCK_SIZE) for pin in pins)
+
+    def refusal_of(caller: str, num_blocks: int, **fields: Any) -> str:
+        with pytest.raises(RefusedError) as failed:
+            pin(caller, num_blocks, **fields)
+        return failed.value.reason
+
+    assert refusal_of("gina", 1) == "PREFIX_NOT_CACHED", "nothing of this is its own"
+    assert refusal_of("gina", 1, tenant="nobody") == "PREFIX_NOT_CACHED"
+    assert refusal_of("gina", 3, tenant="bob") == "PIN_BUDGET_SPENT", "bob's budget is 2"
+    of_bob, of_alice = pin("gina", 2, tenant="bob"), pin("olga", 1, tenant="alice")
+    assert (of_bob.pinned_block_count, of_bob.pin_budget_block_count) == (2, 2)
+    assert pin("bob", 2, tenant="bob").pin_id == of_bob.pin_id, "the tenant's own pin of the same prefix is the same"
+    held = {name: use(cachemgr, worker, name) for name in ("alice", "bob", "gina")}
+    counts = {name: (each.held_block_count, each.pinned_block_count) for name, each in held.items()}
+    assert counts == {"alice": (1, 1), "bob": (2, 2), "gina": (0, 0)}
+    everything = [("alice", 1), ("bob", 2)]
+    assert (pinned("olga"), pinned("gina"), pinned("bob")) == (everything, [], everything[1:])
+    assert (pinned("gina", tenant="bob"), pinned("olga", tenant="alice")) == (everything[1:], everything[:1])
+
+    def unpin(caller: str, pin_id: str, **fields: Any) -> None:
+        call(cachemgr, caller, "UnpinPrefix", pool=worker.pool, pin_id=pin_id, **fields)
+
+    unpin("gina", of_bob.pin_id)
+    unpin("gina", of_bob.pin_id, tenant="alice")
+    assert pinned("olga") == everything, "it is neither gina's nor alice's"
+    unpin("gina", of_bob.pin_id, tenant="bob")
+    assert pinned("olga") == everything[:1]
+    unpin("olga", of_alice.pin_id)
+    assert pinned("olga") == []
+    assert not call(cachemgr, "olga", "AuditPool", pool=worker.pool).violations
     gina.delete()

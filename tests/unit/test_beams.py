@@ -97,6 +97,17 @@ def test_scores_and_the_end_of_a_search(
     assert {ended.token_ids for ended in search.best()} == {(END_TOKEN,), (0, END_TOKEN)}
 
 
+def test_only_an_end_token_among_the_best_ends_a_beam() -> None:
+    params = BeamSearchParams(beam_width=2, n=2, early_stopping=True)
+    search = BeamSearch(params, max_tokens=10, end_token_ids=ENDS)
+    assert search.step([[(0, -1.0), (1, -1.5), (END_TOKEN, -2.0)]], [[]])
+    assert not search.best()
+    assert search.step(
+        [[(END_TOKEN, -0.1), (2, -1.0), (3, -2.0)], [(END_TOKEN, -9.0), (2, -9.5), (3, -9.9)]], [[0], [1]]
+    )
+    assert [ended.token_ids for ended in search.best()] == [(0, END_TOKEN)]
+
+
 def test_a_search_alone_forks_and_copies_no_more_than_it_must() -> None:
     world = BeamWorld(limits())
     group = world.search([1, 2, 3, 4, 5], beam_width=3, max_tokens=9)

@@ -468,4 +468,21 @@ def test_masks_come_before_every_other_filter_and_leave_other_rows_and_log_proba
     assert torch.equal(bound.top_logprobs, free.top_logprobs)  # type: ignore[arg-type]
     assert bound.chosen_logprobs is not None
     assert bound.chosen_logprobs[1] == pytest.approx(logits[1].log_softmax(-1)[bound.tokens[1]].item(), abs=1e-5)
-    assert NO_MASKS.apply(logits, [0, 1, 2]) is logits
+    NO_MASKS.apply(logits, [0, 1, 2])
+    assert torch.equal(logits, before)
+
+
+def test_a_mask_is_written_into_the_rows_that_have_one() -> None:
+    """Not a copy of the batch: only log-probabilities need the logits as they were."""
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
+    logits[2, 0], logits[2, 9] = torch.inf, -torch.inf
+    allowed = [torch.randperm(VOCAB_SIZE)[: VOCAB_SIZE // 2].tolist() for _ in range(2)]
+    bits = np.zeros((2, -(-VOCAB_SIZE // 32) * 4), dtype=np.uint8)
+    expected = logits.clone()
+    for place, row in enumerate((2, 0)):
+        np.bitwise_or.at(
+            bits[place], [token // 8 for token in allowed[place]], [1 << token % 8 for token in allowed[place]]
+        )
+        expected[row, [token for token in range(VOCAB_SIZE) if token not in allowed[place]]] = -torch.inf
+    Masks((7, 5), bits).apply(logits, [5, 6, 7, 8])
+    assert torch.equal(logits, expected)

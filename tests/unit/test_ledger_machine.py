@@ -68,6 +68,7 @@ class Share:
 
     floor: int
     limit: int
+    pin_budget: int
 
 
 def pack(tokens) -> bytes:
@@ -324,6 +325,18 @@ class BookLease:
     known: int = 0
 
 
+@dataclass(eq=False)
+class BookPin:
+    key: tuple
+    """What its last block holds: tag and tokens."""
+    blocks: list[int]
+    until: float
+
+    @property
+    def tenant(self) -> int:
+        return self.key[0] // len(SALTS)
+
+
 class Writes:
     """The block table writes of a plan, taken one by one as the books expect them."""
 
@@ -354,6 +367,8 @@ class Books:
         self.size = geometry.block_size
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
+        self.pins: dict[bytes, BookPin] = {}
+        """By id."""
         self.sealed: set[int] = set()
         self.lru: list[int] = []
         self.new: set[int] = set()
@@ -402,8 +417,8 @@ class Books:
 
     def rest(self) -> None:
         """After every event: whoever became evictable goes to the recent end, in the order it was let go of."""
-        states = self.states()
-        cached = {block for block, state in states.items() if state is BlockState.CACHED}
+        states, kept = self.states(), self.kept()
+        cached = {block for block, state in states.items() if state is BlockState.CACHED and block not in kept}
         self.lru = [block for block in self.lru if block in cached]
         self.lru += sorted(cached - set(self.lru), key=self.order)
 
@@ -411,7 +426,47 @@ class Books:
         return self.let_go.get(block, -1)
 
     def num_room(self) -> int:
-        return sum(state in (BlockState.FREE, BlockState.CACHED) for state in self.states().values())
+        states, kept = self.states(), self.kept()
+        return sum(
+            state in (BlockState.FREE, BlockState.CACHED) and block not in kept for block, state in states.items()
+        )
+
+    # pins
+
+    def kept(self) -> set[int]:
+        return {block for pin in self.pins.values() for block in pin.blocks}
+
+    def pin(self, tag: int, tokens: list[int], until: float) -> Reason | bytes:
+        """The id of the pin, if there is one then."""
+        ends = range(self.size, len(tokens) + 1, self.size)
+        keys = list(itertools.takewhile(self.index.__contains__, ((tag, *tokens[:end]) for end in ends)))
+        if not keys:
+            return Reason.PREFIX_NOT_CACHED
+        tenant, blocks = tag // len(SALTS), [self.index[key] for key in keys]
+        pin_id = hash_of(keys[-1], self.size)[:16]
+        if pin_id not in self.pins:
+            if self.num_pinned(tenant) + len(set(blocks) - self.kept()) > self.shares[tenant].pin_budget:
+                return Reason.PIN_BUDGET_SPENT
+            if (reason := self.refuse(tenant, 0, parked=self.num_parked(blocks))) is not None:
+                return reason
+        self.pins[pin_id] = BookPin(keys[-1], blocks, until)
+        self.rest()
+        return pin_id
+
+    def unpin(self, pin_id: bytes) -> None:
+        pin, states = self.pins.pop(pin_id), self.states()
+        for block in reversed(pin.blocks):
+            if states[block] is BlockState.CACHED and block not in self.kept():
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+    def advance(self, now: float) -> None:
+        for until, pin_id in sorted((pin.until, pin_id) for pin_id, pin in self.pins.items()):
+            if until <= now:
+                self.unpin(pin_id)
+
+    def num_pinned(self, tenant: int) -> int:
+        return sum(self.owners[block] == tenant for block in self.kept())
 
     # reservations
 
@@ -446,7 +501,12 @@ class Books:
         return sum(state in wanted and self.owners[block] == tenant for block, state in self.states().items())
 
     def num_held(self, tenant: int) -> int:
-        return self.blocks_of(tenant, BlockState.ACTIVE, BlockState.RETIRED)
+        """Blocks that nobody can take from the tenant: in a table, touched by a step in flight, or pinned."""
+        return self.blocks_of(tenant, BlockState.ACTIVE, BlockState.RETIRED) + self.num_idle_pinned(tenant)
+
+    def num_idle_pinned(self, tenant: int) -> int:
+        states = self.states()
+        return sum(states[block] is BlockState.CACHED and self.owners[block] == tenant for block in self.kept())
 
     def num_unclaimed(self, tenant: int) -> int:
         """Blocks that the tenant's floor promises beyond what is reserved for its sequences."""
@@ -467,8 +527,8 @@ class Books:
         return Reason.OUT_OF_BLOCKS if taken + spared > max(0, self.num_room() - others) else None
 
     def num_parked(self, blocks: Collection[int]) -> int:
-        states = self.states()
-        return sum(states[block] is BlockState.CACHED for block in blocks)
+        states, kept = self.states(), self.kept()
+        return sum(states[block] is BlockState.CACHED and block not in kept for block in blocks)
 
     def num_rows(self) -> int:
         num_held = lambda lease: sum(s.host is None for s in lease.sequences.values())  # noqa: E731
@@ -1024,6 +1084,8 @@ EVENTS = (
     ["open lease"] * 3
     + ["look up"] * 3
     + ["end lease", "fence", "fence", "expire", "reset prefix cache", "reset some", "reset some"]
+    + ["pin"] * 3
+    + ["unpin"]
 )
 
 
@@ -1054,9 +1116,23 @@ class LedgerMachine(RuleBasedStateMachine):
         reserving=st.sampled_from([0.3, 0.0, 0.7]),
         naming=st.sampled_from([0.3, 0.0, 0.6]),
         shares=st.sampled_from([(0, None), (0, None), (2, None), (0, 3), (1, 4)]),
+        pinning=st.sampled_from([0.1, 0.0, 0.3]),
+        budgets=st.sampled_from([(None, None), (None, 2), (2, 4), (0, 1)]),
     )
     def start(
-        self, num_usable, block_size, max_sequences, max_tokens, num_host, tenants, delay, reserving, naming, shares
+        self,
+        num_usable,
+        block_size,
+        max_sequences,
+        max_tokens,
+        num_host,
+        tenants,
+        delay,
+        reserving,
+        naming,
+        shares,
+        pinning,
+        budgets,
     ):
         self.geometry = Geometry(
             block_size=block_size,
@@ -1071,8 +1147,9 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
-        of_all, of_second = Share(0, num_usable), Share(floor, limit)
-        as_blocks = lambda share: (share.floor, num_usable, share.limit, 0)  # noqa: E731
+        budget, other_budget = (num_usable if budget is None else budget for budget in budgets)
+        of_all, of_second = Share(0, num_usable, budget), Share(floor, limit, other_budget)
+        as_blocks = lambda share: (share.floor, num_usable, share.limit, share.pin_budget)  # noqa: E731
         self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
         self.books = Books(self.geometry, [of_all, of_second], is_lru=self.policy == "lru")
         self.worker = Worker(num_usable + 1, num_host, block_size)
@@ -1082,6 +1159,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """The part of the admissions that have a reservation."""
         self.naming = naming
         """The part of the admissions that say whose they are."""
+        self.pinning = pinning
+        """The part of the plans that a pin follows."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -1203,6 +1282,8 @@ class LedgerMachine(RuleBasedStateMachine):
             ids = [i for i in sorted(self.books.leases[client.lease_id].sequences) if rng.random() < 0.8]
             self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=[1] * len(ids)))
         self.follow(client, rng)
+        if self.books.index and rng.random() < self.pinning:
+            self.pin(rng)
 
     def rewrite(self, client, rng):
         """Forks a sequence, one with a reservation if there is one, and goes on with other tokens than the fork has."""
@@ -1249,8 +1330,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def do_plan(self, client, request, *, named=False):
         request, lease_id = self.within_bounds(request), client.lease_id
         request_id = f"plan-{next(self.names)}" if named else ""
+        self.pass_time(0.01)
         before = state_of(self.ledger)
-        self.now += 0.01
         if len(self.books.leases[lease_id].steps) >= 64:
             self.refused_call(Reason.TOO_MANY_STEPS, lambda: self.call(client, request))
             return
@@ -1269,6 +1350,12 @@ class LedgerMachine(RuleBasedStateMachine):
         client.to_run.append(PlannedStep(plan, runs, {block: self.books.generations[block] for block in touched}))
         if named:
             client.last_call = (request_id, request, plan)
+
+    def pass_time(self, seconds):
+        """Pins whose time is over end."""
+        self.now += seconds
+        self.books.advance(self.now)
+        self.ledger.advance(self.now)
 
     def call(self, client, request, *, request_id="", epoch=EPOCH):
         return plan_step(
@@ -1391,7 +1478,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.refused_call(Reason.LEASE_NOT_FOUND, lambda: self.call(client, StepRequest()))
 
     def expire(self, rng):
-        self.now += rng.choice([1.0, 3.0, 6.0, 11.0])
+        self.pass_time(rng.choice([1.0, 3.0, 6.0, 11.0]))
         expired = set(self.ledger.expire_leases(self.now))
         for client in self.clients.values():
             if client.lease_id in expired:
@@ -1424,7 +1511,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reset_slice(first, rng.choice([num_blocks, rng.randint(first, num_blocks)]))
 
     def reset_slice(self, first, end):
-        left = {key: block for key, block in self.books.index.items() if not first <= block < end}
+        if not first:
+            for pin_id in sorted(self.books.pins):
+                self.books.unpin(pin_id)
+        kept = self.books.kept()
+        left = {key: block for key, block in self.books.index.items() if not first <= block < end or block in kept}
         assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
         if not first:
             self.books.withhold(range(len(TENANTS) * len(SALTS)))
@@ -1459,20 +1550,57 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.counts() == before
         self.books.withhold(tags)
         self.books.new = set()
-        self.resetting = reset, tenant, is_wanted
+        # Pins go at once; what is pinned from then on stays.
+        is_meant = lambda key: key[0] // len(SALTS) == tenant and is_wanted(key)  # noqa: E731
+        ended = [pin_id for pin_id, pin in sorted(self.books.pins.items()) if is_meant(pin.key)]
+        assert self.ledger.go_on_with_reset(reset) == (0, len(ended))
+        for pin_id in ended:
+            self.books.unpin(pin_id)
+        self.resetting = reset, is_meant
         if rng.random() < 0.5:
             self.go_on_with_reset()
 
     def go_on_with_reset(self):
-        (reset, tenant, is_wanted), self.resetting = self.resetting, None
-        is_of_tenant = lambda key: key[0] // len(SALTS) == tenant  # noqa: E731
-        index, new = self.books.index, self.books.new
-        left = {
-            key: block for key, block in index.items() if not is_of_tenant(key) or block in new or not is_wanted(key)
-        }
+        (reset, is_meant), self.resetting = self.resetting, None
+        index, spared = self.books.index, self.books.new | self.books.kept()
+        left = {key: block for key, block in index.items() if block in spared or not is_meant(key)}
         dropped = list(iter(lambda: self.ledger.go_on_with_reset(reset), None))
         assert (sum(blocks for blocks, _ in dropped), sum(pins for _, pins in dropped)) == (len(index) - len(left), 0)
         self.lose_to_reset(left)
+
+    # what is pinned
+
+    def pin(self, rng):
+        """For any tenant: mostly what is cached, or a part of it and more."""
+        self.do_catch_up(self.pick(rng, lambda client: client.to_run or client.to_report))
+        tag = rng.randrange(len(TENANTS) * len(SALTS))
+        keys = sorted(self.books.index)
+        if keys and rng.random() < 0.9:
+            tag, *tokens = rng.choice(keys)
+        else:
+            tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        tokens = tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])] + [0] * rng.randrange(3)
+        tenant, salt, ttl_s = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)], rng.choice([0.025, 0.105, 4.005, 99])
+        pin = lambda: self.ledger.pin_prefix(pack(tokens), salt=salt, tenant=tenant, ttl_s=ttl_s, now=self.now)  # noqa: E731
+        expected = self.books.pin(tag, tokens, self.now + ttl_s)
+        if isinstance(expected, Reason):
+            self.refused_call(expected, pin)
+            return
+        pinned = pin()
+        assert (pinned.pin_id, pinned.tenant) == (expected, tenant)
+        assert pinned.num_tokens == len(self.books.pins[expected].key) - 1
+
+    def unpin(self, rng):
+        """By its tenant, by another one, or by a caller that may take back any."""
+        pin_id = rng.choice([*sorted(self.books.pins), bytes(16)])
+        tenant, pin = rng.choice([*TENANTS, None]), self.books.pins.get(pin_id)
+        is_there = pin is not None and tenant in (None, TENANTS[pin.tenant])
+        before = state_of(self.ledger)
+        assert self.ledger.unpin_prefix(pin_id, tenant=tenant) == is_there
+        if is_there:
+            self.books.unpin(pin_id)
+        else:
+            assert state_of(self.ledger) == before
 
     def look_up(self, rng):
         client = self.pick(rng)
@@ -1525,8 +1653,13 @@ class LedgerMachine(RuleBasedStateMachine):
         for use in self.ledger.tenants():
             tenant = TENANTS.index(use.name)
             held, cached = self.books.num_held(tenant), self.books.blocks_of(tenant, BlockState.CACHED)
+            cached -= self.books.num_idle_pinned(tenant)
             assert (use.num_held, use.num_cached) == (held, cached), use.name
             assert use.num_reserved == self.books.num_reserved(tenant), use.name
+            assert use.num_pinned == self.books.num_pinned(tenant), use.name
+            pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.pins(tenant=use.name)]
+            of_tenant = [(pin_id, pin) for pin_id, pin in sorted(self.books.pins.items()) if pin.tenant == tenant]
+            assert pins == [(pin_id, len(pin.key) - 1) for pin_id, pin in of_tenant], use.name
 
     def parked_blocks_agree(self):
         parked, expected = self.ledger.parked_blocks(), self.books.lru

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.client.engine.fairness import divide
 from quire.client.engine.plans import (
     Admission,
     Blocks,
@@ -1656,6 +1657,23 @@ def test_a_tenant_that_asked_for_nothing_has_saved_nothing() -> None:
     late = [world.add([2] * 8, max_tokens=8, tenant="late", ends=())[0] for _ in range(10)]
     order = finish_order(world, [*early, *late])
     assert sum(sequence.tenant == "early" for sequence in order[:10]) in (4, 5, 6)
+
+
+def test_a_tenant_that_comes_late_has_saved_nothing_while_another_was_served() -> None:
+    world = World(limits(num_blocks=4096, max_running_sequences=2))
+    early = [world.add([1] * 8, max_tokens=8, tenant="early", ends=())[0] for _ in range(30)]
+    while early[19].state is not SequenceState.FINISHED:
+        world.turn()
+    late = [world.add([2] * 8, max_tokens=8, tenant="late", ends=())[0] for _ in range(10)]
+    order = finish_order(world, [*early[20:], *late])
+    assert sum(sequence.tenant == "early" for sequence in order[:10]) in (4, 5, 6)
+
+
+def test_what_a_tenant_leaves_of_a_step_is_for_the_others() -> None:
+    weights = {"short": 1.0, "long": 1.0, "gold": 3.0}
+    demands = {"short": 3, "long": 1000, "gold": 1000}
+    assert divide(demands, weights.__getitem__, 103) == {"short": 3, "long": 25, "gold": 75}
+    assert divide(demands | {"gold": 30}, weights.__getitem__, 103) == {"short": 3, "long": 70, "gold": 30}
 
 
 @pytest.mark.parametrize("pressure", [PRESSURES[0], PRESSURES[2], PRESSURES[4]], ids=str)

@@ -947,6 +947,8 @@ pub struct PinPrefixRequest {
     pub salt: ::prost::alloc::vec::Vec<u8>,
     #[prost(message, optional, tag="4")]
     pub ttl: ::core::option::Option<::prost_types::Duration>,
+    #[prost(string, optional, tag="5")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PinPrefixResponse {
@@ -967,6 +969,8 @@ pub struct UnpinPrefixRequest {
     pub pool: ::prost::alloc::string::String,
     #[prost(string, tag="2")]
     pub pin_id: ::prost::alloc::string::String,
+    #[prost(string, optional, tag="3")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct UnpinPrefixResponse {
@@ -979,6 +983,8 @@ pub struct ListPinsRequest {
     pub page_size: i32,
     #[prost(string, tag="3")]
     pub page_token: ::prost::alloc::string::String,
+    #[prost(string, optional, tag="4")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ListPinsResponse {

@@ -2161,10 +2161,17 @@ class PinPrefixRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     salt: _builtins.bytes
     """As in Admission."""
+    tenant: _builtins.str
+    """The tenant of the prefix; its pin budget and limit count the pinned blocks. A
+    name of which nothing is cached has nothing to pin (PREFIX_NOT_CACHED).
+    Unset: the caller's. Another's for operators and gateways only
+    (PERMISSION_DENIED, ROLE_MISSING).
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one, and at most as many as a sequence of the pool can
@@ -2184,12 +2191,15 @@ class PinPrefixRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         salt: _builtins.bytes = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "salt", b"salt", "token_ids", b"token_ids", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
 
@@ -2241,21 +2251,30 @@ class UnpinPrefixRequest(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     PIN_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     pin_id: _builtins.str
     """The pin."""
+    tenant: _builtins.str
+    """The tenant of the pin. A pin of another tenant stays.
+    Unset: the caller's; any tenant's if the caller is an operator. Another's for
+    operators and gateways only (PERMISSION_DENIED, ROLE_MISSING).
+    """
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         pin_id: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pin_id", b"pin_id", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
 
@@ -2285,24 +2304,33 @@ class ListPinsRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     page_size: _builtins.int
     """At most this many. 0: 100; at most 1,000."""
     page_token: _builtins.str
     """From the last answer, to go on."""
+    tenant: _builtins.str
+    """Only pins of this tenant. Unset: the caller's; all tenants' if the caller is
+    an operator. Another's for operators and gateways only (PERMISSION_DENIED,
+    ROLE_MISSING).
+    """
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListPinsRequest: _TypeAlias = ListPinsRequest  # noqa: Y015
 
@@ -2347,7 +2375,7 @@ class Pin(_message.Message):
     pin_id: _builtins.str
     """Names it."""
     tenant: _builtins.str
-    """Whose it is."""
+    """The tenant of the prefix."""
     pinned_token_count: _builtins.int
     """Tokens that are pinned."""
     @_builtins.property

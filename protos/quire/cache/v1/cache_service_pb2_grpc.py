@@ -326,28 +326,32 @@ class CacheServiceServicer:
 
     def PinPrefix(self, request, context):
         """Keeps what is cached of a prefix from being evicted, until it is unpinned
-        or its ttl is over. Pinned blocks count against the tenant's pin budget.
+        or its ttl is over. Pinned blocks count against the tenant's pin budget and
+        limit. A caller that is neither operator nor gateway pins for its own tenant
+        only.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
         anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
         keeps. Reasons:
-        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-        EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+        OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-        POOL_NOT_FOUND.
+        """Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+        another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+        ROLE_MISSING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The pins of a pool, by id; a caller that is no operator sees its own
-        tenant's only. Reasons: POOL_NOT_FOUND.
+        """The pins of a pool, by id: of the tenant that the request names; without one
+        all pins for an operator, and the own tenant's for other callers. Reasons:
+        POOL_NOT_FOUND, ROLE_MISSING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

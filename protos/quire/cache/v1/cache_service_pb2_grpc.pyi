@@ -123,20 +123,24 @@ class CacheServiceStub:
     """
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
-    or its ttl is over. Pinned blocks count against the tenant's pin budget.
+    or its ttl is over. Pinned blocks count against the tenant's pin budget and
+    limit. A caller that is neither operator nor gateway pins for its own tenant
+    only.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
     anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
     keeps. Reasons:
-    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-    EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+    OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
     """
     UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]
-    """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-    POOL_NOT_FOUND.
+    """Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+    another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+    ROLE_MISSING.
     """
     ListPins: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]
-    """The pins of a pool, by id; a caller that is no operator sees its own
-    tenant's only. Reasons: POOL_NOT_FOUND.
+    """The pins of a pool, by id: of the tenant that the request names; without one
+    all pins for an operator, and the own tenant's for other callers. Reasons:
+    POOL_NOT_FOUND, ROLE_MISSING.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]
     """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
@@ -248,20 +252,24 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]  # type: ignore[assignment]
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
-    or its ttl is over. Pinned blocks count against the tenant's pin budget.
+    or its ttl is over. Pinned blocks count against the tenant's pin budget and
+    limit. A caller that is neither operator nor gateway pins for its own tenant
+    only.
     Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
     anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
     keeps. Reasons:
-    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-    EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+    OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
     """
     UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinPrefixRequest, _cache_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
-    """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-    POOL_NOT_FOUND.
+    """Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+    another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+    ROLE_MISSING.
     """
     ListPins: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]  # type: ignore[assignment]
-    """The pins of a pool, by id; a caller that is no operator sees its own
-    tenant's only. Reasons: POOL_NOT_FOUND.
+    """The pins of a pool, by id: of the tenant that the request names; without one
+    all pins for an operator, and the own tenant's for other callers. Reasons:
+    POOL_NOT_FOUND, ROLE_MISSING.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
@@ -478,12 +486,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.PinPrefixResponse, _abc.Awaitable[_cache_service_pb2.PinPrefixResponse]]:
         """Keeps what is cached of a prefix from being evicted, until it is unpinned
-        or its ttl is over. Pinned blocks count against the tenant's pin budget.
+        or its ttl is over. Pinned blocks count against the tenant's pin budget and
+        limit. A caller that is neither operator nor gateway pins for its own tenant
+        only.
         Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
         anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
         keeps. Reasons:
-        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-        EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+        OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
         """
 
     @_abc_1.abstractmethod
@@ -492,8 +502,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.UnpinPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.UnpinPrefixResponse, _abc.Awaitable[_cache_service_pb2.UnpinPrefixResponse]]:
-        """Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-        POOL_NOT_FOUND.
+        """Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+        another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+        ROLE_MISSING.
         """
 
     @_abc_1.abstractmethod
@@ -502,8 +513,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListPinsResponse, _abc.Awaitable[_cache_service_pb2.ListPinsResponse]]:
-        """The pins of a pool, by id; a caller that is no operator sees its own
-        tenant's only. Reasons: POOL_NOT_FOUND.
+        """The pins of a pool, by id: of the tenant that the request names; without one
+        all pins for an operator, and the own tenant's for other callers. Reasons:
+        POOL_NOT_FOUND, ROLE_MISSING.
         """
 
     @_abc_1.abstractmethod

@@ -4089,7 +4089,12 @@ type PinPrefixRequest struct {
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
 	// The pin ends this long after the last call for this prefix. 1 s to 24 h;
 	// default 1 h.
-	Ttl           *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	Ttl *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	// The tenant of the prefix; its pin budget and limit count the pinned blocks. A
+	// name of which nothing is cached has nothing to pin (PREFIX_NOT_CACHED).
+	// Unset: the caller's. Another's for operators and gateways only
+	// (PERMISSION_DENIED, ROLE_MISSING).
+	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4150,6 +4155,13 @@ func (x *PinPrefixRequest) GetTtl() *durationpb.Duration {
 		return x.Ttl
 	}
 	return nil
+}
+
+func (x *PinPrefixRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
 }
 
 // See CacheService.PinPrefix.
@@ -4240,7 +4252,11 @@ type UnpinPrefixRequest struct {
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The pin.
-	PinId         string `protobuf:"bytes,2,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
+	PinId string `protobuf:"bytes,2,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
+	// The tenant of the pin. A pin of another tenant stays.
+	// Unset: the caller's; any tenant's if the caller is an operator. Another's for
+	// operators and gateways only (PERMISSION_DENIED, ROLE_MISSING).
+	Tenant        *string `protobuf:"bytes,3,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4285,6 +4301,13 @@ func (x *UnpinPrefixRequest) GetPool() string {
 func (x *UnpinPrefixRequest) GetPinId() string {
 	if x != nil {
 		return x.PinId
+	}
+	return ""
+}
+
+func (x *UnpinPrefixRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
 	}
 	return ""
 }
@@ -4334,7 +4357,11 @@ type ListPinsRequest struct {
 	// At most this many. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
-	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only pins of this tenant. Unset: the caller's; all tenants' if the caller is
+	// an operator. Another's for operators and gateways only (PERMISSION_DENIED,
+	// ROLE_MISSING).
+	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4386,6 +4413,13 @@ func (x *ListPinsRequest) GetPageSize() int32 {
 func (x *ListPinsRequest) GetPageToken() string {
 	if x != nil {
 		return x.PageToken
+	}
+	return ""
+}
+
+func (x *ListPinsRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
 	}
 	return ""
 }
@@ -4450,7 +4484,7 @@ type Pin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Names it.
 	PinId string `protobuf:"bytes,1,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
-	// Whose it is.
+	// The tenant of the prefix.
 	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	// Tokens that are pinned.
 	PinnedTokenCount int32 `protobuf:"varint,3,opt,name=pinned_token_count,json=pinnedTokenCount,proto3" json:"pinned_token_count,omitempty"`
@@ -5735,28 +5769,34 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15available_block_count\x18\x05 \x01(\x05R\x13availableBlockCount\x12/\n" +
 	"\arefusal\x18\x06 \x01(\v2\x15.quire.cache.v1.ErrorR\arefusal\x12>\n" +
 	"\fblock_counts\x18\a \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
-	"\x0eworker_address\x18\b \x01(\tR\rworkerAddress\"\x84\x01\n" +
+	"\x0eworker_address\x18\b \x01(\tR\rworkerAddress\"\xac\x01\n" +
 	"\x10PinPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12+\n" +
-	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"\xf8\x01\n" +
+	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12\x1b\n" +
+	"\x06tenant\x18\x05 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"\xf8\x01\n" +
 	"\x11PinPrefixResponse\x12\x15\n" +
 	"\x06pin_id\x18\x01 \x01(\tR\x05pinId\x12,\n" +
 	"\x12pinned_token_count\x18\x02 \x01(\x05R\x10pinnedTokenCount\x12;\n" +
 	"\vexpire_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"expireTime\x12,\n" +
 	"\x12pinned_block_count\x18\x04 \x01(\x05R\x10pinnedBlockCount\x123\n" +
-	"\x16pin_budget_block_count\x18\x05 \x01(\x05R\x13pinBudgetBlockCount\"?\n" +
+	"\x16pin_budget_block_count\x18\x05 \x01(\x05R\x13pinBudgetBlockCount\"g\n" +
 	"\x12UnpinPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x15\n" +
-	"\x06pin_id\x18\x02 \x01(\tR\x05pinId\"\x15\n" +
-	"\x13UnpinPrefixResponse\"a\n" +
+	"\x06pin_id\x18\x02 \x01(\tR\x05pinId\x12\x1b\n" +
+	"\x06tenant\x18\x03 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"\x15\n" +
+	"\x13UnpinPrefixResponse\"\x89\x01\n" +
 	"\x0fListPinsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x03 \x01(\tR\tpageToken\"c\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\x12\x1b\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"c\n" +
 	"\x10ListPinsResponse\x12'\n" +
 	"\x04pins\x18\x01 \x03(\v2\x13.quire.cache.v1.PinR\x04pins\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x9f\x01\n" +
@@ -6143,6 +6183,9 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	file_quire_cache_v1_cache_service_proto_msgTypes[33].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[41].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[46].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[48].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[50].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[53].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[56].OneofWrappers = []any{}
 	type x struct{}

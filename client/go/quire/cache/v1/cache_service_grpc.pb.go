@@ -124,18 +124,22 @@ type CacheServiceClient interface {
 	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
 	CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error)
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
-	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
+	// or its ttl is over. Pinned blocks count against the tenant's pin budget and
+	// limit. A caller that is neither operator nor gateway pins for its own tenant
+	// only.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
 	// anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
 	// keeps. Reasons:
-	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+	// OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
 	PinPrefix(ctx context.Context, in *PinPrefixRequest, opts ...grpc.CallOption) (*PinPrefixResponse, error)
-	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-	// POOL_NOT_FOUND.
+	// Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+	// another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+	// ROLE_MISSING.
 	UnpinPrefix(ctx context.Context, in *UnpinPrefixRequest, opts ...grpc.CallOption) (*UnpinPrefixResponse, error)
-	// The pins of a pool, by id; a caller that is no operator sees its own
-	// tenant's only. Reasons: POOL_NOT_FOUND.
+	// The pins of a pool, by id: of the tenant that the request names; without one
+	// all pins for an operator, and the own tenant's for other callers. Reasons:
+	// POOL_NOT_FOUND, ROLE_MISSING.
 	ListPins(ctx context.Context, in *ListPinsRequest, opts ...grpc.CallOption) (*ListPinsResponse, error)
 	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
 	// begins with some tokens. Blocks that nobody holds are free then; sequences go
@@ -486,18 +490,22 @@ type CacheServiceServer interface {
 	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
 	CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error)
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
-	// or its ttl is over. Pinned blocks count against the tenant's pin budget.
+	// or its ttl is over. Pinned blocks count against the tenant's pin budget and
+	// limit. A caller that is neither operator nor gateway pins for its own tenant
+	// only.
 	// Idempotent: the same prefix is pinned once for a tenant, and its ttl begins
 	// anew. A pin ends with the pool's epoch, and with a ResetPrefixCache of what it
 	// keeps. Reasons:
-	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, OUT_OF_BLOCKS,
-	// EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// POOL_NOT_FOUND, PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED,
+	// OUT_OF_BLOCKS, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, ROLE_MISSING.
 	PinPrefix(context.Context, *PinPrefixRequest) (*PinPrefixResponse, error)
-	// Takes a pin back. Idempotent: a pin that is gone is OK. Reasons:
-	// POOL_NOT_FOUND.
+	// Takes a pin back. Idempotent: a pin that is gone is OK, and so is one of
+	// another tenant than the request's, which stays. Reasons: POOL_NOT_FOUND,
+	// ROLE_MISSING.
 	UnpinPrefix(context.Context, *UnpinPrefixRequest) (*UnpinPrefixResponse, error)
-	// The pins of a pool, by id; a caller that is no operator sees its own
-	// tenant's only. Reasons: POOL_NOT_FOUND.
+	// The pins of a pool, by id: of the tenant that the request names; without one
+	// all pins for an operator, and the own tenant's for other callers. Reasons:
+	// POOL_NOT_FOUND, ROLE_MISSING.
 	ListPins(context.Context, *ListPinsRequest) (*ListPinsResponse, error)
 	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
 	// begins with some tokens. Blocks that nobody holds are free then; sequences go
