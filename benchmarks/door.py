@@ -56,42 +56,65 @@ class Sizes:
 
 QUICK = Sizes(streams=((1, 8), (4, 8)), first_bytes=4, rounds=1, num_blocks=128, vocabulary=512)
 
-Generate = Callable[[list[int], int], Awaitable[tuple[float, int]]]
-"""Runs a request with a prompt and a number of tokens; returns seconds to its first chunk, and the tokens that came."""
+Answer = Callable[[], tuple[float, int]]
+"""Returns seconds to a request's first chunk, and the number of its tokens."""
+Generate = Callable[[list[int], int], Awaitable[Answer]]
+"""Runs a request with a prompt and a number of tokens to its end."""
 
 
 def by_engine(engine: Engine) -> Generate:
-    async def generate(prompt: list[int], num_new: int) -> tuple[float, int]:
+    async def generate(prompt: list[int], num_new: int) -> Answer:
         began, first_s, count = time.perf_counter(), 0.0, 0
         async for chunk in engine.generate(prompt, SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)):
             first_s = first_s or time.perf_counter() - began
             count += len(chunk.token_ids)
-        return first_s, count
+        return lambda: (first_s, count)
 
     return generate
+
+
+class _Stream(asyncio.Protocol):
+    """One request on a connection of its own, and the bytes of its answer. They are parsed after the last one came."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._parts: list[bytes] = []
+        self._began = self._first_s = 0.0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._began = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._first_s and b"data: {" in data:
+            self._first_s = time.perf_counter() - self._began
+        self._parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    def parse(self) -> tuple[float, int]:
+        """Return seconds to the first event, and the tokens of all events."""
+        answer = b"".join(self._parts)
+        if b" 200 " not in answer.partition(HEAD_END)[0]:
+            raise RuntimeError(f"the gateway answered {answer[:200]!r}")
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        return self._first_s, sum(len(choice["token_ids"]) for event in events for choice in event["choices"])
 
 
 def by_http(url: str) -> Generate:
     host, _, port = url.removeprefix("http://").partition(":")
 
-    async def generate(prompt: list[int], num_new: int) -> tuple[float, int]:
+    async def generate(prompt: list[int], num_new: int) -> Answer:
         fields = {"model": MODEL, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**fields, "stream": True, "return_token_ids": True}).encode()
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            began, first_s, count = time.perf_counter(), 0.0, 0
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
-            writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-            status = await reader.readuntil(HEAD_END)
-            if b" 200 " not in status:
-                raise RuntimeError(f"the gateway answered {status[:200]!r}")
-            async for line in reader:
-                if line.startswith(b"data: {"):
-                    first_s = first_s or time.perf_counter() - began
-                    count += sum(len(choice["token_ids"] or ()) for choice in json.loads(line[6:])["choices"])
-            return first_s, count
-        finally:
-            writer.close()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        request = f"{head}Connection: close\r\n\r\n".encode() + body
+        _, stream = await asyncio.get_running_loop().create_connection(lambda: _Stream(request), host, int(port))
+        await stream.ended
+        return stream.parse
 
     return generate
 
@@ -107,12 +130,12 @@ async def tokens_per_s(generate: Generate, sizes: Sizes, count: int, num_new: in
     began = time.perf_counter()
     answers = await asyncio.gather(*(generate(prompt, num_new) for prompt in each))
     elapsed_s = time.perf_counter() - began
-    assert [tokens for _, tokens in answers] == [num_new] * count, "a stream did not have all of its tokens"
+    assert [answer()[1] for answer in answers] == [num_new] * count, "a stream did not have all of its tokens"
     return count * num_new / elapsed_s
 
 
 async def first_byte_s(generate: Generate, sizes: Sizes, seed: int) -> float:
-    return statistics.median([(await generate(each, 1))[0] for each in prompts(sizes, sizes.first_bytes, seed)])
+    return statistics.median([(await generate(each, 1))()[0] for each in prompts(sizes, sizes.first_bytes, seed)])
 
 
 async def measure_all(sizes: Sizes, quick: bool, progress: Progress) -> dict[str, Any]:
@@ -157,7 +180,8 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "first_byte_s": {**first, "difference": first["HTTP"] - first["engine"]},
     }
     notes = [
-        "The client of both ways, the gateway, cachemgr and the worker share the cores of one machine.",
+        "The client of both ways, the gateway, cachemgr and the worker share the cores of one machine; over HTTP the "
+        "client is a process of its own, which reads bytes while the streams run and counts their tokens afterwards.",
         "The model has no tokenizer: prompts and answers are token ids.",
     ]
     return Findings([table_of(figures)], figures, lambda: plot(figures), notes)

@@ -181,7 +181,7 @@ class Inspection:
         try:
             if request.include_content:
                 require_role("WatchBlocks", Role.CONTENT)
-            view = View(tenant=None if sees_all() else caller().name, with_content=request.include_content)
+            view = _view_of(request)
             with self._watch_places.taken():
                 watch = watch_blocks(self._catalog, request.pool, view, cursor=request.cursor, clock=self._clock)
                 async with contextlib.aclosing(watch) as answers:
@@ -239,6 +239,15 @@ class Inspection:
                 response.evicted_by_tenant = evicting_tenant
                 response.evicted_by_lease_id_prefix = lease_id_prefix
         return response
+
+
+def _view_of(request: cache_service_pb2.WatchBlocksRequest) -> View:
+    """What a caller is told of a pool's blocks. Raises CallRefused (ROLE_MISSING)."""
+    is_named = request.HasField("tenant")
+    tenant = tenant_asked_for("WatchBlocks", request) if is_named or not sees_all() else None
+    if request.include_content and tenant not in (None, caller().name):
+        require_role("WatchBlocks", Role.OPERATOR)
+    return View(tenant=tenant, with_content=request.include_content)
 
 
 def prefix_asked_for(

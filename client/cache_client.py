@@ -156,9 +156,14 @@ class CacheClient:
         )
         return [each async for page in pages for each in page.blocks]
 
-    async def watch_blocks(self, pool: str = "", *, cursor: str = "") -> AsyncGenerator[pb.WatchBlocksResponse, None]:
-        """See CacheService.WatchBlocks; goes on until it is closed. Raises NotFound, CursorExpired, Unavailable."""
-        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor)
+    async def watch_blocks(
+        self, pool: str = "", *, cursor: str = "", tenant: str | None = None
+    ) -> AsyncGenerator[pb.WatchBlocksResponse, None]:
+        """See CacheService.WatchBlocks; goes on until it is closed, of a tenant's blocks or of all.
+
+        Raises NotFound, CursorExpired, Unavailable, AccessDenied.
+        """
+        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor, tenant=tenant)
         async with contextlib.aclosing(answers(self._stub.WatchBlocks(request))) as changes:
             async for answer in changes:
                 yield answer

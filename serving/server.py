@@ -124,6 +124,7 @@ class Server:
     fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
     security        certificates, and who may call what; by default plain text on loopback and unix sockets, for all
     message_limits  full method name -> bytes that a request of it may have; others are small
+    manager         gets word of the start and the stop; None: the systemd of the environment
 
     `grpc` is the server to add servicers to, before `start`. Health is also answered at the security's health_listen,
     from the beginning of the `async with` block to its end; entering raises AddressError if it can't listen there.
@@ -137,6 +138,7 @@ class Server:
         fatal: tuple[type[BaseException], ...] = (),
         security: Security | None = None,
         message_limits: Mapping[str, int] | None = None,
+        manager: ServiceManager | None = None,
     ) -> None:
         self._security = security or Security(SecurityOptions(), roles={}, domain=domain)
         self._guard = HandlerGuard(
@@ -147,7 +149,7 @@ class Server:
             message_limits=message_limits,
         )
         self._health = health.aio.HealthServicer()
-        self._manager = ServiceManager(os.environ)
+        self._manager = manager or ServiceManager(os.environ)
         self._names = ("", *service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._sockets: dict[str, int] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()

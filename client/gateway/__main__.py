@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from quire.client.cache_client import CacheClient
+from quire.client.channel import ONCE
 from quire.client.credentials import Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
@@ -25,8 +26,8 @@ from quire.client.gateway.chat_models import ChatModels
 from quire.client.gateway.config import OWN_FLAGS, GatewayOptions
 from quire.client.gateway.door import Door
 from quire.client.gateway.engine_service import engine_server
-from quire.client.gateway.keys import KeyFile, check_exposure, read_keys
-from quire.client.gateway.limits import TenantGate, read_limits
+from quire.client.gateway.keys import KeyFile, check_exposure
+from quire.client.gateway.limits import TenantGate
 from quire.client.gateway.metrics import DoorMetrics
 from quire.client.gateway.routing import Router, RouterConfig
 from quire.client.gateway.server import HttpServer
@@ -56,15 +57,16 @@ async def serve(
     options: ServerOptions, signals: StopSignals, *, gateway: GatewayOptions, credentials: Credentials
 ) -> None:
     """Serve until a signal. Raises CannotStartError."""
-    security = secure(options, gateway)
+    security, keys, gate = secure(options, gateway)
     manager = ServiceManager(os.environ)
     async with contextlib.AsyncExitStack() as stack:
         if manager.has_watchdog:
             stack.callback(asyncio.create_task(manager.feed_watchdog()).cancel)
         cache = CacheClient(gateway.cachemgr, credentials=credentials)
         stack.push_async_callback(cache.close)
-        door = Door({}, DoorMetrics(), limits=gateway.limits, cache=cache)
-        gate = _set_keys(door, gateway)
+        names_tenants = gateway.api_keys is not None
+        door = Door({}, DoorMetrics(), limits=gateway.limits, cache=cache, names_tenants=names_tenants)
+        door.keys, door.gate = keys or door.keys, gate or door.gate
         if options.metrics_listen is not None:
             read = partial(_read_metrics, door)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
@@ -74,7 +76,7 @@ async def serve(
         log.info("listening addresses=%s", ",".join(door.addresses))
         stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, manager, options.drain_timeout_s)]
         if gateway.grpc_listen:
-            opened = engine_server(door, gateway.grpc_listen, security=options.security)
+            opened = engine_server(door, gateway.grpc_listen, security=options.security, is_part=True)
             engine, servicer = await stack.enter_async_context(opened)
             timeout_s = options.drain_timeout_s
             stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
@@ -93,16 +95,6 @@ async def serve(
         manager.ready(f"serving at {' '.join(door.addresses)}")
         await asyncio.gather(*(stop() for stop in stops))
         log.info("stopped")
-
-
-def _set_keys(door: Door, gateway: GatewayOptions) -> TenantGate | None:
-    """Let the door know its callers and their limits; returns the gate that has the limits. Raises FileError."""
-    gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
-    if gate is not None:
-        door.gate = gate
-    if gateway.api_keys is not None:
-        door.keys = KeyFile(gateway.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
-    return gate
 
 
 async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
@@ -139,18 +131,18 @@ def _read_metrics(door: Door) -> Any:
     return door.metrics.families(door.models)
 
 
-def secure(options: ServerOptions, gateway: GatewayOptions) -> Security:
-    """Return the server's TLS, if the files of the flags can be used.
+def secure(options: ServerOptions, gateway: GatewayOptions) -> tuple[Security, KeyFile | None, TenantGate | None]:
+    """Return the server's TLS, the callers' keys and the tenants' limits, if the files of the flags can be used.
 
     Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
     """
     addresses = [*options.listen, *gateway.grpc_listen]
     check_exposure(addresses, has_keys=gateway.api_keys is not None, is_allowed=gateway.allow_anonymous)
+    gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
+    keys = None
     if gateway.api_keys is not None:
-        read_keys(gateway.api_keys)
-    if gateway.tenant_limits is not None:
-        read_limits(gateway.tenant_limits)
-    return options.secure(roles={}, domain=DOMAIN)
+        keys = KeyFile(gateway.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
+    return options.secure(roles={}, domain=DOMAIN), keys, gate
 
 
 @contextlib.asynccontextmanager
@@ -198,7 +190,17 @@ async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: 
         await engine.close()
         raise
     names = gateway.served_model_name or (engine.model.model,)
-    return EngineBackend(engine, names, tokenizer_source=tokenizer), policy.set_weights, engine.close
+    backend = EngineBackend(engine, names, tokenizer_source=tokenizer)
+    cache = CacheClient(address, credentials=credentials, retry=ONCE)
+    watching = asyncio.create_task(backend.watch(cache), name="quire-watch-pool")
+
+    async def close() -> None:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await engine.close()
+        await cache.close()
+
+    return backend, policy.set_weights, close
 
 
 async def _open_router(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:

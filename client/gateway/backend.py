@@ -1,14 +1,20 @@
 """The protocol through which all doors generate, and a single engine behind it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.client.cache_client import CacheClient
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
+from quire.client.errors import QuireError
+
+WATCH_S = 1.0
+"""A service that goes or comes back without a request is noticed after this time and that of one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class EngineBackend:
         self._model = engine.model
         self._pool = engine.pool
         self._tokenizer_source = tokenizer_source or engine.model.tokenizer
+        self._is_attached = True
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -105,8 +112,17 @@ class EngineBackend:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the services can be used."""
-        return self._engine.outage is None
+        """Return whether the services can be used, as far as watch() and the requests that are open know."""
+        return self._is_attached and not has_outage(self._engine)
+
+    async def watch(self, cache: CacheClient) -> None:
+        """Ask cachemgr for the pool again and again: an engine without requests does not notice that a service went."""
+        while True:
+            try:
+                self._is_attached = (await cache.get_pool(self._pool)).attached
+            except QuireError:
+                self._is_attached = False
+            await asyncio.sleep(WATCH_S)
 
     def generate(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
@@ -117,6 +133,11 @@ class EngineBackend:
     def statistics(self) -> BackendStatistics:
         """The engine's numbers."""
         return statistics_of(self._engine)
+
+
+def has_outage(engine: Engine) -> bool:
+    """Return whether requests wait for a service. An outage that no request waits for may be over."""
+    return engine.outage is not None and engine.statistics().num_requests > 0
 
 
 def statistics_of(engine: Engine) -> BackendStatistics:

@@ -25,7 +25,7 @@ from quire.client.gateway.errors import HttpError, invalid
 from quire.client.gateway.fields import MAX_INT32, Fields
 from quire.client.gateway.http import PostRequest, json_response, post
 from quire.client.gateway.parameters import IGNORED, cache_of, include_usage_of, sampling_of
-from quire.client.gateway.streams import DONE, EventStream, event_of, primed
+from quire.client.gateway.streams import DONE, ChoiceEvents, EventStream, event_of, primed
 from quire.client.gateway.templates import RESERVED
 from quire.client.gateway.texts import TokenTexts, finite
 from quire.client.gateway.tools import Arguments, CallBegan, Event, Text
@@ -287,11 +287,11 @@ class _Answer:
 
     async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: at most one for each chunk of a sample, then the usage if asked for."""
-        tail: dict[str, Any] = {"usage": None} if self._asked.include_usage else {}
+        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
         async with aclosing(pieces):
             async for piece in pieces:
                 if (choice := self._delta_choice(piece)) is not None:
-                    yield event_of({**self._head, "choices": [choice], **tail})
+                    yield made.event_of(choice)
         if self._asked.include_usage:
             yield event_of({**self._head, "choices": [], "usage": self._usage_body})
         yield DONE

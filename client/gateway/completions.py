@@ -19,7 +19,7 @@ from quire.client.gateway.errors import http_error_of, invalid
 from quire.client.gateway.fields import MAX_INT32, Fields, text_of
 from quire.client.gateway.http import PostRequest, json_response, post
 from quire.client.gateway.parameters import IGNORED, cache_of, include_usage_of, sampling_of
-from quire.client.gateway.streams import DONE, EventStream, collected, event_of, merged, primed
+from quire.client.gateway.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
 from quire.client.gateway.texts import CompletionLogprobs, TokenTexts, decoded, encoded, prompt_logprobs_of
 
 DEFAULT_MAX_TOKENS = 16
@@ -230,11 +230,10 @@ class _Answer:
 
     async def events(self, streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: one for each chunk of a sample, then the usage if it was asked for."""
-        tail: dict[str, Any] = {"usage": None} if self._asked.include_usage else {}
+        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
         async with aclosing(merged(streams)) as chunks:
             async for index, chunk in chunks:
-                choice = self._choice(index, [chunk])
-                yield event_of({**self._head, "choices": [choice], **tail})
+                yield made.event_of(self._choice(index, [chunk]))
         if self._asked.include_usage:
             yield event_of({**self._head, "choices": [], "usage": self._usage.body})
         yield DONE

@@ -112,6 +112,7 @@ class Door:
     began_s      when it began, seconds since 1970
     chat_models  what the models need to chat; set before the first request
     cache        cachemgr, for those who look at the cache; None: nobody can
+    names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """
 
     backends: Mapping[str, Backend]
@@ -124,6 +125,7 @@ class Door:
     began_s: int = field(default_factory=lambda: int(time.time()))
     chat_models: "ChatModels | None" = None
     cache: "CacheClient | None" = None
+    names_tenants: bool = False
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
 
     def token_texts(self, backend: Backend) -> TokenTexts:
@@ -170,14 +172,16 @@ class Door:
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of a request of a caller, as Engine.generate gives them.
 
-        The tenant, the priority and the salt of the cache become the caller's. Raises InvalidRequest and HttpError at
-        once; HttpError, 429, and what the backend raises also while it is iterated. Work begins with the first item
-        asked for; closing the iterator frees everything.
+        The tenant and the priority become the caller's, and so does the salt where cachemgr does not know tenants.
+        Raises InvalidRequest and HttpError at once; HttpError, 429, and what the backend raises also while it is
+        iterated. Work begins with the first item asked for; closing the iterator frees everything.
         """
         if self.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         params = replace(params, tenant=caller.tenant, priority=_added(params.priority, caller.priority))
-        chunks = backend.generate(prompt_token_ids, params, cache=_cache_of(caller, cache))
+        chunks = backend.generate(
+            prompt_token_ids, params, cache=cache if self.names_tenants else _salted(caller, cache)
+        )
         return self._measured(caller, backend, chunks, len(prompt_token_ids), params)
 
     async def _measured(
@@ -202,7 +206,7 @@ def _added(priority: int, more: int) -> int:
     return max(-(2**31), min(2**31 - 1, priority + more))
 
 
-def _cache_of(caller: Caller, cache: CacheParams | None) -> CacheParams | None:
+def _salted(caller: Caller, cache: CacheParams | None) -> CacheParams | None:
     """Return the parameters with a salt of tenant and salt: tenants share no blocks, whatever salts they give."""
     asked = cache or NO_CACHE_PARAMS
     if not caller.tenant:

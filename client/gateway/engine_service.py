@@ -43,6 +43,7 @@ from quire.serving.errors import CallEnded, to_message
 from quire.serving.receiving import PROMPT_MESSAGE_BYTES
 from quire.serving.security import Security, SecurityOptions
 from quire.serving.server import Server
+from quire.serving.systemd import ServiceManager
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -224,9 +225,11 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
 
 @contextlib.asynccontextmanager
 async def engine_server(
-    door: Door, addresses: Iterable[Address], *, security: SecurityOptions
+    door: Door, addresses: Iterable[Address], *, security: SecurityOptions, is_part: bool = False
 ) -> AsyncIterator[tuple[Server, EngineServicer]]:
     """Within the block EngineService is served; health says NOT_SERVING until announce_serving.
+
+    is_part: the process serves something else too, and tells systemd of its start and stop itself.
 
     Raises FileError, AddressError.
     """
@@ -236,6 +239,7 @@ async def engine_server(
         domain=DOMAIN,
         security=Security(security, roles=ROLES, domain=DOMAIN),
         message_limits=MESSAGE_LIMITS,
+        manager=ServiceManager({}) if is_part else None,
     ) as server:
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
         await server.start(addresses)

@@ -19,7 +19,9 @@ from prometheus_client.metrics_core import (
 
 from quire.client.engine.metrics import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, REQUEST_TOKENS, Histogram
 from quire.client.engine.outputs import Chunk
+from quire.client.errors import QuireError
 from quire.client.gateway.backend import Backend
+from quire.client.gateway.errors import HttpError, http_error_of
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class ModelMeasured:
     inter_token   from a chunk of a sample to its next, divided by the tokens of the latter
     request       from the request to its last token
     finished      samples by why they ended
+    outcomes      requests that ended, by outcome and the error's code, which is "" without an error
     """
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
@@ -38,6 +41,7 @@ class ModelMeasured:
     prompt: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
     generated: Histogram = field(default_factory=lambda: Histogram(REQUEST_TOKENS))
     finished: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_open: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -119,6 +123,10 @@ class DoorMetrics:
             measured.request.observe(time.perf_counter() - began_s)
             measured.prompt.observe(num_prompt_tokens)
             measured.generated.observe(request.num_generated_tokens)
+            measured.outcomes["completed", ""] += 1
+        except BaseException as error:
+            measured.outcomes[_outcome_of(error, has_tokens=request.num_generated_tokens > 0)] += 1
+            raise
         finally:
             measured.num_open -= 1
 
@@ -140,6 +148,18 @@ class DoorMetrics:
         for (path, status), count in self._answers.items():
             answers.add_metric((path, str(status)), count)
         yield answers
+
+
+def _outcome_of(error: BaseException, *, has_tokens: bool) -> tuple[str, str]:
+    """Return how a request ended that this error ended, and the error's code."""
+    if not isinstance(error, Exception):
+        return "cancelled", ""  # its generator was closed, or its task cancelled
+    found = http_error_of(error) if isinstance(error, QuireError) else error
+    if not isinstance(found, HttpError):
+        return "interrupted" if has_tokens else "failed", "internal_error"
+    if has_tokens:
+        return "interrupted", found.code
+    return "refused" if found.status < 500 else "failed", found.code
 
 
 def _of_backends(backends: Sequence[Backend]) -> Iterator[Metric]:
@@ -193,6 +213,16 @@ def _of_models(models: dict[str, ModelMeasured]) -> Iterator[Metric]:
         for reason, count in measured.finished.items():
             finished.add_metric((model, reason), count)
     yield finished
+    outcomes = CounterMetricFamily(
+        "quire_gateway_requests_ended",
+        "Requests that ended, by prompts: completed, cancelled by the caller, refused (4xx) or failed (5xx) before "
+        "the first token, interrupted by an error after it.",
+        labels=("model_name", "outcome", "code"),
+    )
+    for model, measured in models.items():
+        for (outcome, code), count in measured.outcomes.items():
+            outcomes.add_metric((model, outcome, code), count)
+    yield outcomes
     for name, text, attribute in _HISTOGRAMS:
         histogram = HistogramMetricFamily(name, text, labels=("model_name",))
         for model, measured in models.items():

@@ -5,14 +5,16 @@
     GET /live/sequence?...    the block table of one sequence
 
 Of token ids, texts and salts nothing is sent. A caller that has a tenant sees that tenant's sequences and blocks; of
-the others' blocks only that they are not free.
+the others' blocks only that they are not free, and that only if the gateway is an operator at cachemgr. Otherwise
+cachemgr tells the gateway of the one tenant's blocks, and of no counters.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -22,11 +24,14 @@ from starlette.staticfiles import StaticFiles
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cache_client import CacheClient
-from quire.client.errors import QuireError
+from quire.client.errors import AccessDenied, QuireError
 from quire.client.gateway.door import Door
 from quire.client.gateway.errors import HttpError, invalid
 from quire.client.gateway.http import json_response
 from quire.client.gateway.streams import EventStream, event_of, merged
+
+Asked = ParamSpec("Asked")
+Found = TypeVar("Found")
 
 FOLDER = Path(__file__).parent / "page"
 MAX_VIEWERS = 32
@@ -63,6 +68,33 @@ async def _index(_: Request) -> Response:
     return FileResponse(FOLDER / "index.html", headers=_HEADERS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """All pools by name, and their counters; counters None: the gateway is no operator at cachemgr."""
+
+    pools: list[pb.Pool]
+    counters: dict[str, pb.PoolStatistics] | None
+
+
+class _Shared(Generic[Asked, Found]):
+    """A question that many ask each second and that is put to cachemgr once: its answers, by what was asked."""
+
+    def __init__(self, ask: Callable[Asked, Awaitable[Found]]) -> None:
+        self._ask = ask
+        self._answers: dict[tuple[Any, ...], tuple[float, asyncio.Future[Found]]] = {}
+
+    async def __call__(self, *args: Asked.args, **kwargs: Asked.kwargs) -> Found:
+        """Return an answer that is not older than the interval of looks. Raises what the question raises."""
+        loop, key = asyncio.get_running_loop(), (*args, *kwargs.items())
+        now = loop.time()
+        asked_at, answer = self._answers.get(key, (-_INTERVAL_S, None))
+        if answer is None or now >= asked_at + _INTERVAL_S * 0.9:  # each viewer asks once an interval, or a little late
+            self._answers = {each: kept for each, kept in self._answers.items() if now < kept[0] + _INTERVAL_S}
+            answer = asyncio.ensure_future(self._ask(*args, **kwargs))
+            self._answers[key] = (now, answer)
+        return await asyncio.shield(answer)
+
+
 class Live:
     """The cache as it changes, for those that look at the page."""
 
@@ -70,6 +102,8 @@ class Live:
         self._door = door
         self._cache = cache
         self._num_viewers = 0
+        self._look = _Shared(self._look_at_pools)
+        self._sequences = _Shared(self._look_at_sequences)
 
     def _tenant_of(self, request: Request) -> str | None:
         """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
@@ -112,37 +146,44 @@ class Live:
     async def _pools(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
         while True:
             try:
-                yield event_of(await self._look(pool, tenant), name="pools")
+                yield event_of(await self._describe(pool, tenant), name="pools")
             except QuireError as error:
                 yield event_of(error.message, name="away")
             await asyncio.sleep(_INTERVAL_S)
 
-    async def _look(self, chosen: str, tenant: str | None) -> list[dict[str, Any]]:
-        """Return all pools with their counters, and the sequences of the chosen one, "" being the first."""
+    async def _look_at_pools(self) -> _Look:
         pools = sorted(await self._cache.list_pools(), key=lambda pool: pool.name)
-        statistics = {each.pool: each for each in await self._cache.get_statistics()}
-        chosen = chosen or (pools[0].name if pools else "")
-        looks = []
-        for pool in pools:
-            sequences = []
-            if pool.name == chosen:
-                sequences = await self._cache.first_sequences(chosen, count=MAX_SEQUENCES, tenant=tenant)
-            looks.append(_describe_pool(pool, statistics.get(pool.name, pb.PoolStatistics()), sequences))
-        return looks
+        try:
+            return _Look(pools, {each.pool: each for each in await self._cache.get_statistics()})
+        except AccessDenied:
+            return _Look(pools, None)
+
+    async def _look_at_sequences(self, pool: str, tenant: str | None) -> list[pb.Sequence]:
+        return await self._cache.first_sequences(pool, count=MAX_SEQUENCES, tenant=tenant)
+
+    async def _describe(self, chosen: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return all pools with their counters, and the sequences of the chosen one, "" being the first."""
+        look = await self._look()
+        chosen = chosen or next((pool.name for pool in look.pools), "")
+        counters = look.counters or {}
+        described = []
+        for pool in look.pools:
+            sequences = await self._sequences(chosen, tenant) if pool.name == chosen else []
+            described.append(_describe_pool(pool, counters.get(pool.name, pb.PoolStatistics()), sequences))
+        return described
 
     async def _blocks(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
         while True:
             with contextlib.suppress(QuireError):  # _pools says it
-                chosen = await self._cache.get_pool(pool or await self._first_pool())
+                look = await self._look()
+                chosen = await self._cache.get_pool(pool or next((each.name for each in look.pools), ""))
+                watched = tenant if look.counters is None else None
                 num_blocks = chosen.geometry.block_count
                 if num_blocks <= MAX_BLOCKS:
-                    async with contextlib.aclosing(self._cache.watch_blocks(chosen.name)) as answers:
+                    async with contextlib.aclosing(self._cache.watch_blocks(chosen.name, tenant=watched)) as answers:
                         async for answer in answers:
                             yield event_of(describe_changes(answer, num_blocks, tenant), name="blocks")
             await asyncio.sleep(_INTERVAL_S)
-
-    async def _first_pool(self) -> str:
-        return min((pool.name for pool in await self._cache.list_pools()), default="")
 
 
 class _Files(StaticFiles):

@@ -4,10 +4,12 @@ Ranges are those of SamplingParams, CacheParams and Grammar, which raise Invalid
 types that JSON has and these would misread, and names that differ, are looked at here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from quire.client.engine.caching import CacheParams
+from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
+from quire.client.engine.caching import CacheParams, Retention
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
 from quire.client.errors import InvalidRequest
@@ -18,12 +20,15 @@ from quire.compute.v1.sampling_ranges import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
+    Range,
 )
 
 Made = TypeVar("Made")
 
 MAX_TOKEN_IDS = 65_536
 """Token ids in a list that is not a prompt."""
+
+_EXPECTED_S = Range(f"[0, {MAX_EXPECTED_S:.0f}]")
 
 # Fields that SamplingParams has under the same name and with the same meaning.
 _AS_THEY_ARE = (
@@ -169,21 +174,53 @@ def _text_grammar(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def cache_of(fields: Fields) -> CacheParams | None:
-    """Return what a body asks of the prefix cache; None if nothing. The door mixes the salt with the caller's own.
+    """Return what a body asks of the prefix cache; None if nothing. The pool keeps tenants apart, whatever the salt.
 
     Raises HttpError: 400 with the field's path.
     """
-    salt = fields.string("cache_salt")
-    if salt is None:
-        return None
-    if not salt:
-        raise invalid(fields.path_of("cache_salt"), salt, "a string that is not empty")
+    values: dict[str, Any] = {}
+    paths = {"salt": fields.path_of("cache_salt")}
+    if (salt := fields.string("cache_salt")) is not None:
+        if not salt:
+            raise invalid(paths["salt"], salt, "a string that is not empty")
+        values["salt"] = salt.encode()
+    if (hints := fields.object("kv_hints")) is not None:
+        values |= _hints(hints)
+        paths |= {"retention": hints.path_of("retention"), "retention.num_tokens": hints.path_of("retention")}
+    return _made_at(paths, CacheParams, **values) if values else None
+
+
+def _hints(hints: Fields) -> dict[str, Any]:
+    """Return what `kv_hints` says, as fields of CacheParams."""
+    hints.refuse("actions", "give expected_in_s, not_expected or retention")  # vLLM's envelope
+    expected_s = hints.number("expected_in_s", allowed=_EXPECTED_S)
+    if hints.boolean("not_expected"):
+        if expected_s is not None:
+            raise invalid(hints.path_of("not_expected"), True, "false, or expected_in_s left out")
+        expected_s = math.inf
+    ranges = [_retention(each) for each in hints.objects("retention", max_length=MAX_RANGES) or ()]
+    hints.end()
+    return {"expected_back_s": expected_s, "retention": tuple(ranges)}
+
+
+def _retention(given: Fields) -> Retention:
+    names = ("num_tokens", "priority", "ttl_s")
+    for name in names[:2]:
+        given.require(name)
+    values = {name: given.take(name) for name in names}
+    given.end()
+    return _made_at({f"retention.{name}": given.path_of(name) for name in names}, Retention, **values)
+
+
+def _made_at(paths: Mapping[str, str], kind: Callable[..., Made], **values: Any) -> Made:
+    """Return kind(**values). Raises HttpError that names a field by its path in the body, not as kind does."""
     try:
-        params: CacheParams = make(CacheParams, salt=salt.encode())
+        return make(kind, **values)
     except HttpError as error:
-        error.param = fields.path_of("cache_salt")
+        if error.param is not None and (path := paths.get(error.param)) is not None:
+            error.message = error.message.replace(error.param, path, 1)
+            error.param = path
         raise
-    return params
 
 
 def include_usage_of(fields: Fields, *, is_stream: bool) -> bool:

@@ -44,7 +44,7 @@ from quire.client.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from quire.client.gateway.backend import BackendStatistics, statistics_of
+from quire.client.gateway.backend import BackendStatistics, has_outage, statistics_of
 from quire.client.gateway.choosing import OpenRequest, OutputLength, PoolLoad, PoolUse, cheapest
 from quire.client.worker_client import WorkerClient
 from quire.compute.v1 import worker_service_pb2
@@ -225,6 +225,7 @@ class Router:
         self._is_stale = asyncio.Event()
         self._changed = asyncio.Event()
         self._is_closed = False
+        self._is_listed = True  # the pools, at the last attempt
         self._past = BackendStatistics(0, 0, 0, 0, 0)
         self._placed: dict[str, int] = {}
         self._moves = 0
@@ -318,7 +319,8 @@ class Router:
     def is_ready(self) -> bool:
         """Return whether a request would be computed now in one of the pools."""
         now = asyncio.get_running_loop().time()
-        return any(member.is_usable(now) and member.engine.outage is None for member in self._members.values())
+        usable = [member for member in self._members.values() if member.is_usable(now)]
+        return self._is_listed and not all(has_outage(member.engine) for member in usable)
 
     def statistics(self) -> BackendStatistics:
         """The sums of all engines; counters include those of pools that have gone."""
@@ -473,8 +475,10 @@ class Router:
         while True:
             try:
                 await self._refresh()
+                self._is_listed = True
             except QuireError as error:
                 _log.warning("the pools can't be listed: %s", error)
+                self._is_listed = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.refresh_s):
                     await self._is_stale.wait()

@@ -40,6 +40,19 @@ def event_of(value: Any, *, name: str | None = None) -> bytes:
     return head + b"data: " + encode_json(value) + b"\n\n"
 
 
+class ChoiceEvents:
+    """The events of one stream, which are the same but for their choice. What all have in common is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
+        """The fields before `choices`, at least one, and those behind it."""
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._tail = (b"]," + encode_json(tail)[1:] if tail else b"]}") + b"\n\n"
+
+    def event_of(self, choice: Any) -> bytes:
+        """Return the event of one choice."""
+        return self._head + encode_json(choice) + self._tail
+
+
 def error_event(error: HttpError) -> bytes:
     """Return the event of an error in the midst of a stream."""
     return event_of(error.body)
@@ -106,23 +119,60 @@ class EventStream(Response):
             await while_connected(Request(scope, receive), self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
+        async with contextlib.aclosing(self._events), _each_send_within(self._send_timeout_s) as watch:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for event in self._events:
-                    await self._send_one(send, event)
+                    await watch.send(send, event)
             except QuireError as error:
-                await self._send_one(send, self._encode_error(http_error_of(error)))
+                await watch.send(send, self._encode_error(http_error_of(error)))
             except HttpError as error:
-                await self._send_one(send, self._encode_error(error))
+                await watch.send(send, self._encode_error(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_one(self, send: Send, event: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except TimeoutError:
+
+@contextlib.asynccontextmanager
+async def _each_send_within(timeout_s: float) -> AsyncGenerator["_SendWatch", None]:
+    """End the block with CallerGone when one of its sends takes longer."""
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            watch = _SendWatch(limit, timeout_s)
+            try:
+                yield watch
+            finally:
+                watch.close()
+    except TimeoutError:
+        if limit.expired():
             raise CallerGone from None
+        raise
+
+
+class _SendWatch:
+    """Watches all sends of a stream with one timer: one for each send costs as much as the JSON of a token."""
+
+    def __init__(self, limit: asyncio.Timeout, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None  # the present send's
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    async def send(self, send: Send, event: bytes) -> None:
+        self._began_s = self._loop.time()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._began_s = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        ends_s = (now if self._began_s is None else self._began_s) + self._timeout_s
+        if now >= ends_s:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(ends_s, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 async def primed(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:

@@ -61,6 +61,29 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
     *((COMPLETIONS, "stream_options", value, None) for value in (7, {"include_usage": True})),
     *((COMPLETIONS, "priority", value, None) for value in ("1", 1.5, BIG)),
     *((COMPLETIONS, "cache_salt", value, None) for value in (7, "", "x" * 65)),
+    *((COMPLETIONS, "kv_hints", value, None) for value in (7, [], "x")),
+    *(
+        (COMPLETIONS, "kv_hints", value, f"kv_hints.{path}")
+        for value, path in (
+            *(({"expected_in_s": value}, "expected_in_s") for value in ("1", -1, 86_401, True, 10**400)),
+            ({"not_expected": 1}, "not_expected"),
+            ({"not_expected": True, "expected_in_s": 1}, "not_expected"),
+            *(({"retention": value}, "retention") for value in (7, {}, [{"num_tokens": 1, "priority": 5}] * 17)),
+            ({"retention": [7]}, "retention[0]"),
+            ({"retention": [{"num_tokens": 0, "priority": 5}] * 2}, "retention"),
+            *(
+                ({"retention": [{"num_tokens": 1, "priority": 5}, {"num_tokens": 1, "priority": 5, **wrong}]}, path)
+                for wrong, path in (
+                    *(({"num_tokens": value}, "retention[1].num_tokens") for value in (None, -1, 1.5, BIG)),
+                    *(({"priority": value}, "retention[1].priority") for value in (None, 0, 10, "5", True)),
+                    *(({"ttl_s": value}, "retention[1].ttl_s") for value in (0, 86_401, "1", BIG)),
+                    ({"unknown": 1}, "retention[1].unknown"),
+                )
+            ),
+            ({"protocol_version": "0.1", "message_id": "m", "actions": []}, "actions"),
+            ({"unknown": 1}, "unknown"),
+        )
+    ),
     (COMPLETIONS, "response_format", 7, None),
     (COMPLETIONS, "response_format", {}, "response_format.type"),
     (COMPLETIONS, "response_format", {"type": "xml"}, "response_format.type"),
@@ -173,6 +196,8 @@ VALUES: list[Any] = [
     *({}, {"a": 1}, {"1": 1}, {"1": 200}, {"type": "json_object"}, {"type": 1}, {"type": "text"}, {"regex": "a*"}),
     *({"include_usage": True}, {"include_usage": 1}, {"choice": ["a"]}, {"json": {"type": "integer"}}, {"json": "{"}),
     {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    *({"expected_in_s": 3}, {"expected_in_s": 1e300}, {"retention": [{"num_tokens": 0, "priority": 1}]}),
+    *({"retention": [{"num_tokens": 1, "priority": 9, "ttl_s": 1e-12}]}, {"not_expected": True}, {"retention": [[]]}),
 ]
 FIELDS = sorted({field for path, field, *_ in WRONG if path == COMPLETIONS})
 

@@ -12,7 +12,8 @@ import pytest
 from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 
-from quire.client import Engine
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client import CacheClient, Engine
 from quire.client.cli.launch import LocalServices
 from quire.client.engine.config import EngineConfig
 
@@ -91,6 +92,21 @@ def test_usage_counts_cached_tokens(http_client: httpx.Client) -> None:
         http_client, prompt=prompt, max_tokens=1, cache_salt="cached", stream_options={"include_usage": True}
     )[-1]
     assert last["usage"] == second
+
+
+def test_hints_to_the_cache_reach_the_blocks(http_client: httpx.Client, services: LocalServices) -> None:
+    async def priorities() -> set[int]:
+        cache = CacheClient(services.cachemgr_address)
+        try:
+            return {block.priority for block in await cache.list_blocks(state=pb.BLOCK_STATE_CACHED)}
+        finally:
+            await cache.close()
+
+    assert 9 not in asyncio.run(priorities())
+    hints = {"expected_in_s": 60, "retention": [{"num_tokens": 0, "priority": 9, "ttl_s": 600}]}
+    complete(http_client, prompt="A hint is followed. " * 10, max_tokens=1, cache_salt="hints", kv_hints=hints)
+    assert 9 in asyncio.run(priorities())
+    complete(http_client, max_tokens=1, kv_hints={"not_expected": True})
 
 
 def test_all_kinds_of_prompts(http_client: httpx.Client) -> None:

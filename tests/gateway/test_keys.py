@@ -67,6 +67,23 @@ def test_tenants_share_no_cache_and_cachemgr_knows_whose_each_block_is(keyed: Ga
     assert {"alice", "bob"} <= asyncio.run(tenants())
 
 
+def test_a_tenants_prefix_is_found_by_its_tokens_alone(keyed: Gateway, services: LocalServices) -> None:
+    prompt = "A prefix is found by its tokens and its tenant, and by nothing else. " * 4
+    assert ask(keyed, KEYS["alice"], prompt=prompt).status_code == 200
+    with keyed.client(headers={"Authorization": f"Bearer {KEYS['alice']}"}) as client:
+        token_ids = client.post("/tokenize", json={"model": MODEL, "prompt": prompt}).json()["tokens"]
+
+    async def found(tenant: str) -> int:
+        cache = CacheClient(services.cachemgr_address)
+        try:
+            return (await cache.lookup_prefix(token_ids, tenant=tenant)).matches[0].cached_token_count
+        finally:
+            await cache.close()
+
+    assert asyncio.run(found("alice")) > 0
+    assert asyncio.run(found("bob")) == 0
+
+
 def test_more_tokens_than_a_tenants_limit_are_refused_until_later(keyed: Gateway) -> None:
     answers = [ask(keyed, KEYS["bob"], max_tokens=60, ignore_eos=True) for _ in range(3)]
     refused = [answer for answer in answers if answer.status_code != 200]

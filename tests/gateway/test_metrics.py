@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
+import pytest
+
 from quire.client.engine.outputs import Chunk
+from quire.client.errors import InvalidRequest, OutOfRoom, WorkerUnavailable
+from quire.client.gateway.errors import HttpError
 from quire.client.gateway.metrics import DoorMetrics
 
 
@@ -36,3 +43,32 @@ def test_tenants_are_counted_apart() -> None:
 
 def test_a_gateway_without_a_model_is_not_ready() -> None:
     assert samples(DoorMetrics())[("quire_gateway_ready",)] == 0
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        (None, ("completed", ""), ("completed", "")),
+        (GeneratorExit(), ("cancelled", ""), ("cancelled", "")),
+        (asyncio.CancelledError(), ("cancelled", ""), ("cancelled", "")),
+        (InvalidRequest("x", reason="A"), ("refused", "a"), ("interrupted", "a")),
+        (OutOfRoom("x", reason="FULL"), ("refused", "full"), ("interrupted", "full")),
+        (WorkerUnavailable("x", reason="B"), ("failed", "b"), ("interrupted", "b")),
+        (HttpError(503, "x", code="c"), ("failed", "c"), ("interrupted", "c")),
+        (RuntimeError("x"), ("failed", "internal_error"), ("interrupted", "internal_error")),
+    ],
+)
+def test_requests_are_counted_by_their_outcome(
+    error: BaseException | None, before: tuple[str, str], after: tuple[str, str], has_token: bool
+) -> None:
+    metrics = DoorMetrics()
+    ends = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with ends, metrics.request("m", 7) as request:
+        if has_token:
+            request.chunk(Chunk(0, "", (1,)), 1e9)
+        if error is not None:
+            raise error
+    found = {key: value for key, value in samples(metrics).items() if key[0] == "quire_gateway_requests_ended_total"}
+    assert found == {("quire_gateway_requests_ended_total", "m", *(after if has_token else before)): 1}
+    assert samples(metrics)["quire_gateway_requests", "m"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +25,21 @@ class Fleet:
 
     services: LocalServices
     workers: dict[str, ServiceProcess]
+    token: str | None = None  # an operator's, if cachemgr asks for one
 
     @property
     def address(self) -> str:
         return self.services.cachemgr_address
 
+    @property
+    def _metadata(self) -> list[tuple[str, str]]:
+        return [] if self.token is None else [("authorization", f"Bearer {self.token}")]
+
     def pools(self) -> dict[str, cache_service_pb2.Pool]:
         with insecure_channel(self.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub = cache_service_pb2_grpc.CacheServiceStub(channel)
-            answer = stub.ListPools(cache_service_pb2.ListPoolsRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+            asked, metadata = cache_service_pb2.ListPoolsRequest(), self._metadata
+            answer = stub.ListPools(asked, timeout=DEADLINE_S, wait_for_ready=True, metadata=metadata)
             return {pool.name: pool for pool in answer.pools}
 
     def is_whole(self) -> bool:
@@ -50,7 +56,8 @@ class Fleet:
         with insecure_channel(self.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub = cache_service_pb2_grpc.CacheServiceStub(channel)
             asked = (cache_service_pb2.AuditPoolRequest(pool=pool) for pool in POOLS)
-            return [each for ask in asked for each in stub.AuditPool(ask, timeout=DEADLINE_S).violations]
+            audits = [stub.AuditPool(ask, timeout=DEADLINE_S, metadata=self._metadata) for ask in asked]
+            return [each for audit in audits for each in audit.violations]
 
     def heal(self) -> None:
         """Start what does not run, and wait until all serve."""
@@ -63,21 +70,25 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Fleet]:
-    """Start a fleet; it ends with the block."""
-    first = (*WORKER_ARGS, "--pool", POOLS[0])
+def started(
+    *, cachemgr_args: Sequence[str] = (), worker_args: Sequence[str] = (), token: str | None = None
+) -> Iterator[Fleet]:
+    """Start a fleet; it ends with the block. token is an operator's, if the arguments let cachemgr ask for one."""
+    first = (*WORKER_ARGS, *worker_args, "--pool", POOLS[0])
     with (
-        LocalServices.start(model=MODEL, num_blocks=NUM_BLOCKS, extra_worker_args=first) as services,
+        LocalServices.start(
+            model=MODEL, num_blocks=NUM_BLOCKS, extra_cachemgr_args=cachemgr_args, extra_worker_args=first
+        ) as services,
         contextlib.ExitStack() as stack,
     ):
         address = f"unix:{services.runtime_dir}/{POOLS[1]}.sock"
         flags = (
             *("--listen", address, "--cachemgr", services.cachemgr_address, "--pool", POOLS[1]),
-            *("--model", str(MODEL), "--num-blocks", str(NUM_BLOCKS), *WORKER_ARGS),
+            *("--model", str(MODEL), "--num-blocks", str(NUM_BLOCKS), *WORKER_ARGS, *worker_args),
         )
         log_path = services.runtime_dir / f"{POOLS[1]}.log"
         second = ServiceProcess(POOLS[1], target="quire.worker", arguments=flags, address=address, log_path=log_path)
         stack.callback(second.terminate)
         second.start()
         second.wait_serving(DEADLINE_S)
-        yield Fleet(services, {POOLS[0]: services.worker, POOLS[1]: second})
+        yield Fleet(services, {POOLS[0]: services.worker, POOLS[1]: second}, token)

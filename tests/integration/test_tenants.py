@@ -207,6 +207,11 @@ def test_who_is_no_gateway_names_no_other_tenant_and_loses_that_admission_alone(
             call(cachemgr, "bob", method, **fields)
         assert (failed.value.reason, failed.value.metadata["roles"]) == ("ROLE_MISSING", "gateway,operator"), method
         call(cachemgr, "gina", method, **fields)
+    asked_to_watch = cache_service_pb2.WatchBlocksRequest(pool=worker.pool, tenant="alice")
+    with pytest.raises(grpc.RpcError) as ended:
+        next(cachemgr.stub("bob").WatchBlocks(asked_to_watch, timeout=DEADLINE_S))
+    error = RefusedError.of_call(ended.value)
+    assert (error.reason, error.metadata["roles"]) == ("ROLE_MISSING", "gateway,operator")
     assert cached(cachemgr, worker, prompt(1, 1)) == 0, "the gateway has reset it"
     with pytest.raises(grpc.RpcError) as refused_call:
         alice.plan(admissions=[named("b" * 129, 3, [1])])
@@ -249,15 +254,24 @@ def test_a_tenant_sees_its_own_sequences_and_blocks_in_the_lease_of_a_gateway(
         "bob": ["bob"],
         "carla": [],
     }
-    watch = cachemgr.stub("bob").WatchBlocks(cache_service_pb2.WatchBlocksRequest(pool=worker.pool), timeout=DEADLINE_S)
-    answers = iter(watch)
-    while not (answer := next(answers)).cursor:
-        assert {event.block.tenant for event in answer.events} <= {"bob"}
+    # The tenant itself, and a gateway and an operator that name it, are told of its blocks and of no other's.
+    watches = [
+        cachemgr.stub(caller).WatchBlocks(
+            cache_service_pb2.WatchBlocksRequest(pool=worker.pool, tenant=tenant), timeout=DEADLINE_S
+        )
+        for caller, tenant in (("bob", None), ("gina", "bob"), ("olga", "bob"))
+    ]
+    for watch in watches:
+        told = []
+        while not (answer := next(watch)).cursor:
+            told += [event.block.tenant for event in answer.events]
+        assert set(told + [event.block.tenant for event in answer.events]) == {"bob"}
     gina.release(1)
     gina.release(2)
-    (event,) = next(answers).events
-    assert (event.block.tenant, event.block.state) == ("bob", cache_service_pb2.BLOCK_STATE_CACHED)
-    watch.cancel()
+    for watch in watches:
+        (event,) = next(watch).events
+        assert (event.block.tenant, event.block.state) == ("bob", cache_service_pb2.BLOCK_STATE_CACHED)
+        watch.cancel()
     assert call(cachemgr, "bob", "PinPrefix", pool=worker.pool, token_ids=prompt(1, 1)).pinned_token_count
     with pytest.raises(RefusedError) as failed:
         call(cachemgr, "carla", "PinPrefix", pool=worker.pool, token_ids=prompt(1, 1))

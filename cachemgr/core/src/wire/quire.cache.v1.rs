@@ -843,6 +843,8 @@ pub struct WatchBlocksRequest {
     pub cursor: ::prost::alloc::string::String,
     #[prost(bool, tag="3")]
     pub include_content: bool,
+    #[prost(string, optional, tag="4")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct WatchBlocksResponse {

@@ -1814,6 +1814,7 @@ class WatchBlocksRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     INCLUDE_CONTENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     cursor: _builtins.str
@@ -1822,18 +1823,26 @@ class WatchBlocksRequest(_message.Message):
     """Adds token ids, salts and parents to what is stored from now on. Needs the
     role "content" (PERMISSION_DENIED, ROLE_MISSING).
     """
+    tenant: _builtins.str
+    """Only blocks of this tenant. Unset: of all that the caller may see. Another
+    tenant's than the caller's is for operators and gateways only
+    (PERMISSION_DENIED, ROLE_MISSING), and a gateway gets no content of them.
+    """
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         cursor: _builtins.str = ...,
         include_content: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "include_content", b"include_content", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "cursor", b"cursor", "include_content", b"include_content", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
 

@@ -293,7 +293,8 @@ class CacheServiceServicer:
         every answer in order holds what ListBlocks would say at that moment. Ends
         with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
         without a cursor. A caller that is no operator sees its own tenant's blocks
-        only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+        only, and a gateway those of one tenant that it names. Reasons:
+        POOL_NOT_FOUND, CURSOR_EXPIRED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -106,7 +106,8 @@ class CacheServiceStub:
     every answer in order holds what ListBlocks would say at that moment. Ends
     with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
     without a cursor. A caller that is no operator sees its own tenant's blocks
-    only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+    only, and a gateway those of one tenant that it names. Reasons:
+    POOL_NOT_FOUND, CURSOR_EXPIRED.
     """
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
     """How many of these tokens each pool holds already. Takes nothing and changes
@@ -235,7 +236,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     every answer in order holds what ListBlocks would say at that moment. Ends
     with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
     without a cursor. A caller that is no operator sees its own tenant's blocks
-    only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+    only, and a gateway those of one tenant that it names. Reasons:
+    POOL_NOT_FOUND, CURSOR_EXPIRED.
     """
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
     """How many of these tokens each pool holds already. Takes nothing and changes
@@ -445,7 +447,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         every answer in order holds what ListBlocks would say at that moment. Ends
         with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
         without a cursor. A caller that is no operator sees its own tenant's blocks
-        only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+        only, and a gateway those of one tenant that it names. Reasons:
+        POOL_NOT_FOUND, CURSOR_EXPIRED.
         """
 
     @_abc_1.abstractmethod

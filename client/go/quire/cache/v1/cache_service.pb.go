@@ -3428,8 +3428,12 @@ type WatchBlocksRequest struct {
 	// Adds token ids, salts and parents to what is stored from now on. Needs the
 	// role "content" (PERMISSION_DENIED, ROLE_MISSING).
 	IncludeContent bool `protobuf:"varint,3,opt,name=include_content,json=includeContent,proto3" json:"include_content,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Only blocks of this tenant. Unset: of all that the caller may see. Another
+	// tenant's than the caller's is for operators and gateways only
+	// (PERMISSION_DENIED, ROLE_MISSING), and a gateway gets no content of them.
+	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchBlocksRequest) Reset() {
@@ -3481,6 +3485,13 @@ func (x *WatchBlocksRequest) GetIncludeContent() bool {
 		return x.IncludeContent
 	}
 	return false
+}
+
+func (x *WatchBlocksRequest) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
 }
 
 // See CacheService.WatchBlocks. Apply in this order: `cleared`, then `events`.
@@ -5717,11 +5728,13 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x16pin_budget_block_count\x18\t \x01(\x05R\x13pinBudgetBlockCount\x12\x1f\n" +
 	"\vlease_count\x18\n" +
 	" \x01(\x05R\n" +
-	"leaseCount\"i\n" +
+	"leaseCount\"\x91\x01\n" +
 	"\x12WatchBlocksRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x16\n" +
 	"\x06cursor\x18\x02 \x01(\tR\x06cursor\x12'\n" +
-	"\x0finclude_content\x18\x03 \x01(\bR\x0eincludeContent\"\x91\x01\n" +
+	"\x0finclude_content\x18\x03 \x01(\bR\x0eincludeContent\x12\x1b\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"\x91\x01\n" +
 	"\x13WatchBlocksResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x18\n" +
 	"\acleared\x18\x02 \x01(\bR\acleared\x122\n" +
@@ -6181,6 +6194,7 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	file_quire_cache_v1_cache_service_proto_msgTypes[24].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[30].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[33].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[38].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[41].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[46].OneofWrappers = []any{}

@@ -111,7 +111,8 @@ type CacheServiceClient interface {
 	// every answer in order holds what ListBlocks would say at that moment. Ends
 	// with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
 	// without a cursor. A caller that is no operator sees its own tenant's blocks
-	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+	// only, and a gateway those of one tenant that it names. Reasons:
+	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error)
 	// How many of these tokens each pool holds already. Takes nothing and changes
 	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
@@ -477,7 +478,8 @@ type CacheServiceServer interface {
 	// every answer in order holds what ListBlocks would say at that moment. Ends
 	// with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
 	// without a cursor. A caller that is no operator sees its own tenant's blocks
-	// only. Reasons: POOL_NOT_FOUND, CURSOR_EXPIRED.
+	// only, and a gateway those of one tenant that it names. Reasons:
+	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error
 	// How many of these tokens each pool holds already. Takes nothing and changes
 	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
