@@ -25,6 +25,7 @@ from quire.worker.config import (
     ATTENTION_NAMES,
     DTYPE_NAMES,
     KV_DTYPE_NAMES,
+    MAX_RANKS,
     ByteSize,
     NewFile,
     StepRange,
@@ -180,6 +181,14 @@ class WorkerCommand(ServerCommand):
     show_default="where there is a GPU",
     help="Run a model's layers in fewer, fused operations where they are of a known kind.",
 )
+@option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    metavar="RANKS",
+    help="Processes, with a device each, that the model and the pool are divided among. They are started on this "
+    "machine, unless torchrun has started this one as one of them.",
+)
 @server_options(default_listen=default_listen("worker"))
 def main(
     server: ServerOptions,
@@ -221,6 +230,10 @@ def main(
     if server.only_check:
         server.end_check(lambda: check(config, is_local=folder is not None))
     # Only now: torch and transformers take seconds to import, and --help needs neither.
+    if config.tensor_parallel_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from quire.worker.tensor_parallel.process import run_given_rank
+
+        run_given_rank(config)
     from quire.worker.process import serve
 
     sys.exit(run(lambda signals: serve(config, signals)))

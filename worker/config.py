@@ -16,6 +16,7 @@ from quire.serving.options import ServerOptions
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
 ATTENTION_NAMES = ("auto", "torch", "triton")
+MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -50,6 +51,7 @@ class WorkerConfig:
     revision: str | None
     trust_remote_code: bool
     fuse: bool | None
+    tensor_parallel_size: int
 
     @property
     def model_name(self) -> str:

@@ -8,6 +8,7 @@ about ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -27,6 +28,7 @@ from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
 from quire.worker.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
+from quire.worker.ranks import ONE_RANK, OneRank, RankLostError
 from quire.worker.sampler import Draws, Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -115,16 +117,23 @@ class LaunchedStep:
     def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
         """To be made when all of the step's work was given to the device."""
         self.result = result
+        self.await_ranks: Callable[[], None] = lambda: None
+        """Waits for the worker's other ranks to be past the step."""
         self._sampling = sampling
         self._readback = Readback(device, *(() if sampling is None else sampling.tensors()))
 
     def collect(self) -> StepResult:
-        """Waits for the step to end; from any thread. Raises DeviceLostError if the device fails before that."""
+        """Waits for the step to end; from any thread.
+
+        Raises DeviceLostError if the device fails before that, RankLostError if another rank does.
+        """
         try:
             with phase("read tokens"):
                 arrived = self._readback.wait()
         except torch.AcceleratorError as error:
             raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
+        with phase("await ranks"):
+            self.await_ranks()
         if self._sampling is None:
             return self.result
         tokens, chosen, top_ids, top, *scores = arrived
@@ -175,12 +184,15 @@ class Executor:
         max_num_seqs: int,
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
         """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
 
-        A StaticDecode is for as many sequences, and belongs to one executor: its table holds the executor's sequences.
+        `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
+        belongs to one executor: its table holds the executor's sequences.
         """
         self._model = model
+        self._ranks = ranks
         if model.states.max_num_seqs < max_num_seqs:
             model.allocate_states(max_num_seqs)
         self._pool = pool
@@ -211,7 +223,8 @@ class Executor:
     def launch(self, step: Step) -> LaunchedStep:
         """Applies the grant, then gives the device what there is to compute.
 
-        Raises PoolDamagedError if this or an earlier grant can't be applied, DeviceLostError if the device has failed.
+        Raises PoolDamagedError if this or an earlier grant can't be applied, DeviceLostError if the device has failed,
+        RankLostError if another rank has.
         Anything else that fails after the grant was applied fails the step alone.
         """
         with self._recorded(step):
@@ -248,7 +261,12 @@ class Executor:
         # Waits for the copies of steps that have some: they are few, and what is launched next may write their blocks.
         num_copied = len(grant.copy_source_block_ids)
         launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
+        launched.await_ranks = self._ranks.launched(step, self._table_digest)
         return launched
+
+    def _table_digest(self) -> int:
+        """A number that is equal on all ranks; this one says nothing."""
+        return 0
 
     def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
         number, device = step.grant.step_number, self._model.device
@@ -259,7 +277,7 @@ class Executor:
                 return LaunchedStep(StepResult(number, outcome, failed_step=lease.last_failed_step), None, device)
             sampling = self._compute(lease, step, started) if step.grant.run_sequence_ids else None
             return LaunchedStep(StepResult(number, Outcome.COMPUTED), sampling, device)
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, RankLostError):
             raise
         except Exception as error:
             log.error("step failed step=%d error=%s", number, describe_exception(error))
@@ -267,20 +285,25 @@ class Executor:
 
     def fence_lease(self, lease_id: str) -> None:
         """Forgets a lease and its sequences."""
+        self._ranks.fence_lease(lease_id)
+        self._forget_lease(lease_id)
+
+    def _forget_lease(self, lease_id: str) -> None:
         lease = self._leases.pop(lease_id, None)
         for row in lease.rows.values() if lease is not None else ():
             self._remove(row)
 
     def begin_epoch(self) -> None:
         """Forgets everything."""
+        self._ranks.begin_epoch()
         for lease_id in list(self._leases):
-            self.fence_lease(lease_id)
+            self._forget_lease(lease_id)
         self._host_pool.finish()  # of a step that could not be applied
         self._is_damaged = False
 
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:
-        """See KVPool.checksum_blocks."""
-        return self._pool.checksum_blocks(block_ids)
+        """See KVPool.checksum_blocks; of all ranks' parts of the blocks."""
+        return self._ranks.add_checksums(block_ids, self._pool.checksum_blocks(block_ids))
 
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(self._table.statistics().num_seqs)
@@ -370,7 +393,7 @@ class Executor:
         prepared = Moment(device)
         making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
         try:
-            with phase("forward"):
+            with phase("forward"), self._ranks.computing(step):
                 logits, scores = self._forward_and_score(step, batch)
         finally:
             masks = NO_MASKS if making is None else self._grammars.finish(making)
@@ -456,7 +479,7 @@ class Executor:
             logits = logits.index_select(0, indices(chosen, logits.device))
         rows = [batch.rows_host[index] for index in chosen]
         positions = [batch.seq_lens_host[index] for index in chosen]
-        sampled = self._sampler.sample(logits, rows, positions, masks)
+        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions)
         return sampled
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -37,6 +38,7 @@ from quire.worker.packed_linear import pack_linears
 from quire.worker.past_positions import PastPositions
 from quire.worker.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
 from quire.worker.prompt_logprobs import HiddenStates, kept_hidden_states
+from quire.worker.ranks import ONE_RANK, OneRank
 from quire.worker.self_check import (
     CHECKED_SEQS,
     SHORTEST_TOKENS,
@@ -47,6 +49,7 @@ from quire.worker.self_check import (
 )
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
+from quire.worker.tensor_parallel.sharding import check_can_shard, loading_arguments
 
 log = logging.getLogger(__name__)
 
@@ -221,19 +224,19 @@ def load_model(
     trust_remote_code: bool = False,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
+    ranks: OneRank = ONE_RANK,
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
     dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope whose
     frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len; see pin_rope(). With
-    fused_steps modules are fused (quire.worker.fusion), and a pool has at least their block size.
+    fused_steps modules are fused (quire.worker.fusion), and a pool has at least their block size. With several ranks
+    each loads its part, at the same time.
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
     """
-    folder = find_folder(str(source))
-    local_only = folder is None and check_hub(str(source), revision=revision)
-    source = str(folder or source)
+    source, local_only = _find(source, revision)
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_only)
     _check_is_causal_lm(config)
     dtype = dtype or _checkpoint_dtype(config)
@@ -247,9 +250,33 @@ def load_model(
         revision=revision,
         trust_remote_code=trust_remote_code,
         local_files_only=local_only,
+        num_ranks=ranks.size,
     )
     model = model.eval().requires_grad_(False).to(device)
-    return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps)
+    return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps, ranks=ranks)
+
+
+def check_sharding(
+    source: str | Path, *, num_ranks: int, revision: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Make sure that a model can be sharded over so many ranks, before its weights are loaded.
+
+    Raises ModelNotFound if there is none at `source`, UnsupportedModel if it can't, with the numbers.
+    """
+    source, local_only = _find(source, revision)
+    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_only)
+    _check_is_causal_lm(config)
+    loader: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = loader.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code).eval()
+    check_can_shard(model, num_ranks)
+
+
+def _find(source: str | Path, revision: str | None) -> tuple[str, bool]:
+    """Return where transformers finds the model, and True if only in its cache. Raises ModelNotFound."""
+    folder = find_folder(str(source))
+    local_only = folder is None and check_hub(str(source), revision=revision)
+    return str(folder or source), local_only
 
 
 def prepare_model(
@@ -258,10 +285,12 @@ def prepare_model(
     max_model_len: int,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
+    ranks: OneRank = ONE_RANK,
 ) -> PagedModel:
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
 
-    fused_steps as for load_model(); a model that fails the self-check when fused runs as it is.
+    fused_steps as for load_model(); a model that fails the self-check when fused runs as it is. A model that is sharded
+    over several ranks is neither fused nor packed, and keeps keys and values, not latents.
     Raises UnsupportedModel as load_model() does.
     """
     model.set_attn_implementation("eager")
@@ -270,7 +299,12 @@ def prepare_model(
     try:
         specs = probe(model)
     except OffTheInterface as off:
+        if ranks.size > 1:
+            reason = f"{off.reason}; its own attention is not sharded over {ranks.size} ranks"
+            raise UnsupportedModel(off.model_class, reason) from off
         return _prepare_cached(model, off.reason, max_model_len=max_model_len)
+    if ranks.size > 1:
+        return _prepare_sharded(model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind)
     latent = latent_specs(model, specs)
     if latent is not None:
         keep_latents(model)
@@ -318,6 +352,26 @@ def _prepare_paged(
         pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
+    return paged
+
+
+def _prepare_sharded(
+    model: Any,
+    specs: Mapping[int, LayerSpec],
+    ranks: OneRank,
+    *,
+    max_model_len: int,
+    step_kind: type[AttentionStep],
+) -> PagedModel:
+    """`specs` are of this rank's heads."""
+    log.info("fused modules: off, %d ranks have a part of each weight", ranks.size)
+    log.info("packed linear layers: off, %d ranks have a part of each weight", ranks.size)
+    model.set_attn_implementation(ATTENTION_NAME)
+    paged = PagedModel(
+        model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
+    )
+    paged.fingerprint = ranks.combined(paged.fingerprint)
+    _check_against_own_attention(paged)
     return paged
 
 
@@ -416,6 +470,7 @@ def _load_weights(
     revision: str | None,
     trust_remote_code: bool,
     local_files_only: bool,
+    num_ranks: int,
 ) -> Any:
     loader: Any = AutoModelForCausalLM
     try:
@@ -428,6 +483,7 @@ def _load_weights(
             local_files_only=local_files_only,
             attn_implementation="eager",
             output_loading_info=True,
+            **loading_arguments(num_ranks),
         )
     except OSError as error:
         raise ModelNotFound(source, _first_line(error)) from error
@@ -554,6 +610,9 @@ def _lasting(config: Any) -> Any:
 
 
 def _sample(tensor: Tensor) -> bytes:
+    """Of a sharded weight: this rank's part."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if tensor.numel() == 0:
         return b""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(-1, 1)

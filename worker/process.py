@@ -42,18 +42,21 @@ from quire.worker.kv_pool import (
     size_pool,
 )
 from quire.worker.metrics import metric_families
-from quire.worker.model import PagedModel, load_model
+from quire.worker.model import PagedModel, check_sharding, load_model
 from quire.worker.model_source import find_tokenizer
 from quire.worker.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.profiling import StepProfiler
+from quire.worker.ranks import ONE_RANK, OneRank
 from quire.worker.roles import MESSAGE_LIMITS, ROLES
 from quire.worker.runner import ModelThread
 from quire.worker.sampler import MAX_LOGPROBS
 from quire.worker.servicer import ModelDescription, WorkerServicer
 from quire.worker.steps import StepLimits, Steps, new_epoch
+from quire.worker.tensor_parallel.group import given_place
+from quire.worker.tensor_parallel.process import Group, rank_config
 from quire.worker.verify import VerifyingExecutor
 from quire.worker.warm_up import StepSizes, warm_up
-from quire.worker.watchdog import DEFAULT_LIMIT_S, Watchdog, WatchdogActions
+from quire.worker.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
 
 log = logging.getLogger("quire.worker")
 
@@ -78,19 +81,22 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         thread = ModelThread(asyncio.get_running_loop())
         stack.callback(thread.stop)
         try:
+            group = await stack.enter_async_context(await lead(config, thread)) if has_ranks(config) else None
+            config = config if group is None else rank_config(config, group.place)
             await thread.submit_ahead(lambda: use_device(pick_device(config.device)))
-            loaded = await thread.submit(lambda: load_warm(config))
+            if group is None:
+                ranks, loaded = ONE_RANK, await thread.submit(lambda: load_warm(config))
+            else:
+                ranks = await group.unless_lost(thread.submit(partial(group.join, pick_device(config.device))))
+                loaded = await group.unless_lost(thread.submit(lambda: load_warm(config, ranks)))
         except ValueError as error:  # ModelNotFound and UnsupportedModel among them
             raise CannotStartError(str(error)) from error
         gate = Gate(config.pool, new_epoch())
-        executor_kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
         model, pool = loaded.model, loaded.pool
-        executor = executor_kind(
-            model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=loaded.host_pool
-        )
+        executor = make_executor(config, loaded, ranks)
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
-        geometry = describe_pool(config, model, pool, loaded.host_pool)
+        geometry = describe_pool(config, loaded)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
         steps = Steps(gate, executor, thread, limits, loaded.grammars)
         if isinstance(loaded.grammars, Grammars):
@@ -111,7 +117,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
         server.run_alongside(attachment.run())
-        if watchdog := make_watchdog(config, server, steps, thread, device=model.device):
+        if group is not None:
+            server.run_alongside(group.await_loss())
+        if watchdog := make_watchdog(config, server, steps, thread, device=model.device, group=group):
             server.run_alongside(watchdog.run())
         gc.freeze()
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
@@ -119,15 +127,58 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
 
 
+def has_ranks(config: WorkerConfig) -> bool:
+    """True if the worker is a group of several ranks."""
+    return config.tensor_parallel_size > 1
+
+
+async def lead(config: WorkerConfig, thread: ModelThread) -> Group:
+    """Return the group that this process is to lead. Raises what check_sharding and rank_config raise."""
+    group = Group(config, given_place(), thread)
+    rank_config(config, group.place)
+    await thread.submit(
+        partial(
+            check_sharding,
+            config.model,
+            num_ranks=config.tensor_parallel_size,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    )
+    return group
+
+
+def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Executor:
+    """Return what runs the steps on what was loaded; with QUIRE_VERIFY=1 it checks each of them."""
+    kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
+    return kind(
+        loaded.model,
+        loaded.pool,
+        max_num_seqs=config.max_num_seqs,
+        decode=loaded.decode,
+        host_pool=loaded.host_pool,
+        ranks=ranks,
+    )
+
+
 def make_watchdog(
-    config: WorkerConfig, server: Server, steps: Steps, thread: ModelThread, *, device: torch.device
+    config: WorkerConfig,
+    server: Server,
+    steps: Steps,
+    thread: ModelThread,
+    *,
+    device: torch.device,
+    group: Group | None = None,
 ) -> Watchdog | None:
-    """Return a watchdog of the steps, None if --step-timeout, or its default for the device, is 0."""
-    limit_s = DEFAULT_LIMIT_S[device.type] if config.step_timeout_s is None else config.step_timeout_s
+    """Return a watchdog of the steps, None if --step-timeout, or its default, is 0."""
+    default_s = DEFAULT_LIMIT_S[device.type] if group is None else GROUP_LIMIT_S
+    limit_s = default_s if config.step_timeout_s is None else config.step_timeout_s
     if limit_s == 0:
         return None
     actions = WatchdogActions(
-        on_stuck=server.announce_not_serving, on_moves_again=server.announce_serving, whereabouts=thread.whereabouts
+        on_stuck=server.announce_not_serving,
+        on_moves_again=server.announce_serving,
+        whereabouts=thread.whereabouts if group is None else lambda: thread.whereabouts() + group.whereabouts(),
     )
     return Watchdog(steps.oldest, actions, limit_s=limit_s)
 
@@ -147,7 +198,10 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker has before it serves; `decode` are its decode steps as graphs, if they are."""
+    """What a worker has before it serves; `decode` are its decode steps as graphs, if they are.
+
+    block_bytes are those of a block over all ranks.
+    """
 
     grammars: Grammars | NoGrammars
 
@@ -155,19 +209,20 @@ class Loaded:
     pool: KVPool
     host_pool: HostPool
     decode: StaticDecode | None
+    block_bytes: int
 
 
-def load_warm(config: WorkerConfig) -> Loaded:
+def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     """Load, and on a GPU run steps of all kinds, so that none has to be compiled later. Raises what load raises."""
     if pick_device(config.device).type != "cuda":
-        return load(config)
+        return load(config, ranks)
     # A worker on a CPU needs no Triton, which this imports.
     from quire.worker.compilations import Compilations, check_cache_folder
 
     check_cache_folder()
     compilations = Compilations()
     compilations.watch()
-    loaded = load(config)
+    loaded = load(config, ranks)
     warm_up_loaded(config, loaded)
     compilations.expect_no_more()
     log.info("kernels: %s", compilations.statistics())
@@ -190,8 +245,11 @@ def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
     )
 
 
-def load(config: WorkerConfig) -> Loaded:
-    """The model, checked, and its memory. Raises what load_model, size_pool and count_host_blocks raise."""
+def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
+    """The model, checked, and its memory: this rank's part of both.
+
+    Raises what load_model, size_pool and count_host_blocks raise.
+    """
     quiet_transformers()
     device = pick_device(config.device)
     if device.type == "cpu":
@@ -205,6 +263,7 @@ def load(config: WorkerConfig) -> Loaded:
         trust_remote_code=config.trust_remote_code,
         step_kind=pick_attention(config.attention, device, block_size=config.block_size),
         fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse),
+        ranks=ranks,
     )
     if model.fusion is not None:
         log.info("%s", model.fusion)
@@ -214,7 +273,7 @@ def load(config: WorkerConfig) -> Loaded:
     if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
         has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
         raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
-    size = size_of_pool(config, model, kv_dtype)
+    size = size_of_pool(config, model, kv_dtype, ranks)
     log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
     log.info("attention: %s", model.describe_attention())
     log.info("pool: %s", size.explanation)
@@ -222,7 +281,7 @@ def load(config: WorkerConfig) -> Loaded:
         log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
     pool = KVPool(model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype, device=device)
     decode = None
-    if device.type == "cuda" and config.cuda_graphs:
+    if device.type == "cuda" and uses_graphs(config):
         decode = capture_decode(
             model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
         )
@@ -233,22 +292,40 @@ def load(config: WorkerConfig) -> Loaded:
     )
     if isinstance(grammars, NoGrammars):
         log.info("no grammars: %s", grammars.reason)
-    return Loaded(grammars, model, pool, allocate_host_pool(config, model, pool), decode)
+    host_pool = allocate_host_pool(config, model, pool, ranks)
+    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block))
 
 
-def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> PoolSize:
-    """Raises what size_pool raises."""
+def uses_graphs(config: WorkerConfig) -> bool:
+    """True if decode steps are to be CUDA graphs."""
+    if config.cuda_graphs and has_ranks(config):
+        log.info("CUDA graphs: off, %d ranks compute each step together", config.tensor_parallel_size)
+    return config.cuda_graphs and not has_ranks(config)
+
+
+def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> PoolSize:
+    """The size that all ranks have room for. Raises what size_pool raises."""
+    size = size_own_pool(config, model, kv_dtype, ranks)
+    num_blocks = ranks.least(size.num_blocks)
+    if num_blocks == size.num_blocks:
+        return size
+    return PoolSize(num_blocks, f"{num_blocks} blocks, which another rank has room for; here {size.explanation}")
+
+
+def size_own_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> PoolSize:
+    """The size that this rank has room for; flags that give bytes give them for all ranks together."""
     block_bytes = bytes_per_block(model.specs, config.block_size, kv_dtype)
     if not block_bytes:
         return size_empty_pool(config, model.max_model_len)
-    budget, free_bytes = pool_budget(config, model, kv_dtype)
+    budget, free_bytes = pool_budget(config, model, kv_dtype, ranks)
+    given_bytes = config.kv_cache_memory_bytes
     if config.memory_share is None:
         budget = limit_budget(budget, config, model.max_model_len, block_bytes)
     return size_pool(
         bytes_per_block=block_bytes,
         free_memory_bytes=free_bytes,
         num_blocks=config.num_blocks,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=None if given_bytes is None else given_bytes // ranks.size,
         default=budget,
     )
 
@@ -273,19 +350,22 @@ def size_empty_pool(config: WorkerConfig, max_model_len: int) -> PoolSize:
     return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
 
 
-def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool) -> HostPool:
+def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool, ranks: OneRank) -> HostPool:
     """Raises ValueError if there is no room for as much as was asked for, or the model keeps more than blocks."""
     if config.host_memory_bytes and model.has_recurrent_state:
         raise ValueError(f"--host-memory: {model.architecture} keeps states per sequence, which are not offloaded")
     if not config.host_memory_bytes:
         return make_host_pool(pool, num_blocks=0)
-    free_bytes = int(psutil.virtual_memory().available)
+    free_bytes = int(psutil.virtual_memory().available) // ranks.local_size
     if pool.device.type == "cpu":
         free_bytes -= pool.statistics().num_bytes  # not touched yet
     num_blocks = count_host_blocks(
-        config.host_memory_bytes, bytes_per_block=pool.bytes_per_block, free_memory_bytes=max(0, free_bytes)
+        config.host_memory_bytes // ranks.size,
+        bytes_per_block=pool.bytes_per_block,
+        free_memory_bytes=max(0, free_bytes),
     )
-    log.info("host tier: %d blocks of %d bytes", num_blocks, pool.bytes_per_block)
+    num_blocks = ranks.least(num_blocks)
+    log.info("host tier: %d blocks of %d bytes", num_blocks, ranks.total(pool.bytes_per_block))
     return make_host_pool(pool, num_blocks=num_blocks)
 
 
@@ -337,7 +417,7 @@ def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"--kv-dtype float8: it needs a GPU of compute capability {needed}; this one has {found}")
 
 
-def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> tuple[Budget, int]:
+def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> tuple[Budget, int]:
     """Bytes for the pool by --memory-share, and bytes that it could take at most.
 
     On a GPU runs the largest step, and captures some decode steps, to measure what they take.
@@ -345,7 +425,7 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) 
     device = model.device
     share = MEMORY_SHARE.get(device.type, MEMORY_SHARE["cpu"]) if config.memory_share is None else config.memory_share
     if device.type != "cuda":
-        free_bytes = int(psutil.virtual_memory().available)
+        free_bytes = int(psutil.virtual_memory().available) // ranks.local_size
         return share_of_free(share, free_bytes), free_bytes
     step_bytes = peak_memory_bytes(
         device,
@@ -358,7 +438,7 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) 
         ),
     )
     graph_bytes = 0
-    if config.cuda_graphs:
+    if config.cuda_graphs and not has_ranks(config):
         graph_bytes = measure_graphs(
             model,
             max_num_seqs=config.max_num_seqs,
@@ -398,18 +478,17 @@ def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> Mod
     )
 
 
-def describe_pool(
-    config: WorkerConfig, model: PagedModel, pool: KVPool, host_pool: HostPool
-) -> attach_pb2.PoolGeometry:
+def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeometry:
+    model, pool = loaded.model, loaded.pool
     return attach_pb2.PoolGeometry(
         block_size_tokens=pool.block_size,
         block_count=pool.num_blocks,
-        block_bytes=pool.bytes_per_block,
+        block_bytes=loaded.block_bytes,
         max_sequence_count=config.max_num_seqs,
         max_sequence_tokens=model.max_model_len,
         vocabulary_size=model.vocab_size,
         model=config.model_name,
         model_fingerprint=f"{model.fingerprint}:{dtype_name(pool.dtype)}",
         has_recurrent_state=model.has_recurrent_state,
-        host_block_count=host_pool.num_blocks,
+        host_block_count=loaded.host_pool.num_blocks,
     )

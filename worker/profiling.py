@@ -6,9 +6,11 @@ Ranges are named by `phase`, which costs next to nothing while nothing is record
       apply grant       block tables, copies
       prepare batch     the step's integers, sent to the device
       forward
+        order           of several ranks: the step, to the others
         attention L     of layer L: keys and values to their slots, then attention
       sample            logits to tokens, on the device
       read tokens       the host waits for them
+      await ranks       of several ranks: until the others are past the step
 """
 
 from __future__ import annotations

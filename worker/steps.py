@@ -20,6 +20,7 @@ from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamage
 from quire.worker.gate import Gate
 from quire.worker.grammars import CompilerUnavailable, Following, GrammarRefused, Grammars, NoGrammars
 from quire.worker.grants import Step, decode_grammar, decode_grant, decode_step, max_grant_bytes, refuse_grammar
+from quire.worker.ranks import RankLostError
 from quire.worker.runner import ModelThread
 from quire.worker.verify import OwnershipViolation
 
@@ -41,6 +42,7 @@ NO_GRAMMARS = NoGrammars("this worker has no grammars")
 WHY_STOPPING: dict[type[BaseException], str] = {
     OwnershipViolation: "the worker stops: it was to break an invariant",
     DeviceLostError: "the worker stops: its device has failed",
+    RankLostError: "the worker stops: one of its ranks has failed",
 }
 
 
@@ -255,8 +257,9 @@ class Steps:
     ) -> None:
         self._running.popleft()  # steps end in the order in which they were accepted
         error = running.exception()
-        if isinstance(error, (OwnershipViolation, DeviceLostError)):
-            log.critical("%s", error)
+        if error is not None and type(error) in WHY_STOPPING:
+            if not isinstance(error, RankLostError):  # of which on_violation says enough
+                log.critical("%s", error)
             self.on_violation(error)
             if not ended.cancelled():
                 ended.set_exception(Refused(Reason.SHUTTING_DOWN, WHY_STOPPING[type(error)]))

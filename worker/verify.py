@@ -39,6 +39,7 @@ from quire.worker.graphs import StaticDecode
 from quire.worker.host_pool import HostPool
 from quire.worker.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.model import PagedModel
+from quire.worker.ranks import ONE_RANK, OneRank
 from quire.worker.step_batch import StepBatch
 
 Holder = tuple[str, int]
@@ -366,8 +367,9 @@ class VerifyingExecutor(Executor):
         max_num_seqs: int,
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
-        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool)
+        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks)
         self.runs_ahead = False
         self._verifier = OwnershipVerifier(
             num_blocks=pool.num_blocks,
@@ -406,6 +408,10 @@ class VerifyingExecutor(Executor):
             tables=batch.block_tables.tolist(),
         )
         return super()._forward(grant, batch)
+
+    def _table_digest(self) -> int:
+        """Return that of the block tables."""
+        return self._table.digest()
 
     def _raise_violation(self) -> None:
         if self._verifier.violation is not None:

@@ -24,6 +24,7 @@ NAMES = (
     "control-plane",
     "restart",
     "pressure",
+    "tensor-parallel",
     "peers",
 )
 _CHECKOUT = Path(__file__).resolve().parents[2]

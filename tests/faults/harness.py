@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import psutil
 from faults.disk import SmallDisk
 from faults.proxy import Link
-from faults.schedule import ATTACH_LINK, CLIENTS, STEPS_LINK, Fault, FaultKind, Schedule, Task
+from faults.schedule import ATTACH_LINK, CLIENTS, FOLLOWER, STEPS_LINK, Fault, FaultKind, Schedule, Task
 from faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_REQUESTS, SHARES, make_requests
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
@@ -70,6 +71,10 @@ TARGETS = {
     "client": str(Path(__file__).with_name("client.py")),
 }
 STATE_DIR_FLAG = "--state-dir"
+
+
+Process = asyncio.subprocess.Process | psutil.Process
+"""What a signal can be sent to."""
 
 
 class HarnessError(Exception):
@@ -260,9 +265,13 @@ class ClientProcess:
 class Harness:
     """Everything in one folder; enter it with `async with`, then run schedules."""
 
-    def __init__(self, folder: Path, *, state_dir: bool = False, small_disk: bool = False) -> None:
-        """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled."""
+    def __init__(self, folder: Path, *, state_dir: bool = False, small_disk: bool = False, num_ranks: int = 1) -> None:
+        """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
+
+        num_ranks is of each worker, 1 or 2.
+        """
         self.folder = folder
+        self._num_ranks = num_ranks
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
         self._stack = contextlib.AsyncExitStack()
@@ -351,7 +360,7 @@ class Harness:
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += ["--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
-        arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS)]
+        arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")
 
     async def _start_client(self, name: str) -> Child:
@@ -450,10 +459,11 @@ class Harness:
             async with self._killing:
                 await self._kill(fault)
         elif fault.kind in (FaultKind.PAUSE, FaultKind.OVERSLEEP):
-            child = self._child(fault.target)
-            child.send(signal.SIGSTOP)
-            await asyncio.sleep(fault.duration_s)
-            child.send(signal.SIGCONT)
+            process = self._process(fault.target)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.duration_s)
+                process.send_signal(signal.SIGCONT)
         elif fault.kind is FaultKind.FULL_DISK:
             assert self._disk is not None
             with self._disk.filled():
@@ -490,24 +500,36 @@ class Harness:
             await self._kill_child(self._cachemgr)
             await asyncio.sleep(fault.duration_s)
             self._cachemgr = await self._start_cachemgr()
-        elif fault.target == "worker":
+        elif fault.target in ("worker", FOLLOWER):
             slot = self._active
+            process = self._process(fault.target)
             self._active = 1 - slot
             self._links[f"{ATTACH_LINK}{slot}"].hold()
-            await self._kill_child(self._workers[slot])
+            await self._kill_child(self._workers[slot], process)
             self._links[f"{ATTACH_LINK}{self._active}"].release()
             self._workers[slot] = await self._start_worker(slot)
         else:
             await self._kill_child(self._clients[fault.target].child)
 
-    async def _kill_child(self, child: Child) -> None:
+    async def _kill_child(self, child: Child, process: Process | None = None) -> None:
+        """End a child by SIGKILL to it, or to another process that must not end without it."""
         self._expected_ends.add(child.pid)
-        await child.kill()
+        if process is None:
+            await child.kill()
+            return
+        ranks = [psutil.Process(child.pid), *followers_of(child)]
+        process.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(child.ended), END_TIMEOUT_S)
+        if not await self._until("no rank is left", lambda: has_none_left(ranks), END_TIMEOUT_S, is_failure=True):
+            self.outcome.failures.append(f"ranks are left: {ranks}")
 
-    def _child(self, target: str) -> Child:
+    def _process(self, target: str) -> Process:
         if target == "cachemgr":
-            return self._cachemgr
-        return self._workers[self._active] if target == "worker" else self._clients[target].child
+            return self._cachemgr.process
+        if target in self._clients:
+            return self._clients[target].child.process
+        worker = self._workers[self._active]
+        return followers_of(worker)[0] if target == FOLLOWER else worker.process
 
     def _link(self, target: str) -> Link:
         return self._links[f"{target}{self._active}" if target in (ATTACH_LINK, STEPS_LINK) else target]
@@ -622,6 +644,17 @@ class Harness:
             shutil.copy(log, folder)
         lines = [*map(str, schedule.faults), *map(str, schedule.tasks.items()), "", *outcome.failures]
         (folder / "schedule.txt").write_text("\n".join(lines) + "\n")
+
+
+def followers_of(worker: Child) -> list[psutil.Process]:
+    """The ranks of a worker but the first."""
+    children = psutil.Process(worker.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+async def has_none_left(ranks: list[psutil.Process]) -> bool:
+    """True if all of these have ended."""
+    return not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
 
 
 def knows_state_dir() -> bool:

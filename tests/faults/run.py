@@ -50,6 +50,7 @@ class Settings:
     kinds: tuple[FaultKind, ...]
     state_dir: bool
     small_disk: bool
+    num_ranks: int = 1
 
 
 async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
@@ -58,7 +59,12 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
     while seeds:
         folder = Path(tempfile.mkdtemp(prefix="quire-faults-", dir="/tmp"))  # short enough for sockets
         try:
-            async with Harness(folder, state_dir=settings.state_dir, small_disk=settings.small_disk) as harness:
+            async with Harness(
+                folder,
+                state_dir=settings.state_dir,
+                small_disk=settings.small_disk,
+                num_ranks=settings.num_ranks,
+            ) as harness:
                 while seeds:
                     outcome = await run_one(harness, seeds.pop(0), settings)
                     tries = 0
@@ -76,7 +82,7 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
 
 async def run_one(harness: Harness, seed: int, settings: Settings) -> Outcome:
     """One schedule; keeps the logs of one that failed."""
-    schedule = make_schedule(seed, kinds=settings.kinds)
+    schedule = make_schedule(seed, kinds=settings.kinds, num_ranks=settings.num_ranks)
     try:
         outcome = await harness.run(schedule)
     except Exception as error:
@@ -184,6 +190,7 @@ def run_all(seeds: list[int], settings: Settings, *, jobs: int, console: Console
 @click.option("--replay", type=int, metavar="SEED", help="Only this one, again and again.")
 @click.option("--times", type=click.IntRange(min=1), default=5, show_default=True, help="How often --replay runs it.")
 @click.option("--only", type=click.Choice(KINDS), multiple=True, help="Only these kinds of faults.")
+@click.option("--ranks", type=click.IntRange(1, 2), default=1, show_default=True, help="Of each worker.")
 @click.option("--state-dir/--no-state-dir", default=None, help="Whether cachemgr keeps its state; default: if it can.")
 @click.option(
     "--output",
@@ -199,6 +206,7 @@ def main(
     replay: int | None,
     times: int,
     only: tuple[str, ...],
+    ranks: int,
     state_dir: bool | None,
     output: Path,
 ) -> None:
@@ -210,7 +218,7 @@ def main(
     if state_dir and not small_disk:
         console.print("full disks are left out: a file system can't be mounted here", style="yellow")
     kinds = tuple(FaultKind(kind) for kind in only) or (*WEIGHTS, *([FaultKind.FULL_DISK] if small_disk else []))
-    settings = Settings(output, kinds, state_dir, small_disk)
+    settings = Settings(output, kinds, state_dir, small_disk, ranks)
     seeds = [*range(seed, seed + schedules)] if replay is None else [replay] * times
     started = time.monotonic()
     totals = run_all(seeds, settings, jobs=jobs, console=console)

@@ -18,6 +18,8 @@ from faults.workload import NUM_PLAIN, NUM_REQUESTS
 LEASE_TTL_S = 1.0
 CLIENTS = ("a", "b")
 PROCESSES = ("cachemgr", "worker", *CLIENTS)
+FOLLOWER = "follower"
+"""The second rank of a worker of two: "worker" is its first."""
 ATTACH_LINK, STEPS_LINK = "attach", "steps"
 LINKS = (ATTACH_LINK, STEPS_LINK, *(f"cache-{client}" for client in CLIENTS))
 """What stands between worker and cachemgr, clients and worker, each client and cachemgr."""
@@ -107,12 +109,16 @@ class Schedule:
     tasks: dict[str, Task]
 
 
-def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS)) -> Schedule:
-    """The schedule of a seed, with faults of these kinds only. Others than the default's are another schedule."""
+def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num_ranks: int = 1) -> Schedule:
+    """The schedule of a seed, with faults of these kinds only, for workers of one rank or two.
+
+    Others than the default's are another schedule.
+    """
+    processes = PROCESSES if num_ranks == 1 else (*PROCESSES, FOLLOWER)
     generator = random.Random(f"schedule {seed}")
     tasks = {client: draw_task(generator) for client in CLIENTS}
     num_faults = generator.choice((1, 1, 2, 2, 3, 4))
-    faults = [draw_fault(generator, kinds) for _ in range(num_faults)]
+    faults = [draw_fault(generator, kinds, processes) for _ in range(num_faults)]
     asking = random.Random(f"asking {seed}")  # of its own: what a seed was before these requests came, it still is
     tasks = {client: with_more_asked(asking, task) for client, task in tasks.items()}
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
@@ -132,14 +138,14 @@ def with_more_asked(generator: random.Random, task: Task) -> Task:
     return replace(task, requests=task.requests + more, cancels=task.cancels | cancels)
 
 
-def draw_fault(generator: random.Random, kinds: Sequence[FaultKind]) -> Fault:
+def draw_fault(generator: random.Random, kinds: Sequence[FaultKind], processes: Sequence[str] = PROCESSES) -> Fault:
     kind = generator.choices(kinds, [WEIGHTS.get(kind, 6) for kind in kinds])[0]
     after = generator.randint(1, LAST_MESSAGE)
     duration_s = generator.uniform(*DURATIONS_S.get(kind, (0.0, 0.0)))
     if kind is FaultKind.FULL_DISK:
         return Fault(kind, "cachemgr", after, duration_s)
     if kind in OF_PROCESSES:
-        return Fault(kind, generator.choice(PROCESSES), after, duration_s)
+        return Fault(kind, generator.choice(processes), after, duration_s)
     link = generator.choice(LINKS)
     if kind in (FaultKind.CUT, FaultKind.PARTITION, FaultKind.HALF_CLOSE):
         return Fault(kind, link, after, duration_s)

@@ -18,6 +18,7 @@ from faults.harness import Checker, Delivery, Harness, knows_state_dir
 from faults.proxy import DOWN, UP, Link
 from faults.schedule import (
     ATTACH_LINK,
+    FOLLOWER,
     LINKS,
     PROCESSES,
     STEPS_LINK,
@@ -30,6 +31,7 @@ from faults.schedule import (
 )
 
 SEEDS = range(1, 21)
+RANK_SEEDS = (2, 7, 11)
 TIMEOUT_S = 600.0
 
 
@@ -49,6 +51,21 @@ def test_every_schedule_ends_with_every_token_right_and_every_block_back(folder:
             for seed in SEEDS:
                 outcome = await harness.run(make_schedule(seed))
                 assert not outcome.failures, f"seed {seed}: {outcome.failures}"
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_worker_of_two_ranks_leaves_nothing_and_loses_nothing_whichever_rank_is_the_victim(folder: Path) -> None:
+    kinds = (FaultKind.KILL, FaultKind.PAUSE)
+    schedules = [make_schedule(seed, kinds=kinds, num_ranks=2) for seed in RANK_SEEDS]
+    victims = {(fault.kind, fault.target) for schedule in schedules for fault in schedule.faults}
+    assert {(kind, target) for kind in kinds for target in ("worker", FOLLOWER)} <= victims
+
+    async def run() -> None:
+        async with Harness(folder, state_dir=knows_state_dir(), num_ranks=2) as harness:
+            for schedule in schedules:
+                outcome = await harness.run(schedule)
+                assert not outcome.failures, f"seed {schedule.seed}: {outcome.failures}"
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 

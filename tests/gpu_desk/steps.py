@@ -51,6 +51,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "max_step_tokens": 64,
             "threads": 1,
             "trust_remote_code": False,
+            "tensor_parallel_size": 1,
         }
         | settings
     )

@@ -187,6 +187,17 @@ def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
     assert written["first_byte_s"]["HTTP"] > 0
 
 
+def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) -> None:
+    written, _ = run_quick("tensor-parallel", tmp_path)
+    same, count = written["equal_sequences"]
+    assert same == count > 0
+    one, two = written["ranks"]
+    assert (one["num_ranks"], one["collective_ms"], one["order_bytes"]) == (1, 0.0, 0.0)
+    assert two["num_ranks"] == 2
+    assert two["collective_ms"] > 0
+    assert 0 < two["order_bytes"] <= 4096
+
+
 def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
     assert all(f'"{name}"' in source for name in NAMES)

@@ -59,3 +59,5 @@ def test_a_step_on_a_gpu_has_a_limit_unless_told_otherwise(
     )
     watchdog = make_watchdog(config, others, others, others, device=device)
     assert (watchdog._limit_s if watchdog else 0) == limit_s
+    of_ranks = make_watchdog(config, others, others, others, device=device, group=others)
+    assert (of_ranks._limit_s if of_ranks else 0) == (120 if step_timeout_s is None else limit_s)

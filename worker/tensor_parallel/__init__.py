@@ -1,0 +1,23 @@
+"""Workers of several ranks: one process and one device each, a part of the model and of the pool each.
+
+Rank 0, the leader, serves as a worker of one rank does: it is attached to cachemgr, checks grants, samples and reports.
+The others, its followers, get each step from it and run it with the same executor:
+
+    leader                              follower
+    gate, grant checked
+    grant applied
+    order: the step, by broadcast   ->  grant applied
+    forward                        <->  forward             (collectives of the model)
+    tokens sampled                  ->  tokens stored       (broadcast on the device)
+    all are past the step          <-   past it, and a hash of the block tables if QUIRE_VERIFY=1
+    report
+
+    ranks.py           what the executor sees of it (in the folder above)
+    orders.py          steps and the rest of what the leader says, as packed integers
+    group.py           process groups of torch.distributed, and who has ended
+    leader.py, follower.py
+    launch.py          starts the followers of this machine
+    sharding.py        which models can be sharded
+
+One epoch for the group: a rank that ends, or hangs for longer than --step-timeout, ends all others.
+"""
