@@ -42,7 +42,7 @@ SHARES_INTERVAL_S = 1.0
 class CachemgrCommand(ServerCommand):
     files = (
         (default_listen("cachemgr").removeprefix("unix:"), "Where it listens unless told otherwise."),
-        ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 120 bytes a block and 64 MiB."),
+        ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 190 bytes a block and 64 MiB."),
         (
             "--token-file, --tenants, --tls-*",
             "Read again when they change. While one can't be read, it stays as it was.",
@@ -57,6 +57,7 @@ async def serve(
     policy: str,
     max_leases: int,
     tenants: Path | None,
+    keep_tokens: bool,
     state_dir: Path | None,
     verify: bool,
 ) -> None:
@@ -70,9 +71,9 @@ async def serve(
     # A later start is a higher term. Where the clock has been set back, `Catalog.register` finds a higher one.
     term = time.time_ns()
     if state is None:
-        catalog = Catalog(term, policy=policy, verify=verify)
+        catalog = Catalog(term, policy=policy, verify=verify, keep_tokens=keep_tokens)
     else:
-        catalog = Catalog(term, policy=policy, verify=verify, begin_state=state.begin)
+        catalog = Catalog(term, policy=policy, verify=verify, keep_tokens=keep_tokens, begin_state=state.begin)
         state.restore(catalog, now=time.monotonic())
     catalog.set_shares(shares().resolve)
     servicer = CacheServicer(
@@ -131,7 +132,12 @@ def read_metrics(catalog: Catalog, servicer: CacheServicer, server: Server) -> I
 @server_options(default_listen=default_listen("cachemgr"))
 @add_flags(OWN_FLAGS)
 def main(
-    server: ServerOptions, eviction_policy: str, max_leases: int, tenants: Path | None, state_dir: Path | None
+    server: ServerOptions,
+    eviction_policy: str,
+    max_leases: int,
+    tenants: Path | None,
+    keep_tokens: bool,
+    state_dir: Path | None,
 ) -> None:
     """Serve the block manager: who owns which KV block.
 
@@ -148,7 +154,13 @@ def main(
         server.end_check(lambda: check_files(server, tenants))
     verify = os.environ.get("QUIRE_VERIFY") == "1"
     settings = partial(
-        serve, policy=eviction_policy, max_leases=max_leases, tenants=tenants, state_dir=state_dir, verify=verify
+        serve,
+        policy=eviction_policy,
+        max_leases=max_leases,
+        tenants=tenants,
+        keep_tokens=keep_tokens,
+        state_dir=state_dir,
+        verify=verify,
     )
     sys.exit(run(lambda signals: settings(server, signals)))
 

@@ -472,10 +472,10 @@ class Ledger:
         """Changes of blocks in this epoch."""
 
     def num_changes_kept(self) -> int: ...
-    def begin_reading(self) -> None:
-        """Somebody reads what is in blocks: it is kept of those that are published, until as many `end_reading`."""
+    def keep_contents(self, are_kept: bool) -> None:
+        """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
 
-    def end_reading(self) -> None: ...
+    def contents_are_kept(self) -> bool: ...
     def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
         """Why an admission would not find more in the cache; takes nothing. Cost: about that of a lookup."""
 

@@ -109,13 +109,18 @@ class Catalog:
         *,
         policy: str = DEFAULT_POLICY,
         verify: bool = False,
+        keep_tokens: bool = True,
         begin_state: Callable[[SavedPool], Path | None] = lambda saved: None,
     ) -> None:
-        """`begin_state` says where to write a new epoch's changes, for `recover`; None: nowhere."""
+        """`begin_state` says where to write a new epoch's changes, for `recover`; None: nowhere.
+
+        `keep_tokens`: the tokens of findable blocks are kept for watchers with the role content.
+        """
         self.term = term
         self._begin_state = begin_state
         self._policy = policy
         self._verify = verify
+        self._keep_tokens = keep_tokens
         self._pools: dict[str, AttachedPool] = {}
         self._raised_terms: dict[str, int] = {}
         self._pool_of_lease: dict[str, str] = {}
@@ -219,6 +224,7 @@ class Catalog:
             listeners=self.listeners(name),
             directory=self._begin_state(saved),
         )
+        ledger.keep_contents(self._keep_tokens)
         self._apply_shares(ledger)
         pool = AttachedPool(ledger, signing_key, registration.worker_address, terms)
         self._pools[registration.pool] = pool
@@ -242,6 +248,7 @@ class Catalog:
             verify=self._verify,
             listeners=self.listeners(saved.pool),
         )
+        ledger.keep_contents(self._keep_tokens)
         pool = AttachedPool(ledger, saved.signing_key, saved.worker_address, saved.terms, is_attached=False)
         pool.acknowledged_report = ledger.last_report
         self._pools[saved.pool] = pool

@@ -30,6 +30,12 @@ OWN_FLAGS: list[Flag] = [
         help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
     ),
     option(
+        "--keep-tokens/--no-keep-tokens",
+        default=True,
+        help="Keep the tokens of cached blocks for watchers with the role content, such as `quire events`: 4 bytes a "
+        "token of the pool.",
+    ),
+    option(
         "--state-dir",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",

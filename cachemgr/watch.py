@@ -66,18 +66,21 @@ async def watch_blocks(
     with listening(catalog, name) as changed:
         while True:
             ledger = catalog.pool(name).ledger
-            with reading(ledger, view):
-                if place is None or place.epoch != ledger.epoch:
-                    ledger.advance(clock())
-                    place = Place(ledger.epoch, ledger.num_changes())
-                    async for answer in snapshot(ledger, view, place):
-                        yield answer
-                changes = Changes(ledger, view, place.number)
-                while catalog.pool(name).ledger is ledger:
-                    ledger.advance(clock())
-                    if (change := changes.next()) is not None:
-                        yield change
-                    await changes.pause(changed, clock)
+            if view.with_content and not ledger.contents_are_kept():
+                raise CallRefused(
+                    invalid("include_content", "true", "false, since this cachemgr runs with --no-keep-tokens")
+                )
+            if place is None or place.epoch != ledger.epoch:
+                ledger.advance(clock())
+                place = Place(ledger.epoch, ledger.num_changes())
+                async for answer in snapshot(ledger, view, place):
+                    yield answer
+            changes = Changes(ledger, view, place.number)
+            while catalog.pool(name).ledger is ledger:
+                ledger.advance(clock())
+                if (change := changes.next()) is not None:
+                    yield change
+                await changes.pause(changed, clock)
 
 
 @contextmanager
@@ -90,19 +93,6 @@ def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
         yield changed
     finally:
         listeners.discard(changed.set)
-
-
-@contextmanager
-def reading(ledger: Ledger, view: View) -> Iterator[None]:
-    """Within the block what is stored is kept for who may see it."""
-    if not view.with_content:
-        yield
-        return
-    ledger.begin_reading()
-    try:
-        yield
-    finally:
-        ledger.end_reading()
 
 
 async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:

@@ -489,8 +489,8 @@ def test_content_is_for_who_may_ask(cachemgr: LoneCachemgr, serve: Serve, watch:
         assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING")
         method = "/quire.cache.v1.CacheService/WatchBlocks"
         assert refused.metadata == {"method": method, "roles": "content", "name": caller}
-    unseen = draw_tokens(BLOCK_SIZE, seed=1)
-    carla.cache(1, unseen)
+    first_prompt = draw_tokens(BLOCK_SIZE, seed=1)
+    carla.cache(1, first_prompt)
     seeing = [watch(caller, worker.pool, include_content=True) for caller in ("carla", "oscar")]
     blind = [watch(caller, worker.pool) for caller in ("carla", "oscar")]
     for replica in (*seeing, *blind):
@@ -509,33 +509,50 @@ def test_content_is_for_who_may_ask(cachemgr: LoneCachemgr, serve: Serve, watch:
     for replica, callers in zip(seeing, ({"carla"}, {"carla", "alice"}), strict=True):
         events = [event for event in stored(replica) if event.token_ids]
         assert {event.block.tenant for event in events} == callers
-        first, second, third = [event for event in events if event.block.tenant == "carla"]
+        before, first, second, third = [event for event in events if event.block.tenant == "carla"]
+        assert (list(before.token_ids), before.salt, before.parent_prefix_hash) == (first_prompt, b"", b"")
         assert list(first.token_ids) == prompt[:BLOCK_SIZE]
         assert list(second.token_ids) == prompt[BLOCK_SIZE : 2 * BLOCK_SIZE]
         assert list(third.token_ids) == [*prompt[2 * BLOCK_SIZE :], SAMPLED_TOKEN]
         assert {event.salt for event in (first, second, third)} == {b"pepper"}
         parents = [event.parent_prefix_hash for event in (first, second, third)]
         assert parents == [b"", first.block.prefix_hash, second.block.prefix_hash]
-    again = watch("oscar", worker.pool, include_content=True)
-    again.await_equal()
-    assert [len(event.token_ids) for event in stored(again)] == [0, *[BLOCK_SIZE] * 4]
-    for replica in (*seeing, again):
-        replica.stop()
-    await_that("nothing is known any more", lambda: forgotten(cachemgr, worker.pool))
+    late = watch("oscar", worker.pool, include_content=True)
+    late.await_equal()
+    assert [len(event.token_ids) for event in stored(late)] == [BLOCK_SIZE] * 5
+
+
+def test_contents_outlive_cachemgr_with_a_state_directory() -> None:
+    """A cachemgr that keeps no tokens refuses to tell them."""
+    with tempfile.TemporaryDirectory(prefix="q-") as name:
+
+        def begin(*flags: str) -> LoneCachemgr:
+            return LoneCachemgr(Path(name), "--state-dir", f"{name}/state", *flags).start()
+
+        cachemgr, prompt = begin(), draw_tokens(BLOCK_SIZE, seed=1)
+        worker = Bookkeeper(cachemgr, "a", epoch=1)
+        Tenant.begin(cachemgr, worker, "carla").cache(1, prompt, salt=b"pepper")
+        cachemgr.close()
+        cachemgr = begin()
+        (event,) = stored_in_snapshot(cachemgr)
+        assert (list(event.token_ids), event.salt, event.parent_prefix_hash) == (prompt, b"pepper", b"")
+        cachemgr.close()
+        cachemgr = begin("--no-keep-tokens")
+        refused = end_of_watch(cachemgr.stub("oscar"), pool="a", include_content=True)
+        assert (refused.reason, refused.metadata["field"]) == ("INVALID_ARGUMENT", "include_content")
+        cachemgr.close()
+
+
+def stored_in_snapshot(cachemgr: LoneCachemgr) -> list[cache_service_pb2.BlockEvent]:
+    request = cache_service_pb2.WatchBlocksRequest(pool="a", include_content=True)
+    call = cachemgr.stub("oscar").WatchBlocks(request, timeout=DEADLINE_S)
+    answer = next(call)
+    call.cancel()
+    return [event for event in answer.events if event.kind == STORED]
 
 
 def stored(replica: Replica) -> list[cache_service_pb2.BlockEvent]:
     return [event for answer in replica.answers for event in answer.events if event.kind == STORED]
-
-
-def forgotten(cachemgr: LoneCachemgr, pool: str) -> bool:
-    """True if one who may ask is told of no content any more, since nobody asked for a moment."""
-    call = cachemgr.stub("oscar").WatchBlocks(
-        cache_service_pb2.WatchBlocksRequest(pool=pool, include_content=True), timeout=DEADLINE_S
-    )
-    answer = next(call)
-    call.cancel()
-    return not any(event.token_ids for event in answer.events)
 
 
 # -- ends ---------------------------------------------------------------------------------------------------------

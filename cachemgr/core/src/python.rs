@@ -841,13 +841,14 @@ impl PyLedger {
         self.stored.books().pool().journal().num_kept()
     }
 
-    /// Keeps what is in blocks that become findable, until as many `end_reading`.
-    fn begin_reading(&mut self) {
-        self.stored.books_mut().pool_mut().contents_mut().begin_reading();
+    /// Keeps tokens and salts of the blocks that become findable from now on, or none.
+    fn keep_contents(&mut self, are_kept: bool) {
+        self.stored.books_mut().keep_contents(are_kept);
     }
 
-    fn end_reading(&mut self) {
-        self.stored.books_mut().pool_mut().contents_mut().end_reading();
+    /// True if tokens and salts of findable blocks are kept.
+    fn contents_are_kept(&self) -> bool {
+        self.stored.books().pool().contents().are_kept()
     }
 
     /// Why an admission would not find more in the cache; takes nothing.

@@ -158,11 +158,12 @@ impl Books {
         let mut event = BlockEvent { kind: kind as i32, block: Some(self.describe(block)), ..BlockEvent::default() };
         if with_content
             && kind == BlockEventKind::Stored
-            && let Some(content) = self.pool.contents().get(block)
+            && let Some((tokens, salt)) = self.pool.contents().get(block)
         {
-            event.token_ids = content.tokens.clone();
-            event.salt = content.salt.clone();
-            event.parent_prefix_hash = content.parent.map(|hash| hash.to_vec()).unwrap_or_default();
+            let origin = self.pool.index().origin(block);
+            event.token_ids = tokens.to_vec();
+            event.salt = salt.to_vec();
+            event.parent_prefix_hash = if origin.index > 0 { origin.parent.to_vec() } else { Vec::new() };
         }
         event
     }
@@ -310,9 +311,6 @@ mod tests {
             let number = books.pool.journal().num_changes();
             let mut replica =
                 Replica { tenant, reads, number, blocks: BTreeMap::new(), kinds: BTreeSet::new(), num_contents: 0 };
-            if reads {
-                books.pool.contents_mut().begin_reading();
-            }
             let mut next = Some(0);
             while let Some(first) = next {
                 let (events, following) = books.snapshot(first, 5, tenant.map(str::as_bytes), reads);
@@ -349,11 +347,10 @@ mod tests {
         }
 
         fn check_content(&mut self, books: &Books, event: &BlockEvent) {
-            if event.token_ids.is_empty() {
-                assert!(event.salt.is_empty() && event.parent_prefix_hash.is_empty());
+            if !self.reads || event.kind != 1 {
+                assert!(event.token_ids.is_empty() && event.salt.is_empty() && event.parent_prefix_hash.is_empty());
                 return;
             }
-            assert!(self.reads && event.kind == 1);
             self.num_contents += 1;
             let block = event.block.as_ref().unwrap();
             let root = || {
@@ -435,28 +432,48 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_blocks_is_known_from_the_first_reader_on_and_told_with_what_is_stored() {
+    fn books_that_keep_no_contents_tell_none() {
+        let mut bench = bench("lru", 8);
+        bench.0.keep_contents(false);
+        admit(&mut bench, "a", 1, &[1, 2, 3]);
+        settle(&mut bench, "a");
+        let stored = |bench: &Bench| bench.0.snapshot(0, 99, None, true).0[0].clone();
+        assert_eq!((stored(&bench).kind, stored(&bench).token_ids), (1, vec![]));
+        bench.0.keep_contents(true);
+        admit(&mut bench, "a", 2, &[1, 2, 4, 5]);
+        settle(&mut bench, "a");
+        let tokens = bench.0.snapshot(0, 99, None, true).0.into_iter().map(|event| event.token_ids);
+        assert_eq!(tokens.filter(|tokens| !tokens.is_empty()).collect::<Vec<_>>(), [[4, 5]]);
+        assert_eq!(crate::cache::pool::tests::violations(&bench.0.pool), [""; 0]);
+    }
+
+    #[test]
+    fn contents_of_blocks_are_told_with_what_is_stored_and_in_a_snapshot_until_the_blocks_are_lost() {
         let mut bench = bench("lru", 8);
         admit(&mut bench, "a", 1, &[1, 2, 3]);
         settle(&mut bench, "a");
-        bench.0.pool.contents_mut().begin_reading();
         admit(&mut bench, "a", 2, &[4, 5, 6, 7]);
         settle(&mut bench, "a");
         let told = |bench: &Bench, with_content| {
             let (events, _) = bench.0.changes(0, 99, None, with_content).unwrap();
             events.into_iter().filter(|event| event.kind == 1).map(|event| event.token_ids).collect::<Vec<_>>()
         };
-        assert_eq!(told(&bench, true), [vec![], vec![4, 5], vec![6, 7]]);
+        assert_eq!(told(&bench, true), [vec![1, 2], vec![4, 5], vec![6, 7]]);
         assert_eq!(told(&bench, false), [[0; 0]; 3]);
+        let (shown, _) = bench.0.snapshot(0, 99, None, true);
+        assert_eq!(
+            shown.iter().map(|event| &event.token_ids[..]).collect::<Vec<_>>(),
+            [&[1, 2][..], &[], &[4, 5], &[6, 7]]
+        );
         admit(&mut bench, "b", 1, &[9; 4]);
         bench.plan_for("a", StepRequest { releases: vec![2], ..StepRequest::default() });
         settle(&mut bench, "a");
         let num_known = |bench: &Bench| (1..9).filter(|block| bench.0.pool.contents().get(*block).is_some()).count();
-        assert_eq!(num_known(&bench), 2);
+        assert_eq!(num_known(&bench), 3);
         bench.0.pool.allocate(bench.0.pool.num_allocatable(), &crate::cache::pool::tests::ASKER).unwrap();
-        assert_eq!(num_known(&bench), 0);
+        assert_eq!(num_known(&bench), 1, "of the block that is held");
         settle(&mut bench, "b");
-        assert_eq!(num_known(&bench), 2);
+        assert_eq!(num_known(&bench), 3);
         bench.0.pool.drop_cached(0, 9, 0.0);
         assert_eq!(num_known(&bench), 0);
     }

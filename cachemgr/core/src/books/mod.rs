@@ -81,8 +81,9 @@ impl Books {
     pub fn new(geometry: Geometry, policy: &str) -> Option<Books> {
         let policy = Policy::named(policy, geometry.num_blocks)?;
         let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
-        Some(Books {
-            pool: BlockPool::new(geometry.num_blocks, policy),
+        let pool = BlockPool::new(geometry.num_blocks, policy);
+        let mut books = Books {
+            pool,
             host: HostPool::new(geometry.num_host_blocks),
             geometry,
             table: SequenceTable::default(),
@@ -94,7 +95,20 @@ impl Books {
             shares,
             counters: Counters::default(),
             last_report: 0,
-        })
+        };
+        books.keep_contents(true);
+        Some(books)
+    }
+
+    /// Keeps the contents of the blocks that become findable from now on, or none. New books keep them.
+    pub fn keep_contents(&mut self, are_kept: bool) {
+        let Geometry { num_blocks, block_size, .. } = self.geometry;
+        let contents = self.pool.contents_mut();
+        match (contents.are_kept(), are_kept) {
+            (false, true) => contents.keep(num_blocks, block_size),
+            (true, false) => contents.keep_none(),
+            _ => {}
+        }
     }
 
     /// A new lease without sequences. `ttl` is in seconds.

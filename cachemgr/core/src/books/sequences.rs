@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::books::plans::CacheUse;
 use crate::cache::advice::Advice;
-use crate::cache::contents::Content;
 use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
 use crate::cache::tenants::TenantId;
@@ -260,10 +259,9 @@ impl Sequence {
         self.sampled_position = self.sampled_position.filter(|position| *position < self.tokens.len());
     }
 
-    /// What is in a block whose tokens are all known; `parent` is the hash of the one before it.
-    pub fn content(&self, index: usize, block_size: usize, parent: Hash) -> Content {
-        let tokens = self.tokens[index * block_size..(index + 1) * block_size].to_vec();
-        Content { tokens, salt: self.salt.clone(), parent: (index > 0).then_some(parent) }
+    /// The tokens of a block, which are all known.
+    pub fn tokens_of(&self, index: usize, block_size: usize) -> &[i32] {
+        &self.tokens[index * block_size..(index + 1) * block_size]
     }
 
     // -- hashes -------------------------------------------------------------------------------------------------------

@@ -178,10 +178,8 @@ impl Settlement<'_> {
                 let standing = self.pool.publish(hash, block);
                 if standing == block {
                     self.pool.enter_origin(block, Origin { parent, index: index as u32 });
-                    if self.pool.contents().is_read() {
-                        let content = sequence.content(index, self.geometry.block_size, parent);
-                        self.pool.contents_mut().enter(block, content);
-                    }
+                    let tokens = sequence.tokens_of(index, self.geometry.block_size);
+                    self.pool.contents_mut().enter(block, tokens, &sequence.salt);
                 } else if !sequence.released {
                     duplicates.push((row, index, standing));
                 }

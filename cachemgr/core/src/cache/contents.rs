@@ -1,56 +1,135 @@
-//! What is in the blocks that can be found, for watchers who may ask: kept only while there are such.
+//! Tokens and salts of the blocks that can be found by content, for watchers that may read them.
 
 use std::collections::HashMap;
 
-use crate::cache::prefix::{BlockId, Hash};
+use serde::{Deserialize, Serialize};
 
-/// A full block's tokens, the salt of its prefix, and the hash of the block before it; None if it is the first.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Content {
-    pub tokens: Vec<i32>,
-    pub salt: Vec<u8>,
-    pub parent: Option<Hash>,
-}
+use crate::cache::prefix::BlockId;
 
-/// Content by block, of those that became findable while somebody read.
-#[derive(Debug, Default)]
+/// The number of a salt; UNKNOWN: the block's content was not kept.
+type SaltId = u32;
+const UNKNOWN: SaltId = 0;
+
+/// Contents by block. Memory: 4 bytes a token and 4 a block, and each salt once; nothing while none are kept.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Contents {
-    by_block: HashMap<BlockId, Content>,
-    num_readers: usize,
+    block_size: usize, // 0: no contents are kept
+    tokens: Vec<i32>,  // block_size of each block
+    salt_of: Vec<SaltId>,
+    salts: Salts,
 }
 
 impl Contents {
-    /// One more reader: from now on content is kept.
-    pub fn begin_reading(&mut self) {
-        self.num_readers += 1;
+    /// Keeps the contents of blocks that are entered from now on; forgets those of before.
+    pub fn keep(&mut self, num_blocks: usize, block_size: usize) {
+        let (tokens, salt_of) = (vec![0; num_blocks * block_size], vec![UNKNOWN; num_blocks]);
+        *self = Contents { block_size, tokens, salt_of, salts: Salts::default() };
     }
 
-    /// One reader less; with the last one everything goes.
-    pub fn end_reading(&mut self) {
-        self.num_readers -= 1;
-        if self.num_readers == 0 {
-            self.by_block = HashMap::new();
+    /// Forgets all contents, and keeps none.
+    pub fn keep_none(&mut self) {
+        *self = Contents::default();
+    }
+
+    pub fn are_kept(&self) -> bool {
+        self.block_size > 0
+    }
+
+    /// A block can be found from now on by its tokens, under a salt.
+    pub fn enter(&mut self, block: BlockId, tokens: &[i32], salt: &[u8]) {
+        if self.block_size == 0 {
+            return;
         }
-    }
-
-    pub fn is_read(&self) -> bool {
-        self.num_readers > 0
-    }
-
-    /// What is in a block that is findable from now on. The caller has asked `is_read`.
-    pub fn enter(&mut self, block: BlockId, content: Content) {
-        self.by_block.insert(block, content);
+        self.forget(block);
+        let first = block as usize * self.block_size;
+        self.tokens[first..first + self.block_size].copy_from_slice(tokens);
+        self.salt_of[block as usize] = self.salts.acquire(salt);
     }
 
     /// The block can't be found any more.
     pub fn forget(&mut self, block: BlockId) {
-        if !self.by_block.is_empty() {
-            self.by_block.remove(&block);
+        if let Some(salt @ 1..) = self.salt_of.get_mut(block as usize) {
+            self.salts.release(*salt);
+            *salt = UNKNOWN;
         }
     }
 
-    pub fn get(&self, block: BlockId) -> Option<&Content> {
-        self.by_block.get(&block)
+    /// The tokens and the salt of a block; None if they were not kept.
+    pub fn get(&self, block: BlockId) -> Option<(&[i32], &[u8])> {
+        let salt = *self.salt_of.get(block as usize)?;
+        let first = block as usize * self.block_size;
+        (salt != UNKNOWN).then(|| (&self.tokens[first..first + self.block_size], self.salts.get(salt)))
+    }
+
+    /// Blocks with known content that can't be found, in a range, and salts of no block.
+    pub fn audit(&self, is_findable: impl Fn(BlockId) -> bool, wrong: &mut Vec<String>) {
+        let mut counts = vec![0; self.salts.entries.len()];
+        for (block, salt) in self.salt_of.iter().enumerate().filter(|(_, salt)| **salt != UNKNOWN) {
+            counts[*salt as usize - 1] += 1;
+            if !is_findable(block as BlockId) {
+                wrong.push(format!("block {block} has content by which it can't be found"));
+            }
+        }
+        for (salt, (entry, count)) in self.salts.entries.iter().zip(counts).enumerate() {
+            if entry.num_blocks != count {
+                wrong.push(format!("salt {salt} counts {} blocks, {count} have it", entry.num_blocks));
+            }
+        }
+    }
+}
+
+/// Each salt once, with the number of blocks that have it. The number of a salt is its place plus 1.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Salts {
+    entries: Vec<Salt>,
+    by_bytes: HashMap<Vec<u8>, SaltId>,
+    free: Vec<SaltId>,
+    last: SaltId, // that was acquired last; blocks of a sequence come one after the other
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Salt {
+    bytes: Vec<u8>,
+    num_blocks: usize,
+}
+
+impl Salts {
+    fn get(&self, salt: SaltId) -> &[u8] {
+        &self.entries[salt as usize - 1].bytes
+    }
+
+    fn acquire(&mut self, bytes: &[u8]) -> SaltId {
+        if let Some(last) = self.entries.get_mut((self.last as usize).wrapping_sub(1))
+            && last.num_blocks > 0
+            && last.bytes == bytes
+        {
+            last.num_blocks += 1;
+            return self.last;
+        }
+        let salt = match self.by_bytes.get(bytes) {
+            Some(salt) => *salt,
+            None => {
+                let salt = self.free.pop().unwrap_or_else(|| {
+                    self.entries.push(Salt::default());
+                    self.entries.len() as SaltId
+                });
+                self.entries[salt as usize - 1].bytes = bytes.to_vec();
+                self.by_bytes.insert(bytes.to_vec(), salt);
+                salt
+            }
+        };
+        self.entries[salt as usize - 1].num_blocks += 1;
+        self.last = salt;
+        salt
+    }
+
+    fn release(&mut self, salt: SaltId) {
+        let entry = &mut self.entries[salt as usize - 1];
+        entry.num_blocks -= 1;
+        if entry.num_blocks == 0 {
+            self.by_bytes.remove(&std::mem::take(&mut entry.bytes));
+            self.free.push(salt);
+        }
     }
 }
 
@@ -58,19 +137,52 @@ impl Contents {
 mod tests {
     use super::*;
 
+    fn violations(contents: &Contents, findable: &[BlockId]) -> Vec<String> {
+        let mut wrong = Vec::new();
+        contents.audit(|block| findable.contains(&block), &mut wrong);
+        wrong
+    }
+
     #[test]
-    fn content_is_kept_until_the_last_reader_goes() {
+    fn contents_are_kept_until_they_are_forgotten() {
         let mut contents = Contents::default();
-        let content = Content { tokens: vec![1], salt: vec![], parent: None };
-        assert!(!contents.is_read());
-        (0..2).for_each(|_| contents.begin_reading());
-        contents.enter(3, content.clone());
-        contents.enter(4, content.clone());
-        contents.forget(4);
-        contents.end_reading();
-        assert_eq!((contents.get(3), contents.get(4), contents.is_read()), (Some(&content), None, true));
-        contents.end_reading();
-        contents.begin_reading();
-        assert_eq!((contents.get(3), contents.is_read()), (None, true));
+        contents.enter(3, &[1, 2], b"");
+        assert_eq!((contents.are_kept(), contents.get(3)), (false, None));
+        contents.keep(5, 2);
+        contents.enter(3, &[1, 2], b"");
+        contents.enter(4, &[0, 7], b"pepper");
+        assert_eq!(contents.get(3), Some((&[1, 2][..], &b""[..])));
+        assert_eq!(contents.get(4), Some((&[0, 7][..], &b"pepper"[..])));
+        assert_eq!((contents.get(2), violations(&contents, &[3, 4])), (None, vec![]));
+        (0..2).for_each(|_| contents.forget(4));
+        assert_eq!((contents.get(4), violations(&contents, &[3])), (None, vec![]));
+        contents.keep_none();
+        assert_eq!((contents.get(3), contents.are_kept()), (None, false));
+    }
+
+    #[test]
+    fn a_salt_is_kept_once_and_as_long_as_a_block_has_it() {
+        let mut contents = Contents::default();
+        contents.keep(9, 1);
+        for (block, salt) in [(1, "a"), (2, "b"), (3, "a"), (4, "a"), (2, "c")] {
+            contents.enter(block, &[5], salt.as_bytes());
+        }
+        assert_eq!((contents.salts.entries.len(), contents.salts.by_bytes.len()), (2, 2));
+        [1, 3, 4].into_iter().for_each(|block| contents.forget(block));
+        contents.enter(5, &[6], b"d");
+        contents.enter(6, &[6], b"a");
+        let salts = |contents: &Contents| [2, 5, 6].map(|block| contents.get(block).unwrap().1.to_vec());
+        assert_eq!(salts(&contents), [b"c", b"d", b"a"]);
+        assert_eq!((contents.salts.entries.len(), violations(&contents, &[2, 5, 6])), (3, vec![]));
+    }
+
+    #[test]
+    fn wrong_contents_are_told() {
+        let mut contents = Contents::default();
+        contents.keep(4, 1);
+        contents.enter(2, &[5], b"a");
+        assert_eq!(violations(&contents, &[1]), ["block 2 has content by which it can't be found"]);
+        contents.salts.entries[0].num_blocks = 2;
+        assert_eq!(violations(&contents, &[2]), ["salt 0 counts 2 blocks, 1 have it"]);
     }
 }

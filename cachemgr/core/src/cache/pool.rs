@@ -81,7 +81,6 @@ pub struct BlockPool {
     journal: Journal,
     losses: Losses,
     roots: Roots,
-    #[serde(skip)] // for those who watch this process
     contents: Contents,
 }
 
@@ -144,7 +143,7 @@ impl BlockPool {
         &self.roots
     }
 
-    /// What is in the blocks that can be found, if somebody reads it.
+    /// Tokens and salts of the blocks that can be found, if they are kept.
     pub fn contents(&self) -> &Contents {
         &self.contents
     }
@@ -405,6 +404,7 @@ impl BlockPool {
         if self.counts().cached != num_cached {
             wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
         }
+        self.contents.audit(|block| self.index.is_findable(block), wrong);
         if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
             wrong.push("somebody holds the null block".into());
         }

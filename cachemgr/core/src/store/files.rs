@@ -26,7 +26,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -759,6 +759,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (6, vec![1598770133, 670337128]));
+        assert_eq!((VERSION, sums), (7, vec![4217544657, 3539829065]));
     }
 }

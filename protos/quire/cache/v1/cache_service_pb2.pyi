@@ -1820,8 +1820,9 @@ class WatchBlocksRequest(_message.Message):
     cursor: _builtins.str
     """From the last answer, to go on behind it. Empty: a snapshot first."""
     include_content: _builtins.bool
-    """Adds token ids, salts and parents to what is stored from now on. Needs the
-    role "content" (PERMISSION_DENIED, ROLE_MISSING).
+    """Adds token ids, salts and parents to what is stored, in snapshots too. Needs
+    the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
+    INVALID_ARGUMENT where cachemgr keeps no tokens (--no-keep-tokens).
     """
     tenant: _builtins.str
     """Only blocks of this tenant. Unset: of all that the caller may see. Another
@@ -1909,8 +1910,8 @@ class BlockEvent(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens, if asked for and known: those stored while somebody who may ask
-        was watching.
+        """Its tokens, if asked for: with each event of kind STORED. Unknown of blocks
+        that were stored while a cachemgr with the same state directory kept none.
         """
 
     def __init__(

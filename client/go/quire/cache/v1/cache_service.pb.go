@@ -3425,8 +3425,9 @@ type WatchBlocksRequest struct {
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// From the last answer, to go on behind it. Empty: a snapshot first.
 	Cursor string `protobuf:"bytes,2,opt,name=cursor,proto3" json:"cursor,omitempty"`
-	// Adds token ids, salts and parents to what is stored from now on. Needs the
-	// role "content" (PERMISSION_DENIED, ROLE_MISSING).
+	// Adds token ids, salts and parents to what is stored, in snapshots too. Needs
+	// the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
+	// INVALID_ARGUMENT where cachemgr keeps no tokens (--no-keep-tokens).
 	IncludeContent bool `protobuf:"varint,3,opt,name=include_content,json=includeContent,proto3" json:"include_content,omitempty"`
 	// Only blocks of this tenant. Unset: of all that the caller may see. Another
 	// tenant's than the caller's is for operators and gateways only
@@ -3576,8 +3577,8 @@ type BlockEvent struct {
 	// The block, whole. One that is free or has gone to another tenant has its id
 	// only, and state FREE.
 	Block *Block `protobuf:"bytes,2,opt,name=block,proto3" json:"block,omitempty"`
-	// Its tokens, if asked for and known: those stored while somebody who may ask
-	// was watching.
+	// Its tokens, if asked for: with each event of kind STORED. Unknown of blocks
+	// that were stored while a cachemgr with the same state directory kept none.
 	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// Its salt, likewise.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
