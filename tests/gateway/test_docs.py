@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/reference/http.md, with the shared gateway in place of the one of `quire up`."""
+"""The examples of the start and HTTP pages, with the shared gateway in place of the one of `quire up`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pages import SHELL, Block
 
 THIS = "tests/gateway/test_docs.py"
 DEFAULT = "http://127.0.0.1:8000"
-BLOCKS = [
-    block for page in ("README.md", "docs/reference/http.md") for block in pages.blocks(page) if block.test == THIS
-]
+PAGES = ("docs/start/first-client.md", "docs/reference/http.md")
+BLOCKS = [block for page in PAGES for block in pages.blocks(page) if block.test == THIS]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)

@@ -1,6 +1,5 @@
-"""The blocks on the pages that can be run here do what their pages say: docs/how-to/inspection.md,
-docs/how-to/observability.md, docs/how-to/operations.md and docs/reference/security.md, on both real services with
-the model that ships here."""
+"""The blocks of the pages do what the pages say, on both real services with the model that ships here: those of
+docs/how-to/inspection.md, docs/reference/security.md and of the pages in COMMAND_PAGES."""
 
 from __future__ import annotations
 
@@ -69,11 +68,16 @@ async def run_python(block: Block, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+COMMAND_PAGES = (
+    "docs/concepts/blocks-and-tables.md",
+    "docs/concepts/leases-and-fences.md",
+    "docs/concepts/prefix-cache.md",
+    "docs/concepts/tenants.md",
+    "docs/how-to/observability.md",
+    "docs/how-to/operations.md",
+)
 COMMANDS = [
-    each
-    for page in ("docs/how-to/observability.md", "docs/how-to/operations.md")
-    for each in pages.blocks(page)
-    if each.test == THIS and each.language in SHELL
+    each for page in COMMAND_PAGES for each in pages.blocks(page) if each.test == THIS and each.language in SHELL
 ]
 
 

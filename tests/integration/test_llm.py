@@ -122,9 +122,9 @@ def test_ctrl_c_cancels_a_call_and_the_next_one_works(cachemgr: str) -> None:
     assert not leases(cachemgr)
 
 
-def test_the_snippet_of_the_readme(
+def test_the_snippet_of_the_page(
     cachemgr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quire.client.engine.engine.default_cachemgr", lambda: cachemgr)
-    exec(pages.block("README.md", test="tests/integration/test_llm.py").text, {})
+    exec(pages.block("docs/start/first-client.md", test="tests/integration/test_llm.py").text, {})
     assert capsys.readouterr().out.strip()

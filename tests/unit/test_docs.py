@@ -1,16 +1,19 @@
-"""Every block on the pages is run or says why not, and what the pages name is there: flags, metrics, links, files."""
+"""Check the pages: each block is run or says why not; each flag, metric, link and file that a page names is there; the
+index and the glossary are complete; the prose can be read."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pages
 import pytest
+import reading
 from deploy.tools import SERVERS, parse_service
 from google.protobuf import json_format
 from pages import PAGES, ROOT, SHELL, Block
@@ -226,3 +229,78 @@ def test_the_tenants_file_is_one(tmp_path: Path) -> None:
     path.write_text(pages.block("docs/reference/security.md", test=THIS, language="toml").text)
     shares = read_shares(path)
     assert set(shares.tenants) == {"alice", "quire://bob"}
+
+
+def test_the_status_is_at_the_top_of_the_readme() -> None:
+    beginning = pages.read("README.md").split("\n## ")[0]
+    assert "0.1.0, not released" in beginning
+    assert "No GPU has run this yet" in beginning
+
+
+INDEX = "docs/README.md"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") and page != INDEX])
+def test_every_page_is_in_the_index(page: str) -> None:
+    links = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \| \S", pages.read(INDEX), re.M)
+    assert links.count(page.removeprefix("docs/")) == 1, "one line of the index leads to the page"
+
+
+GLOSSARY = "docs/concepts/glossary.md"
+
+
+def test_the_glossary_has_every_message_and_enum() -> None:
+    entries = re.findall(r"\(`(\w+)`\)", pages.read(GLOSSARY))
+    assert len(entries) == len(set(entries))
+    declared = {
+        name
+        for path in (ROOT / "protos/quire").rglob("*.proto")
+        for name in re.findall(r"^(?:message|enum|service) (\w+)", path.read_text(), re.M)
+        if not name.endswith(("Request", "Response"))
+    }
+    assert declared | {"request_id"} == set(entries)
+
+
+# Nouns that the protos and docs/protocol.md use as terms, beside the names of messages.
+TERMS = """
+    active, attachment, audit, block id, block size, block table, books, cached, chunk, client, computed,
+    copy-on-write, cursor, digest, epoch, evict, eviction policy, expiry, fence, floor, free, gateway, host
+    block, host tier, known, kv, limit, null block, offload, pin budget, plan, preempt, prefix hash, publish,
+    quota, reference, release, request id, reservation, reset, retired, role, run, salt, skip, slot, state
+    directory, step, step in flight, step number, term, trim, ttl
+"""
+
+
+def test_the_glossary_has_every_term() -> None:
+    entries = {entry.lower() for entry in re.findall(r"\*\*([^*]+)\*\*", pages.read(GLOSSARY))}
+    assert not {" ".join(term.split()) for term in TERMS.split(",")} - entries
+
+
+def test_the_pictures_of_the_concepts_are_those_of_their_script() -> None:
+    name = ROOT / "docs/images/make_concepts.py"
+    spec = importlib.util.spec_from_file_location("make_concepts", name)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    drawn = script.pictures()
+    assert drawn
+    assert not [path.name for path, content in drawn.items() if path.read_text() != content]
+
+
+def test_the_pages_can_be_read() -> None:
+    """`python tests/reading.py` shows the grades, and the sentences that are hardest to read."""
+    grades = {page: reading.grade(page) for page in PAGES if page not in reading.GENERATED}
+    assert statistics.median(grades.values()) <= 10
+    assert not {page: grade for page, grade in grades.items() if grade > 10}
+
+
+def test_hard_prose_is_seen() -> None:
+    easy = "The worker checks the grant. It refuses a grant of an old epoch."
+    hard = (
+        "Notwithstanding irreconcilable configuration inconsistencies, administrators conscientiously reconfigure `x`"
+    )
+    assert reading.prose(f"# A title\n\n| a | table |\n\n{easy}\n\n```\n{hard}\n```\n") == [easy]
+    grades = [reading.textstat.flesch_kincaid_grade(text) for text in (easy, hard)]
+    assert grades[0] < 5
+    assert grades[1] > 15

@@ -1,23 +1,22 @@
-"""The README's lines do what it says, as they stand and one after the other, without a word in the environment."""
+"""The lines of docs/start/first-client.md do as the page says, unchanged, in order, without a QUIRE_ variable."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
+import pages
 import pytest
+from pages import ROOT
 
 from quire.client.cli import __file__ as CLI
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGE, THIS = "docs/start/first-client.md", "tests/integration/test_start.py"
 TIMEOUT_S = 300.0
 
 
@@ -29,11 +28,7 @@ def environment() -> Iterator[dict[str, str]]:
         yield {**kept, "XDG_RUNTIME_DIR": folder, "QUIRE_UP_HTTP_LISTEN": "127.0.0.1:0"}
 
 
-def lines_of(block: int) -> list[str]:
-    """Return the commands of a block under "On the command line", without their comments."""
-    section = README.split("## On the command line\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
-    return [line.split("  #")[0].strip() for line in blocks[block].splitlines()]
+FIRST, SECOND = (block.commands() for block in pages.blocks(PAGE) if block.test == THIS and block.language == "")
 
 
 def command(line: str) -> list[str]:
@@ -44,8 +39,8 @@ def command(line: str) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def first_terminal(environment: dict[str, str]) -> Iterator[None]:
-    """The first block's only line, until the tests end."""
-    (line,) = lines_of(0)
+    """Run the only line of the first block until the tests end."""
+    (line,) = FIRST
     assert line == "quire up --model deploy/demo/model"
     with subprocess.Popen(command(line), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(TIMEOUT_S, process.kill)
@@ -59,7 +54,7 @@ def first_terminal(environment: dict[str, str]) -> Iterator[None]:
             watchdog.cancel()
 
 
-@pytest.mark.parametrize("line", [line for line in lines_of(1) if "--help" not in line and line != "quire top"])
+@pytest.mark.parametrize("line", [line for line in SECOND if "--help" not in line and line != "quire top"])
 def test_a_line_for_the_second_terminal(line: str, environment: dict[str, str]) -> None:
     done = subprocess.run(
         command(line), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -69,7 +64,7 @@ def test_a_line_for_the_second_terminal(line: str, environment: dict[str, str]) 
 
 
 def test_top_shows_the_same(environment: dict[str, str]) -> None:
-    assert "quire top" in lines_of(1)
+    assert "quire top" in SECOND
     once = [*command("quire top"), "--once"]
     done = subprocess.run(
         once, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -79,10 +74,9 @@ def test_top_shows_the_same(environment: dict[str, str]) -> None:
 
 
 def test_python_snippet_streams_two_samples(environment: dict[str, str]) -> None:
-    snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert snippet is not None
+    snippet = pages.block(PAGE, test=THIS, language="python").text
     done = subprocess.run(
-        [sys.executable, "-c", snippet[1]],
+        [sys.executable, "-c", snippet],
         env=environment,
         capture_output=True,
         text=True,
@@ -93,9 +87,3 @@ def test_python_snippet_streams_two_samples(environment: dict[str, str]) -> None
     lines = [line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ")]
     assert len(lines) >= 4
     assert {line[0] for line in lines} == {"0", "1"}
-
-
-def test_the_status_is_said_where_a_reader_decides() -> None:
-    beginning = README.split("\n## ")[0]
-    assert "0.1.0, not released" in beginning
-    assert "No GPU has run this yet" in beginning
