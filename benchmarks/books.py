@@ -77,7 +77,7 @@ class Books:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of all sequences, none of which shares a block; the token sampled last has no keys and values yet."""
+        """Tokens of all sequences, which share no block; the token sampled last has no keys and values yet."""
         return sum(sequence.num_computed for sequence in self.ledger.sequences_from(LEASE, 0, self._num_admitted))
 
     @property

@@ -1,4 +1,4 @@
-"""What the control plane costs: latencies of plans through gRPC, and what it takes of the engine's throughput.
+"""The cost of the control plane: latencies of plans through gRPC, and its share of the engine's throughput.
 
     quire bench control-plane [--restarts 5]
     quire bench control-plane --soak-s 600                  the worst single call under mixed load
@@ -7,10 +7,10 @@
 First cachemgr as it is deployed, a worker that computes nothing, a client that measures; then the engine over both real
 services, see engine_cost.
 
-Processes: `python -m quire.cachemgr`; the worker, which obeys the attach protocol and reports every step as computed
-with a token sampled for each run; the measuring client; and the load, clients that admit fresh prompts and release
-them. Whoever plans a step sends its grant to the worker over a unix socket, and has one step in flight while it plans
-the next, as the engine does.
+Processes: `python -m quire.cachemgr`; the worker, which implements the attach protocol and reports every step as
+computed with a token sampled for each run; the measuring client; and the load, clients that admit fresh prompts and
+release them. A client that plans a step sends its grant to the worker over a unix socket, and has one step in flight
+while it plans the next, as the engine does.
 
 A latency runs from a message that is built to an answer that is decoded, serialisation included; a plan that is put
 off because reports have fallen behind goes on counting. Every plan has a request_id. Clients run without garbage
@@ -75,18 +75,18 @@ WARM_UP = 0.1
 """Part of a row's calls that is made before and not counted."""
 
 
-# -- what is measured ---------------------------------------------------------------------------------------------
+# -- the measured rows ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What other clients do meanwhile."""
+    """The concurrent work of other clients."""
 
     num_clients: int = 0
     in_one_process: bool = False
     on_streams: bool = False
     admissions_per_s: float = 0.0
-    """Of all clients together; 0: as fast as they can."""
+    """The rate of all clients together; 0: as fast as they can."""
     calls: bool = True
     """False: they build their messages and send none, so that they take the cores and nothing of the server."""
 
@@ -143,7 +143,7 @@ def loads(clients: int, rate: float) -> list[tuple[str, Load]]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything."""
+    """The sizes of the benchmark."""
 
     calls: int = 3_000
     loaded_calls: int = 600
@@ -184,7 +184,7 @@ class Figure:
 
 
 def figure_of(samples: list[Sample]) -> Figure:
-    """Of samples of one row."""
+    """The figure of one row's samples."""
 
     def median(percent: float) -> float:
         return statistics.median(sample.quantiles_us[QUANTILES.index(percent)] for sample in samples)
@@ -197,7 +197,7 @@ def figure_of(samples: list[Sample]) -> Figure:
 
 
 class Relay:
-    """Takes grants to the worker and hears which steps have ended."""
+    """Sends grants to the worker and receives the ends of steps."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -240,7 +240,7 @@ class Client:
 
     @classmethod
     async def open(cls, address: str, relay_path: str, stack: AsyncExitStack, *, on_stream: bool) -> Client:
-        """A client whose channel, socket and lease end with the stack."""
+        """A client; its channel, socket and lease end with the stack."""
         channel = await stack.enter_async_context(open_channel(address))
         relay = await Relay.open(relay_path)
         stack.callback(relay.close)
@@ -524,7 +524,7 @@ class NullWorker:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where cachemgr and the worker's relay are."""
+    """The addresses of cachemgr and of the worker's relay."""
 
     address: str
     relay_path: str
@@ -589,7 +589,7 @@ class Child:
         theirs.close()
 
     def hear(self) -> Any:
-        """What it says next. Raises EOFError if it has ended."""
+        """The next message. Raises EOFError if the process has ended."""
         return self.pipe.recv()
 
     def end(self) -> None:
@@ -763,7 +763,7 @@ def spread_of(figure: Figure, percent: float) -> str:
 
 
 def plot(figures: list[Figure], path: Path) -> None:
-    """How much of the calls was answered within which time; the axis of percentages is stretched towards 100."""
+    """The share of the calls that were answered within a time; the axis of percentages is stretched towards 100."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -793,7 +793,7 @@ def plot(figures: list[Figure], path: Path) -> None:
 
 @click.command()
 @click.option("--restarts", default=5, show_default=True, type=click.IntRange(min=1), help="Of every process.")
-@click.option("--rows", "pattern", default="", help="Only rows whose name contains this.")
+@click.option("--rows", "pattern", default="", help="Only rows with this in their name.")
 @click.option("--clients", type=click.IntRange(min=1), help="Of the load.  [default: 8]")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Admissions a second in all, where bounded.")
 @click.option("--pin", is_flag=True, help="Give cachemgr a core of its own, and everything else the others.")
@@ -812,7 +812,7 @@ def main(
     quick: bool,
     output: Path | None,
 ) -> None:
-    """What the control plane costs."""
+    """The cost of the control plane."""
     os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
     load_average = round(os.getloadavg()[0], 2)
     sizes = QUICK if quick else Sizes()

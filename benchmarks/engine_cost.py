@@ -1,5 +1,5 @@
-"""What the control plane costs the engine: tokens per second through two processes over those in one, and the engine's
-own work per step. Part of `quire bench control-plane`.
+"""The cost of the control plane for the engine: tokens per second through two processes over those in one, and the
+engine's own work per step. Part of `quire bench control-plane`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ QUICK = Sizes(batch=2, new_tokens=4, rounds=1, running=8, waiting=32, steps=3, w
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The same work through both, in turns: tokens per second of each round, and ms per step through two processes."""
+    """One workload through both, in turns: tokens per second of each round, and ms per step through two processes."""
 
     two_processes: list[float]
     one_process: list[float]
@@ -73,7 +73,7 @@ class Work:
 
 
 def measure(sizes: Sizes, on_part: Callable[[str], None]) -> tuple[Ratio, list[Work]]:
-    """Everything; `on_part` is told what comes next."""
+    """Measures everything; `on_part` is called with the name of each part."""
     return asyncio.run(_measure(sizes, on_part))
 
 
@@ -92,7 +92,7 @@ async def _measure(sizes: Sizes, on_part: Callable[[str], None]) -> tuple[Ratio,
 
 
 async def measure_ratio(model: Path, sizes: Sizes) -> Ratio:
-    """The first round does not count; who begins changes from round to round."""
+    """The first round does not count; the order changes from round to round."""
     setup = Setup(model, num_blocks=512, max_running_sequences=sizes.batch)
     speeds: dict[str, list[float]] = {"two": [], "one": []}
     step_ms = []
@@ -157,7 +157,7 @@ async def one_window(running: Running, num_steps: int) -> tuple[float, float, fl
 
 
 def draw_prompts(count: int, length: int, *, seed: int) -> list[list[int]]:
-    """Of tokens that both models have."""
+    """Prompts of tokens that both models have."""
     prompts: list[list[int]] = np.random.default_rng(seed).integers(3, 512, (count, length)).tolist()
     return prompts
 

@@ -38,7 +38,7 @@ class Setup:
     threads: int = NUM_CORES
 
     def engine_config(self) -> EngineConfig:
-        """The lease outlives whatever else holds up this process's event loop."""
+        """The lease outlives any other use of this process's event loop."""
         return EngineConfig(
             max_step_tokens=self.max_step_tokens,
             max_running_sequences=self.max_running_sequences,
@@ -82,7 +82,7 @@ async def two_processes(setup: Setup) -> AsyncIterator[Running]:
 
 @contextlib.asynccontextmanager
 async def one_process(setup: Setup, *, model: PagedModel | None = None) -> AsyncIterator[Running]:
-    """The same without gRPC and other processes; with a model that is loaded already, if given."""
+    """The engine without gRPC and other processes; with a model that is loaded already, if given."""
     torch.set_num_threads(setup.threads)
     services = InProcessServices(
         model or load(setup),

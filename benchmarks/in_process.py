@@ -1,6 +1,6 @@
 """Both services inside the benchmark's process: the same engine, core and executor, without gRPC and second processes.
 
-The difference to the two real services is what the boundary costs.
+The difference to the two real services is the cost of the boundary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEASE_TTL_S = 3600.0
 
 
 def refused_error(refused: CallRefused | Refused) -> QuireError:
-    """What a client would have decoded."""
+    """The error as a client would have decoded it."""
     if isinstance(refused, CallRefused):
         refusal = refused.refusal
         return error_of_reason(refusal.reason.value, refusal.message, refusal.metadata)

@@ -101,7 +101,7 @@ def online_softmax(q: Tensor, k_blocks: Sequence[Tensor], v_blocks: Sequence[Ten
 
 
 def whole_softmax(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    """The same over the concatenated sequence [m, H, D]."""
+    """Softmax over the concatenated sequence [m, H, D]."""
     return torch.einsum("hs,shd->hd", torch.softmax(torch.einsum("hd,shd->hs", q, k) * scaling, 1), v)
 
 
@@ -124,7 +124,7 @@ def measure_equality(lengths: tuple[int, ...]) -> Equality:
 
 
 class DecodeStep:
-    """One token of each of several sequences, whose blocks lie anywhere in a pool of one layer."""
+    """One token of each of several sequences, with blocks anywhere in a pool of one layer."""
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, *, block_size: int = 16) -> None:
         generator = torch.Generator().manual_seed(len(lengths))
@@ -185,7 +185,7 @@ def measure_cell(num_seqs: int, context: int, *, is_mixed: bool, dtype: torch.dt
 
 
 def cells(*, quick: bool) -> list[tuple[int, int, bool, torch.dtype]]:
-    """Those whose gathered keys and values fit the memory."""
+    """The cells with gathered keys and values that fit the memory."""
     if quick:
         return [(2, 64, is_mixed, dtype) for is_mixed in (False, True) for dtype in DTYPES]
     return [

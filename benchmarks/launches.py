@@ -35,7 +35,7 @@ transformers.logging.set_verbosity_error()
 NUM_SEQS, CONTEXT, BLOCK_SIZE, MAX_MODEL_LEN = 4, 20, 16, 64
 FEW_LAYERS, MORE_LAYERS = 2, 4
 WITH_FUSION = 8
-"""Of a layer outside of attention, if everything in it is fused."""
+"""Launches of a layer outside of attention, if everything in it is fused."""
 
 ALLOCATING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::_unsafe_view"}
 
@@ -63,12 +63,12 @@ CONFIGS: dict[str, Callable[..., Any]] = {
         **sizes,
     ),
 }
-"""Shapes do not matter for what is counted."""
+"""The number of launches does not depend on the shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Of one decode step: of each layer, and of all that is not in a layer; without attention and without sampling."""
+    """Launches of one decode step: of each layer, and of all else; without attention and without sampling."""
 
     per_layer: float
     besides: float
@@ -79,7 +79,7 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A family with its own modules and fused, and what the fusion reports of 4 layers."""
+    """A family with its own modules and fused, and the fusion's report of 4 layers."""
 
     family: str
     own: Launches
@@ -88,7 +88,7 @@ class Row:
 
 
 class WithoutAttention(AttentionStep):
-    """Answers with memory that nobody wrote."""
+    """Answers with uninitialised memory."""
 
     def attend(self, layer_idx: int, q: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -110,7 +110,7 @@ class OperationCounter(TorchDispatchMode):
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Whatever happens here is one launch."""
+        """Counts everything within as one launch."""
         self.count += 1
         self._is_within_one = True
         try:
@@ -120,7 +120,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 class CountedSteps(TorchSteps):
-    """What KernelSteps does, each of its steps as one launch: that is what a kernel of quire.kernels is."""
+    """The steps of KernelSteps, each as one launch, as with a kernel of quire.kernels."""
 
     def __init__(self) -> None:
         self.as_one: Callable[[], AbstractContextManager[None]] | None = None
@@ -153,7 +153,7 @@ def count_operations(forward: Callable[[], Any], steps: CountedSteps | None) -> 
 
 
 def count_kernels(forward: Callable[[], Any]) -> int:
-    """What a GPU is given to run in a forward: kernels, copies and fills."""
+    """The launches of a forward on a GPU: kernels, copies and fills."""
     from torch.profiler import ProfilerActivity, profile
 
     with torch.inference_mode():
@@ -166,7 +166,7 @@ def count_kernels(forward: Callable[[], Any]) -> int:
 
 
 def build(family: str, num_layers: int, steps: FusedSteps | None, device: str) -> tuple[Any, PagedModel]:
-    """A model in bfloat16, whose modules convert to float32 and back as they do when it is served."""
+    """A model in bfloat16 with the conversions to float32 and back of a served model."""
     torch.manual_seed(0)
     config = CONFIGS[family](num_hidden_layers=num_layers, **SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and on what: goes with its figures."""
+"""The machine and the versions of a benchmark, written beside its figures."""
 
 from __future__ import annotations
 

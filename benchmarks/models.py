@@ -1,4 +1,4 @@
-"""Models with random weights, written as checkpoints: shapes are what is measured, no weights are needed for that."""
+"""Models with random weights, written as checkpoints: only their shapes matter for the measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gpt2_small(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def tiny_gpt2(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
-    """The same with 2 layers and hidden 32."""
+    """A GPT-2 with 2 layers and hidden 32."""
     config = GPT2Config(
         vocab_size=512, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None, pad_token_id=0
     )

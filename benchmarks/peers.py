@@ -3,10 +3,10 @@
     quire bench peers
 
 Rows: transformers' `generate` on static batches of 16, its continuous batching, llama.cpp with 16 slots, Quire through
-the two real processes, and Quire with both services in this process (the difference is what the process boundary
-costs). The rows take turns in every round, so that what else the machine does hits all of them; medians of the rounds.
-Greedy, float32, random weights, 16 sequences at a time; prefix caches are emptied before each run; every row's tokens
-are compared with the first row's.
+the two real processes, and Quire with both services in this process (the difference is the cost of the process
+boundary). The rows take turns in every round, so that other load of the machine hits all of them; medians of the
+rounds. Greedy, float32, random weights, 16 sequences at a time; prefix caches are emptied before each run; every
+row's tokens are compared with the first row's.
 
 llama.cpp needs an environment of its own:
 

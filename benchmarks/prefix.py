@@ -1,11 +1,11 @@
-"""What the prefix cache finds, and the prefill it saves: on recorded requests, and measured end to end.
+"""The hits of the prefix cache, and the prefill that it saves: on recorded requests, and measured end to end.
 
     quire bench prefix
 
 Recorded requests (benchmarks/traces) go through cachemgr's books one at a time, under the rules of expected.json: the
-default policy, LRU, a cache that keeps everything, and Belady, who knows the future, where expected.json has it. Counts
-are exact. How long a prompt takes is measured through both services with a Llama of 56 M parameters: prompts that have
-nothing in common, and prompts with the same long system prompt.
+default policy, LRU, a cache that keeps everything, and Belady, which knows the future, where expected.json has it.
+Counts are exact. The time of a prompt is measured through both services with a Llama of 56 M parameters: prompts
+without a common prefix, and prompts with one long system prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUICK_TRACE = "lmcache_miniswe_B16.jsonl.gz"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of the system prompt, of what each request adds to it, and of what is generated."""
+    """Tokens of the system prompt, of each request's own part, and of the generated part."""
 
     system_tokens: int = 4096
     own_tokens: int = 64
@@ -66,7 +66,7 @@ class Prompted:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a prompt that has to be computed."""
+        """The rate for a prompt that has to be computed."""
         return self.prompt_tokens / statistics.median(self.cold_s)
 
     @property

@@ -2,12 +2,12 @@
 
     quire bench pressure
 
-The engine's scheduler and cachemgr's books, through their messages, two steps in flight as the engine has them; time is
-counted in steps and no model runs, so that every run and every machine gives the same. Four ways with the same
-requests: a pool with room for all, as a reference; the engine's own, which admits whoever fits and preempts the last
-arrived, whose tokens are computed again; the same with a host tier that has room for everybody, where preempted
-sequences are kept, copies being taken for free; and admissions that declare the longest length, so that cachemgr admits
-them only where it is reserved, and nobody is preempted.
+The engine's scheduler and cachemgr's books, through their messages, two steps in flight as in the engine; time is
+counted in steps and no model runs, so that every run on every machine has one result. The same requests are run in
+four ways: a pool with room for all, as a reference; the engine's own policy, which admits all requests that fit and
+preempts the last arrived and computes its tokens again; the same policy with a host tier that has room for all
+preempted sequences, with copies at no cost; and admissions that declare the longest length, so that cachemgr admits
+them only with a reservation, and none is preempted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of all requests. Steps from arrival: to the first token, to the last one, by request."""
+    """The results of all requests. Steps from arrival: to the first token, to the last one, by request."""
 
     way: str
     num_blocks: int
@@ -78,7 +78,7 @@ class Result:
     num_generated: int
     num_computed: int
     num_wasted: int
-    """Tokens that were computed before, or for nobody."""
+    """Tokens that were computed before, or computed for a dropped result."""
     num_preemptions: int
     num_offloads: int
     num_restored: int
@@ -144,7 +144,7 @@ class Run:
             while coming and coming[0].arrives_at <= self._num_steps:
                 self._add(coming.popleft())
             if not self._scheduler.has_work:
-                self._num_steps += 1  # nobody is here yet
+                self._num_steps += 1  # no request has arrived yet
                 continue
             planned = self._plan()
             if len(self._flight) >= STEPS_IN_FLIGHT or not planned:

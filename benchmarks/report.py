@@ -1,4 +1,4 @@
-"""What every benchmark of `quire bench` shares: its flags, the machine it ran on, its tables, its JSON and its plot."""
+"""The common parts of the benchmarks of `quire bench`: flags, the machine, tables, JSON and plot."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ QUANTILES = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a benchmark found.
+    """The results of a benchmark.
 
     tables     for people
     figures    for JSON: every figure of the tables, with the quantiles behind it; samples only if the plot needs them
     draw       makes the plot
-    notes      what a reader has to know to judge the figures, a sentence each
+    notes      conditions and limits of the figures, a sentence each
     file_name  of the JSON and the plot, without ending; the benchmark's own if empty
     """
 
@@ -53,7 +53,7 @@ Measure = Callable[[bool, Progress], Findings]
 
 
 def benchmark(name: str, measure: Measure, *, packages: Sequence[str] = ()) -> click.Command:
-    """The command of a benchmark: --quick and --output. `packages` are those whose versions its figures depend on."""
+    """The command of a benchmark: --quick and --output. `packages`: the figures depend on their versions."""
 
     @click.command(name=name)
     @click.option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
@@ -86,7 +86,7 @@ def progress_bar() -> Progress:
 
 
 def show(findings: Findings, about: dict[str, Any]) -> None:
-    """Prints the tables, the notes, and where and on what they were measured."""
+    """Prints the tables, the notes, the machine and the versions."""
     console = Console(highlight=False)
     console = console if console.width >= WIDTH else Console(width=WIDTH, highlight=False)
     for table in findings.tables:
@@ -128,7 +128,7 @@ def save_svg(figure: Figure, path: Path) -> None:
 
 
 def compact_svg(svg: str) -> str:
-    """The same picture in fewer bytes: coordinates to a tenth of a point, a path on one line, no metadata."""
+    """The picture in fewer bytes: coordinates to a tenth of a point, a path on one line, no metadata."""
     svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
     return re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', lambda found: compact_path(found[0]), svg)
 
@@ -146,7 +146,7 @@ def compact_path(path: str) -> str:
 
 
 def table(title: str, *headings: str, words: int = 1) -> Table:
-    """An empty table whose first `words` columns are text and whose others are numbers."""
+    """An empty table: its first `words` columns are text, the others numbers."""
     made = Table(title=title, title_justify="left")
     for index, heading in enumerate(headings):
         made.add_column(heading, justify="left" if index < words else "right", no_wrap=index == 0)

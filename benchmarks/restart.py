@@ -1,10 +1,10 @@
-"""What a state directory costs with every step, and how long it takes to go on from it.
+"""The cost of a state directory in every step, and the time to restart from it.
 
     quire bench restart
 
-Costs: cachemgr as it is deployed with and without --state-dir, in turns, and the same of its books alone, without gRPC.
-Recovery: books whose blocks are all in use or cached, killed when the log is as long as it gets before a snapshot
-replaces it; what is timed is what a new process does with them, the check of every invariant included.
+Costs: cachemgr as it is deployed with and without --state-dir, in turns, and its books alone, without gRPC. Recovery:
+books with all blocks in use or cached, killed when the log is as long as it gets before a snapshot replaces it; the
+time is that of a new process to read them, the check of every invariant included.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     quire bench routing
 
 Two workers, of one thread each, serve a Llama of 56 M parameters in float32 on this machine. Two loads: conversations,
-whose turns begin with all that was said before; and one long prefix that all requests share, in bursts. Tokens found in
+each turn begins with all earlier ones; and one long prefix that all requests share, in bursts. Tokens found in
 the cache, seconds from a request to its first token, and seconds for the whole load. The caches are empty at first.
 """
 
@@ -79,7 +79,7 @@ class InTurn(Router):
 
 
 class ByPrefix(Router):
-    """Each request to the pool that holds most of it, whatever the load; in turn, if none holds any."""
+    """Each request to the pool with the most cached tokens, whatever the load; in turn, if none has any."""
 
     _next = 0
 
@@ -125,7 +125,7 @@ async def ask(router: Router, prompt: Sequence[int], num_new: int, measured: Mea
 
 
 async def converse(router: Router, sizes: Sizes, number: int, measured: Measured) -> None:
-    """All conversations at once; each asks again when it has its answer."""
+    """All conversations at once; each sends its next turn when it has its answer."""
 
     async def session(index: int) -> None:
         generator = np.random.default_rng([number, index])

@@ -1,9 +1,9 @@
-"""Blocks that a shared prompt saves, and what freeing gives back: read from the live services.
+"""Blocks that a shared prompt saves, and blocks that releases free: read from the live services.
 
     quire bench sharing
 
 cachemgr and a worker with the demo's model, as `quire up` starts them. Sequences are planned step by step, run by the
-worker, and what they hold is asked of cachemgr: block tables by GetSequence, counts by GetStatistics.
+worker, and their blocks are read from cachemgr: block tables by GetSequence, counts by GetStatistics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shared:
     how: str
     num_blocks: int
     num_unshared: int
-    """Entries of all their block tables: what they would hold each for itself."""
+    """Entries of all their block tables: the blocks that they would hold without sharing."""
 
     @property
     def saved_bytes(self) -> int:
@@ -53,16 +53,16 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """What one request's own token changes."""
+    """The effect of one request's own token."""
 
     num_copied: int
     num_untouched: int
-    """Requests whose block tables are what they were."""
+    """Requests with unchanged block tables."""
     num_blocks: int
 
 
 class Client:
-    """One lease, used as somebody would who writes a scheduler: plans steps, has them run, looks."""
+    """One lease, as the writer of a scheduler would use it: plans steps, has them run, looks."""
 
     def __init__(self, cache: CacheClient, worker: worker_service_pb2_grpc.WorkerServiceAsyncStub) -> None:
         self._cache = cache
@@ -197,7 +197,7 @@ async def run() -> tuple[list[Shared], Divergence, list[int], int]:
 
 
 def measure(quick: bool, progress: Progress) -> Findings:
-    """The same, quick or not: it takes seconds, most of them to start the services."""
+    """Has one size, quick or not: it takes seconds, most of them to start the services."""
     progress.add_task("asking the services", total=None)
     shared, divergence, held, freed = asyncio.run(run())
     first = table(
@@ -209,7 +209,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
     second = table("one of the samples generates a token of its own", "", "blocks")
     second.add_row("copied", str(divergence.num_copied))
     second.add_row("held by all ten now", str(divergence.num_blocks))
-    second.add_row("samples whose block tables are as before", str(divergence.num_untouched))
+    second.add_row("samples with unchanged block tables", str(divergence.num_untouched))
     third = table("blocks by length", "tokens", *map(str, LENGTHS), "back at once when the second is released")
     third.add_row("blocks", *map(str, held), str(freed))
     figures = {

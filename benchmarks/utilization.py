@@ -1,4 +1,4 @@
-"""How much of the memory holds tokens: blocks against one contiguous buffer of the longest length per request.
+"""The share of memory that holds tokens: blocks against one contiguous buffer of the longest length per request.
 
     quire bench utilization
 

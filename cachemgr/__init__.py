@@ -1,1 +1,1 @@
-"""cachemgr: decides who owns which KV block. See docs/architecture.md."""
+"""cachemgr: assigns KV blocks to sequences. See docs/architecture.md."""

@@ -68,7 +68,7 @@ async def serve(
         raise CannotStartError(str(error)) from error
     shares: Callable[[], Shares] = Shares if tenants is None else watch_shares(tenants).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
-    # A later start is a higher term. Where the clock has been set back, `Catalog.register` finds a higher one.
+    # A later start is a higher term. If the clock was set back, `Catalog.register` finds a higher one.
     term = time.time_ns()
     if state is None:
         catalog = Catalog(term, policy=policy, verify=verify, keep_tokens=keep_tokens)
@@ -104,14 +104,14 @@ async def serve(
 
 
 def check_files(options: ServerOptions, tenants: Path | None) -> None:
-    """Raises ValueError if a file that a flag names can't be used, or an address can't be served as the flags say."""
+    """Raises ValueError if a flag's file can't be used, or an address can't be served with these flags."""
     options.secure(roles=ROLES, domain=DOMAIN)
     if tenants is not None:
         watch_shares(tenants)
 
 
 async def follow_shares(shares: Callable[[], Shares], catalog: Catalog) -> None:
-    """Tells the pools what tenants may take when that changes; runs until cancelled."""
+    """Sets the pools' shares when the shares file changes; runs until cancelled."""
     told = shares()
     while True:
         await asyncio.sleep(SHARES_INTERVAL_S)
@@ -139,11 +139,11 @@ def main(
     keep_tokens: bool,
     state_dir: Path | None,
 ) -> None:
-    """Serve the block manager: who owns which KV block.
+    """Serve the block manager, which assigns KV blocks to sequences.
 
-    Workers attach their pools to it, clients take leases and plan steps. With --state-dir a restart goes on where the
-    process ended, if the machine was not started anew. Set QUIRE_VERIFY=1 to check all invariants after every change
-    (slow).
+    Workers attach their pools to it; clients create leases and plan steps. With --state-dir a restart continues from
+    the state at the end of the process, unless the machine was rebooted. Set QUIRE_VERIFY=1 to check all invariants
+    after every change (slow).
 
     \b
     Example:

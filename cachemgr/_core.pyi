@@ -1,6 +1,6 @@
 """The core, in Rust (`core/src`): the books of a pool of KV blocks.
 
-Plans and reports go in as serialised messages, and plans come out as such. Token ids of other calls go in as bytes, 4
+Plans and reports are serialised messages, and so are the answers to plans. Token ids of other calls are bytes, 4
 each, little-endian.
 """
 
@@ -20,29 +20,29 @@ POLICIES: list[str]
 DEFAULT_POLICY: str
 
 LET_IN_S: float
-"""When the loop was held, no lease ends within this time: renewals that wait are read first. Once for each renewal."""
+"""The time that a held event loop gives every lease: pending renewals are read before it ends. Once for each renewal.
+"""
 
 MAX_STEPS_IN_FLIGHT: int
-"""Steps a lease may have planned without their outcome being known."""
+"""The limit of a lease's planned steps without a reported outcome."""
 
 REMEMBERED_PLANS: int
 """Answers kept per lease for a repeated request_id."""
 
 MAX_PLAN_ITEMS: int
-"""Of each kind in one plan, also if the pool has room for more sequences."""
+"""Items of each kind in one plan, also if the pool has room for more sequences."""
 
 MAX_PLAN_TOKENS: int
-"""Of all admissions of a plan together, and of all appended tokens: or as many as one sequence can have, if more."""
+"""Tokens of all admissions of a plan together, and of all appended tokens; the longest sequence's length if more."""
 
 MAX_FORKED_TOKENS: int
-"""The tokens that the children of a plan's forks begin with, all together; or as many as one sequence can have, if
-more."""
+"""Tokens that the children of a plan's forks begin with, all together; the longest sequence's length if more."""
 
 MAX_REQUEST_ID_BYTES: int
 MAX_SALT_BYTES: int
 
 MAX_RANGES: int
-"""Of an admission's retention."""
+"""Ranges of an admission's retention."""
 
 MAX_RETENTION_S: float
 MAX_EXPECTED_S: float
@@ -51,24 +51,24 @@ MOST_PRIORITY: int
 
 NUM_CLASSES: int
 NUM_TIMES: int
-"""Sizes of what the default policy plans."""
+"""Number of times that the default policy plans with."""
 
 def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
 @final
 class Admission:
-    """An admission that is asked about, decoded and checked."""
+    """A decoded and checked admission of a request."""
 
     def __new__(cls, body: bytes, most_tokens: int) -> Admission:
-        """Of a serialised Admission, for pools whose sequences have at most `most_tokens`.
+        """Decodes a serialised Admission, for pools with sequences of at most `most_tokens`.
 
         Raises CallRefused (INVALID_ARGUMENT) for values out of range, ValueError for bytes that are no message.
         """
 
 @final
 class StepPlan:
-    """What one step may touch and is to compute."""
+    """The blocks that one step may access, and its computations."""
 
     def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
         """A serialised StepGrant."""
@@ -80,11 +80,11 @@ class StepPlan:
     def has_refusals(self) -> bool: ...
     @property
     def refusals(self) -> list[tuple[PlanItem.ValueType, int, Refusal]]:
-        """Of each item that was refused: its kind, its sequence, and why."""
+        """For each refused item: its kind, its sequence, and the refusal."""
 
 @final
 class SequenceView:
-    """A sequence as it was when it was asked for."""
+    """A sequence at the time of the call."""
 
     @property
     def seq_id(self) -> int: ...
@@ -121,13 +121,13 @@ class SequenceView:
 
 @final
 class Reset:
-    """A reset of the prefix cache that was begun."""
+    """A reset of the prefix cache in progress."""
 
 @final
 class Lease:
-    """The right to hold blocks of one pool, as it was when it was asked for, and what it holds.
+    """The right to hold blocks of one pool, with the state at the time of the call.
 
-    A lease is open, then it has ended and waits for the worker's fence, then it is gone. It never opens again.
+    A lease is open; then it has ended and waits for the worker's fence; then it is removed. It never opens again.
     """
 
     @property
@@ -142,17 +142,17 @@ class Lease:
     def expires_at(self) -> float: ...
     @property
     def was_let_in(self) -> bool:
-        """It got LET_IN_S since its last renewal."""
+        """True if it got LET_IN_S since its last renewal."""
 
     @property
     def is_ending(self) -> bool:
-        """It has ended, and waits for the worker's fence."""
+        """True if it has ended and waits for the worker's fence."""
 
     @property
     def next_step(self) -> int: ...
     @property
     def settled_step(self) -> int:
-        """The last step that was reported."""
+        """The last reported step."""
 
     @property
     def num_in_flight(self) -> int: ...
@@ -184,13 +184,13 @@ class TenantUse:
 
 @final
 class AdmissionCheck:
-    """What would become of an admission."""
+    """The result that an admission would have."""
 
     @property
     def num_cached_tokens(self) -> int: ...
     @property
     def num_needed(self) -> int:
-        """Blocks that it would be handed out, now or later."""
+        """Blocks that it would be allocated, now or later."""
 
     @property
     def num_available(self) -> int:
@@ -201,7 +201,7 @@ class AdmissionCheck:
 
 @final
 class PinView:
-    """A prefix that is kept."""
+    """A pinned prefix."""
 
     @property
     def pin_id(self) -> bytes: ...
@@ -214,7 +214,7 @@ class PinView:
 
 @final
 class Explanation:
-    """Why a prefix is not found.
+    """The reason why a prefix is not found.
 
     `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant".
     """
@@ -225,32 +225,32 @@ class Explanation:
 
     @property
     def num_found(self) -> int:
-        """Of which so many leading ones are found."""
+        """Number of leading blocks that are found."""
 
     @property
     def missing(self) -> bytes | None:
-        """Prefix hash of the first that is not."""
+        """Prefix hash of the first block that is not found."""
 
     @property
     def reason(self) -> str: ...
     @property
     def lost_at(self) -> float | None:
-        """When it was evicted or dropped, by the clock of `plan` and `reset_prefix_cache`."""
+        """The time of its eviction or reset, by the clock of `plan` and `reset_prefix_cache`."""
 
     @property
     def evicted_by(self) -> tuple[str, str] | None:
-        """Whose allocation it made room for: the tenant, and the first 8 characters of the lease's id."""
+        """The tenant of the allocation that evicted it, and the first 8 characters of the lease's id."""
 
     @property
     def num_stranded(self) -> int:
-        """Blocks behind the missing one that are there."""
+        """Cached blocks after the missing one."""
 
     @property
     def other_tenant(self) -> str | None: ...
 
 @final
 class StepView:
-    """A step in flight as it was when it was asked for."""
+    """A step in flight at the time of the call."""
 
     @property
     def step_number(self) -> int: ...
@@ -269,8 +269,8 @@ class StepView:
 class Ledger:
     """The books of one pool, from the attachment of an epoch to its end: leases, sequences, blocks, steps in flight.
 
-    Single writer, no clock: every method is atomic, and time comes in as `now`, in seconds. Changes are written to a
-    store before a call returns, if there is one. Raises BrokenInvariant where the books are wrong.
+    Single writer, no clock: every method is atomic, and time is an argument `now`, in seconds. Changes are written to
+    a store, if there is one, before a call returns. Raises BrokenInvariant if an invariant does not hold.
     """
 
     def __new__(
@@ -286,8 +286,8 @@ class Ledger:
     ) -> Ledger:
         """Empty books. `listeners` are called after every change; they must not call the ledger.
 
-        Changes are written to a store in the directory, if one is given: empty, and existing. A store that fails, now
-        or later, is removed and done without; the log says so. Raises KeyError for an unknown policy.
+        With a directory, which must exist and be empty, changes are written to a store there. A store that fails, now
+        or later, is removed and logged, and the books continue without it. Raises KeyError for an unknown policy.
         """
 
     @staticmethod
@@ -301,9 +301,10 @@ class Ledger:
         verify: bool = False,
         listeners: AbstractSet[Callable[[], None]] = ...,
     ) -> Ledger:
-        """The books that a store has, to go on with. Open leases are renewed: nobody could do it meanwhile.
+        """Reads the books of a store, to continue with them. Renews open leases, since no client could renew them
+        meanwhile.
 
-        Raises OSError if the store can't be read, is not whole, or breaks an invariant.
+        Raises OSError if the store can't be read, is incomplete, or breaks an invariant.
         """
 
     @property
@@ -314,7 +315,7 @@ class Ledger:
     def geometry(self) -> Geometry: ...
     @property
     def last_report(self) -> int:
-        """The number of the last report that was entered, 0 if none."""
+        """The number of the last entered report, 0 if none."""
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class Ledger:
         """A new lease without sequences."""
 
     def adopt_lease(self, lease: Lease) -> None:
-        """Takes over an open lease of an earlier epoch; its sequences are gone."""
+        """Adopts an open lease of an earlier epoch; its sequences are lost."""
 
     def lease(self, lease_id: str) -> Lease:
         """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""
@@ -331,47 +332,47 @@ class Ledger:
         """The lease of this id, one that has ended included."""
 
     def tenant_of(self, lease_id: str) -> str | None:
-        """Whose lease it is, one that has ended included; None if it is gone."""
+        """The tenant of a lease, one that has ended included; None if the lease is removed."""
 
     def leases(self) -> list[Lease]:
         """All leases, those that have ended included, by id."""
 
     def leases_from(self, key: str, most: int, *, only: str = "") -> list[tuple[str, Lease]]:
-        """At most `most` leases from a page key on, by these, with their keys; of `only` that id.
+        """At most `most` leases from a page key on, in the order of page keys, with them; with `only`, only that id.
 
-        Page keys order leases in lists without giving their ids away: 24 hexadecimal digits. Cost: O(page).
+        Page keys order leases in lists without disclosing their ids: 24 hexadecimal digits. Cost: O(page).
         """
 
     def num_leases_by_tenant(self) -> dict[str, int]:
         """Leases of each tenant that has any, those that have ended included. Cost: O(leases)."""
 
     def renew_lease(self, lease_id: str, *, now: float) -> Lease:
-        """Gives an open lease its whole time again; `plan` does so too. Raises CallRefused (LEASE_NOT_FOUND)."""
+        """Renews an open lease for its ttl; `plan` does so, too. Raises CallRefused (LEASE_NOT_FOUND)."""
 
     def end_lease(self, lease_id: str) -> bool:
-        """Stops a lease; its blocks come back with `lease_fenced`. False if it is not open."""
+        """Stops a lease; `lease_fenced` frees its blocks. False if it is not open."""
 
     def expire_leases(self, now: float) -> list[str]:
-        """Stops the leases whose time is over and returns their ids: the worker has to fence them.
+        """Stops the expired leases and returns their ids: the worker has to fence them.
 
-        Cost: O(log n) for each lease whose time, as it was when it was looked at last, is over.
+        Cost: O(log n) for each lease that was due at its last check.
         """
 
     def extend_leases(self, held_s: float, now: float) -> None:
-        """Adds the time in which no renewal could be read to the time of every lease. Cost: O(leases)."""
+        """Adds the time in which no renewal could be read to the ttl of every lease. Cost: O(leases)."""
 
     def next_expiry(self) -> float | None:
-        """No lease runs out before this; None if there is none."""
+        """A time before which no lease expires; None if there is none."""
 
     def lease_fenced(self, lease_id: str) -> None:
-        """The worker will not touch the lease's blocks any more: all of them come back. No effect if it is gone."""
+        """Frees all blocks of a fenced lease. No effect if the lease is removed already."""
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def plan(self, body: bytes, *, now: float, names_tenants: bool = False) -> StepPlan:
-        """Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
+        """Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
 
-        `names_tenants`: the caller may say whose an admission is. With a request_id the answer is remembered; the
+        `names_tenants`: the caller may name the tenant of an admission. With a request_id the answer is kept; the
         request_id of one of the last REMEMBERED_PLANS answers gets the same answer. Raises CallRefused
         (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with nothing changed,
         ValueError for bytes that are no message.
@@ -380,52 +381,52 @@ class Ledger:
     def settle(self, body: bytes) -> None:
         """Enters the worker's report of a step, a serialised StepReport.
 
-        A step that is settled already, or of a lease that is gone, has no effect. Raises CallRefused (INVALID_ARGUMENT)
-        if the report does not fit what was planned, ValueError for bytes that are no message.
+        A step that is settled already, or of a lease that is removed, has no effect. Raises CallRefused
+        (INVALID_ARGUMENT) if the report does not fit the plan, ValueError for bytes that are no message.
         """
 
     def steps_in_flight(self, lease_id: str) -> list[StepView]:
-        """The steps of a lease that were planned and not reported. Raises KeyError if there is none of this id."""
+        """The planned steps of a lease without a report. Raises KeyError if there is no such lease."""
 
     # -- tenants, and what is kept ------------------------------------------------------------------------------------
 
     def set_shares(self, default: BlockShare, by_name: dict[str, BlockShare]) -> None:
-        """What tenants may take from now on: all of them, and others by name."""
+        """Sets the tenants' shares: a default, and others by name."""
 
     def tenants(self) -> list[TenantUse]:
-        """The tenants that were seen or have a share of their own, by name."""
+        """The tenants that were named or have a share of their own, by name."""
 
     def tenant_use(self, name: str) -> TenantUse | None:
-        """The same of one of them."""
+        """One tenant's use."""
 
     def check_admission(self, tenant: str, admission: Admission, *, reserve: int = 0) -> AdmissionCheck:
-        """What would become of an admission of the tenant now; takes nothing."""
+        """The result that an admission of the tenant would have now; takes nothing."""
 
     def pin_prefix(self, tokens: bytes, *, salt: bytes, tenant: str, ttl_s: float, now: float) -> PinView:
-        """Keeps what is cached of a prefix from being evicted.
+        """Keeps the cached blocks of a prefix from eviction.
 
         Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS).
         """
 
     def unpin_prefix(self, pin_id: bytes, *, tenant: str | None = None) -> bool:
-        """Takes a pin of the tenant back, by default anybody's; False if there is none."""
+        """Removes a pin of the tenant, by default of any tenant; False if there is none."""
 
     def pins(self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000) -> list[PinView]:
-        """The pins behind one, by id: the tenant's, by default everybody's."""
+        """The pins after a given one, by id: the tenant's, by default every tenant's."""
 
     def advance(self, now: float) -> None:
-        """Ends the pins and the advice whose time is over; `plan` does so too. Cost: O(1) if none has ended."""
+        """Ends expired pins and advice; `plan` does so, too. Cost: O(1) if none has ended."""
 
     def next_end(self) -> float | None:
-        """No pin and no advice ends before this; None if there is none that ends."""
+        """A time before which no pin and no advice ends; None if there is none."""
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- listings ------------------------------------------------------------------------------------------------------
 
     def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None:
         """A sequence of an open lease, or None. Raises CallRefused (LEASE_NOT_FOUND)."""
 
     def sequence_ids(self, lease_id: str) -> list[int]:
-        """The sequences of a lease, one that has ended included, as they were admitted."""
+        """The sequences of a lease, one that has ended included, in the order of admission."""
 
     def sequences_from(self, lease_id: str, first: int, most: int, *, tenant: str | None = None) -> list[SequenceView]:
         """The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
@@ -451,21 +452,22 @@ class Ledger:
     def list_blocks(
         self, first: int, most: int, *, state: str | None, tenant: str | None, lease_id: str | None
     ) -> tuple[bytes, int | None]:
-        """A page of at most `most` blocks from `first` on, by id, and where the next one begins; None at the end.
+        """A page of at most `most` blocks from `first` on, by id, and the first block of the next one; None at the
+        end.
 
-        The blocks are those of a ListBlocksResponse, serialised. Fewer than `most` come with a next page where those
-        that are listed are rare. Filters: a state, a tenant (whose no free block is), the tables of a lease; None lets
-        everything through. Cost: O(page + 65,536), and of a lease its table entries.
+        The blocks are those of a ListBlocksResponse, serialised. A page can have fewer than `most` and a next page if
+        few blocks match. Filters: a state, a tenant (free blocks have none), the tables of a lease; None: no filter.
+        Cost: O(page + 65,536), and for a lease its table entries.
         """
 
     def snapshot(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int | None]:
-        """The same of all blocks that are not free, as events of a WatchBlocksResponse."""
+        """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse."""
 
     def changes(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int] | None:
-        """What changed from number `first` on, of at most `most` blocks, and the number to go on from.
+        """The changes from number `first` on, of at most `most` blocks, and the number to continue from.
 
-        Events of a WatchBlocksResponse, serialised: the blocks as they are now; to a tenant, those that are not its own
-        any more are free. None if what came next is not known any more: `num_changes_kept` changes are.
+        Events of a WatchBlocksResponse, serialised: the blocks in their present state; a tenant sees blocks that it
+        has lost as free. None if the next change is not kept any more: `num_changes_kept` changes are.
         """
 
     def num_changes(self) -> int:
@@ -477,25 +479,26 @@ class Ledger:
 
     def contents_are_kept(self) -> bool: ...
     def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
-        """Why an admission would not find more in the cache; takes nothing. Cost: about that of a lookup."""
+        """Explains why an admission would find no more in the cache; takes nothing. Cost: about that of a lookup."""
 
     def parked_blocks(self) -> list[int]:
-        """The cached blocks as the eviction policy keeps them."""
+        """The cached blocks in the eviction policy's order."""
 
     def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
-        """Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were.
+        """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
 
-        From the first block on it takes all pins back, too.
+        From the first block on it ends all pins, too.
         """
 
     def begin_reset(self, tenant: str, *, salt: bytes | None = None, tokens: bytes = b"") -> Reset:
-        """Begins a reset of a tenant's content: all of it, what is under a salt, or what begins with tokens under it.
+        """Begins a reset of a tenant's content: all, the content under a salt, or that which begins with tokens under
+        it.
 
-        Only the full blocks of the tokens count. Sequences in the host tier do not publish what is computed of them.
+        Only the full blocks of the tokens count. Sequences in the host tier will not publish their computed blocks.
         """
 
     def go_on_with_reset(self, reset: Reset, *, now: float = 0.0) -> tuple[int, int] | None:
-        """Drops the next part: how many blocks and pins. None if all is done."""
+        """Drops the next part: returns the numbers of blocks and pins. None if all is done."""
 
     def num_pins(self) -> int:
         """Pins of all tenants."""
@@ -503,22 +506,22 @@ class Ledger:
     # -- checking -----------------------------------------------------------------------------------------------------
 
     def violations(self) -> list[str]:
-        """What is wrong with the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
+        """All violations in the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
 
     def audit(self, first: int, end: int) -> list[str]:
-        """The same of the blocks from `first` to before `end`. Cost: O(these + table entries + free blocks)."""
+        """The violations in the blocks from `first` to before `end`. Cost: O(these + table entries + free blocks)."""
 
     def audit_counts(self) -> list[str]:
-        """What is wrong with the counts. Cost: O(blocks), about a millisecond for a million."""
+        """The violations in the counts. Cost: O(blocks), about a millisecond for a million."""
 
     def audit_promises(self) -> list[str]:
-        """What is wrong with tenants' accounts, pins and reservations. Cost: likewise."""
+        """The violations in tenants' accounts, pins and reservations. Cost: as `audit_counts`."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
 
     def state(self, but_last_step_of: str | None = None) -> str:
-        """All that a refusal leaves as it was; of one lease without its last step."""
+        """The state that a refusal leaves unchanged; `but_last_step_of`: without the last step of this lease."""
 
     def set_retention(self, plan: list[tuple[int, int, float]], is_trusted: bool) -> None:
-        """Sets what the default policy plans: low and high place and share by class. For tests."""
+        """Sets the default policy's plan: low and high place and share by class. For tests."""

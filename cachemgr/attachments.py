@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 ACKNOWLEDGE_AFTER_S = 0.02
-"""Reports that come within this time are acknowledged together."""
+"""Reports that arrive within this time are acknowledged together."""
 
 Requests = AsyncIterator[attach_pb2.AttachPoolRequest]
 Write = Callable[[attach_pb2.AttachPoolResponse], Awaitable[None]]
 Orders = asyncio.Queue[attach_pb2.AttachPoolResponse | None]
-"""What to write to a stream; None ends it."""
+"""Messages to write to a stream; None ends it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class Stream:
     is_replaced: bool = False
 
     def replace(self) -> None:
-        """Ends it: its worker has registered the same epoch on a newer stream."""
+        """Ends the stream: its worker has registered the same epoch on a newer stream."""
         self.is_replaced = True
         self.task.cancel()
 
 
 class Attachments:
-    """The open streams, one per attached pool, and who waits for an order to be obeyed."""
+    """The open streams, one per attached pool, and the calls that wait for a worker's answer to an order."""
 
     def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
         self._catalog = catalog
@@ -85,9 +85,9 @@ class Attachments:
         self._order(pool, attach_pb2.AttachPoolResponse(fence_lease=attach_pb2.FenceLease(lease_id=lease_id)))
 
     async def converse(self, requests: Requests, write: Write) -> None:
-        """Talks to one worker until its stream ends.
+        """Handles one worker's stream until it ends.
 
-        Raises CallRefused if the worker says what can't be accepted, or if another stream takes this one's place.
+        Raises CallRefused if a message of the worker can't be accepted, or if another stream replaces this one.
         """
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
@@ -116,7 +116,7 @@ class Attachments:
             await asyncio.gather(writer, return_exceptions=True)
 
     def _take_over(self, pool: AttachedPool, stream: Stream) -> None:
-        """Makes it the pool's stream. An older one ends: its worker may not know yet that the connection is dead."""
+        """Makes it the pool's stream. An older one ends: its worker may not have noticed that the connection broke."""
         older = self._streams.get(pool.ledger.pool)
         self._streams[pool.ledger.pool] = stream
         self._attached(pool, stream.orders)
@@ -190,10 +190,10 @@ class Attachments:
             asyncio.get_running_loop().call_later(ACKNOWLEDGE_AFTER_S, self._acknowledge, pool)
 
     def _acknowledge(self, pool: AttachedPool) -> None:
-        """Tells the worker which reports it need not keep; without a stream it is told when it is attached again."""
+        """Acknowledges the worker's reports. Without a stream this is done at the next attachment."""
         pool.is_acknowledging = False
         if self._catalog.pool(pool.ledger.pool) is not pool:
-            return  # a new epoch has begun, with numbers of its own
+            return  # a new epoch has begun, with its own numbers
         acknowledged = attach_pb2.ReportsAcknowledged(report_number=pool.acknowledged_report)
         self._order(pool, attach_pb2.AttachPoolResponse(reports_acknowledged=acknowledged))
 
@@ -211,7 +211,7 @@ def pool_already_attached(pool: AttachedPool) -> CallRefused:
 
 
 async def write_all(orders: Orders, write: Write) -> None:
-    """Writes orders to the stream as they come, until the last."""
+    """Writes orders to the stream as they are queued, until the last."""
     while (order := await orders.get()) is not None:
         await write(order)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BlockState(StrEnum):
-    """Exactly one of them holds for each block at any time."""
+    """The state of a block; each block has exactly one at any time."""
 
     FREE = "free"
     CACHED = "cached"

@@ -1,6 +1,6 @@
-"""How many there may be of what callers make: beyond that they are refused, and nothing grows.
+"""Limits on objects that callers create: beyond them calls are refused, so that nothing grows without bound.
 
-What the limits of the process are together is in docs/how-to/operations.md.
+docs/how-to/operations.md has the sum of the limits of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from quire.cachemgr.errors import CallRefused, Reason, refuse
 
 MAX_LEASES = 10_000
-"""Unless the operator says otherwise."""
+"""Unless the operator sets another limit."""
 MAX_LEASE_ANSWERS = 4_096
 """CreateLease calls that are remembered for a repetition."""
 MAX_WAITING_ADMISSIONS = 1_024
@@ -23,10 +23,10 @@ RECOUNT_INTERVAL_S = 0.1
 
 
 class Places:
-    """So many may be in at a time; who comes when all places are taken is refused."""
+    """A limited number of concurrent uses; one more is refused."""
 
     def __init__(self, limit: int, what: str) -> None:
-        """`what` is for the refusal: "watches"."""
+        """`what` names the uses in the refusal: "watches"."""
         self._limit = limit
         self._what = what
         self.num_taken = 0
@@ -59,14 +59,14 @@ class Drain:
 
 
 class LeaseCounts:
-    """How many leases there are, of each tenant and in all, those being fenced included.
+    """The number of leases, of each tenant and in all, those being fenced included.
 
-    Leases end in many ways and say nothing here. So what is counted is what was made, and when that reaches a limit it
-    is looked which are still there, at most every RECOUNT_INTERVAL_S: refused calls cost nothing.
+    The end of a lease is not reported here. So leases are counted when they are made; when the count reaches a limit,
+    the existing leases are counted again, at most every RECOUNT_INTERVAL_S: refused calls cost nothing.
 
-    is_there       whether a lease is still there
+    is_there       returns True if a lease still exists
     limit          of all leases
-    tenant_limit   of a tenant's; None: as many as there may be of all
+    tenant_limit   of a tenant's; None: the limit of all
     """
 
     def __init__(
@@ -114,5 +114,5 @@ def too_many_leases(limit: int, *, limited_by: str) -> CallRefused:
 
 
 def overloaded(what: str, limit: int) -> CallRefused:
-    """`what` is there as often as may be at a time."""
+    """The limit of concurrent `what` is reached."""
     return CallRefused(refuse(Reason.OVERLOADED, f"there are {limit} {what} already", limit=limit))

@@ -1,11 +1,11 @@
-"""All pools of this cachemgr: which epoch of each is attached, and which lease belongs to which.
+"""All pools of this cachemgr: the attached epoch of each, and the pool of each lease.
 
-A worker that registers is one of three: new (an epoch that never was attached), back (the epoch whose books are here,
-attached under no other term than those of the books since), or a stranger (an epoch with a history that this cachemgr
-does not have), which has to begin a new epoch.
+A worker that registers brings a new epoch (never attached before), a known epoch (its books are here, and it was
+attached under no other term since), or an unknown epoch (it has a history that this cachemgr does not have). With an
+unknown epoch the worker has to begin a new one.
 
-A pool is ruled under this cachemgr's term. If its worker has obeyed a higher one before this cachemgr started, the
-clock has been set back, and the pool is ruled under a term above that (`term_over`).
+A pool is controlled under this cachemgr's term. If its worker has accepted a higher one before this cachemgr started,
+the clock was set back, and the pool is controlled under a term above that (`term_over`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEASES_AT_ONCE = 100
 """Of a list that is read from the books."""
 
 SharesOf = Callable[[int], tuple[BlockShare, dict[str, BlockShare]]]
-"""What tenants may take of a pool that has so many blocks: everybody, and others by name."""
+"""Returns the shares of a pool with so many blocks: the default, and others by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Registration:
     next_steps: Mapping[str, int] = field(default_factory=dict)
     """Of each lease that is open with the worker, the number of the step that it accepts next."""
     acknowledged_report: int = 0
-    """The worker has forgotten reports up to this one."""
+    """The worker has discarded its reports up to this one."""
     highest_term_age_s: float = 0.0
     """Seconds since the worker first obeyed the highest term."""
 
@@ -71,9 +71,9 @@ class SavedPool:
 
 @dataclass(slots=True)
 class AttachedPool:
-    """A pool's books with what belongs to the attachment.
+    """A pool's books with the state of the attachment.
 
-    terms: those that have ruled the epoch with these books; the last is this cachemgr's.
+    terms: the terms that have controlled the epoch with these books; the last is this cachemgr's.
     """
 
     ledger: Ledger
@@ -86,11 +86,11 @@ class AttachedPool:
 
     @property
     def term(self) -> int:
-        """The term under which this cachemgr rules the pool."""
+        """The term under which this cachemgr controls the pool."""
         return self.terms[-1]
 
     def lacks(self, registration: Registration) -> bool:
-        """True if the worker has done what these books do not know: they are not the ones that it was granted from."""
+        """True if the worker has state that is not in these books: they are not those that granted its steps."""
         if registration.acknowledged_report > self.acknowledged_report:
             return True
         for lease_id, next_step in registration.next_steps.items():
@@ -128,7 +128,7 @@ class Catalog:
         self._shares: SharesOf | None = None
 
     def set_shares(self, shares: SharesOf) -> None:
-        """What tenants may take of each pool from now on."""
+        """Sets the tenants' shares of each pool."""
         self._shares = shares
         for pool in self._pools.values():
             self._apply_shares(pool.ledger)
@@ -157,17 +157,17 @@ class Catalog:
         return self._pools[name]
 
     def tenant_of(self, lease_id: str) -> str | None:
-        """Whose lease it is, one being fenced included; None if it is gone."""
+        """The tenant of a lease, one being fenced included; None if the lease is removed."""
         name = self._pool_of_lease.get(lease_id)
         return None if name is None else self._pools[name].ledger.tenant_of(lease_id)
 
     def leases_after(self, key: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[str, Lease]]:
-        """Leases of these pools behind a page key, by theirs. They must not change meanwhile."""
+        """Leases of these pools after a page key, in the order of page keys. They must not change meanwhile."""
         ordered = heapq.merge(*(leases_from(ledger, key) for ledger in ledgers), key=itemgetter(0))
         return ((each, lease) for each, lease in ordered if each > key)
 
     def listeners(self, pool: str) -> set[Callable[[], None]]:
-        """Whom to call when anything of the pool of this name has changed, its epoch included; to be added to."""
+        """The callbacks for any change of the pool of this name, its epoch included; to be added to."""
         return self._listeners.setdefault(pool, set())
 
     def find(self, name: str, epoch: int) -> AttachedPool | None:
@@ -260,9 +260,9 @@ class Catalog:
         self._pool_of_lease[lease_id] = pool.ledger.pool
 
     def lease_fenced(self, pool: AttachedPool, lease_id: str) -> None:
-        """The worker has fenced a lease: it is gone."""
+        """Removes a lease that the worker has fenced."""
         pool.ledger.lease_fenced(lease_id)
-        if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # of other pools' leases this worker says nothing
+        if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # a worker reports on its own pool only
             del self._pool_of_lease[lease_id]
 
 
@@ -270,7 +270,7 @@ def leases_from(ledger: Ledger, key: str, *, only: str = "") -> Iterator[tuple[s
     """Leases with their page keys, by these, from one on; of `only` that id. They must not change meanwhile."""
     while page := ledger.leases_from(key, LEASES_AT_ONCE, only=only):
         yield from page
-        key = page[-1][0] + "0"  # behind this one and before any other
+        key = page[-1][0] + "0"  # after this one and before any other
 
 
 def term_over(registration: Registration, *, term: int, uptime_s: float, step: int) -> int:

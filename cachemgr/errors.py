@@ -1,8 +1,7 @@
-"""Refusals: what the core says no with.
+"""Refusals of the core.
 
-A refusal is a value. An item of a plan that is refused carries it in the answer; a whole call that is refused raises it
-inside `CallRefused`. Either way the state is what it was before. How a refusal becomes a gRPC status is said in one
-table, `statuses.py`.
+A refusal is a value. A refused item of a plan has it in the answer; a refused call raises it inside `CallRefused`. In
+both cases the state is unchanged. The table in `statuses.py` maps refusals to gRPC statuses.
 """
 
 from __future__ import annotations

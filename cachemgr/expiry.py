@@ -1,4 +1,4 @@
-"""The end of leases whose time is over. Time in which no renewal could be read does not count."""
+"""The end of expired leases. Time in which no renewal could be read does not count."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 """While there are leases, the loop is looked at this often."""
 UNNOTICED_S = 0.3
-"""A loop that was held is noticed if looks at it are further apart. Leases are ended this long after their time."""
+"""The longest hold of the event loop that is not noticed. Leases end this long after their expiry."""
 
 
 class HeldTime:
     """Finds the time in which this process read no renewals: its event loop was held, or the process was stopped.
 
-    The loop calls `look` every TICK_S. A call that is late says that the loop was held since the one before it.
+    The loop calls `look` every TICK_S. A late call means that the loop was held since the one before it.
     """
 
     def __init__(self, now: float) -> None:
         self._looked_at = now
 
     def look(self, now: float) -> float:
-        """Return for how many seconds the loop was held since the last look, 0 if not for long."""
+        """Return the seconds for which the loop was held since the last look, 0 if not for long."""
         passed_s, self._looked_at = now - self._looked_at, now
         return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0
 

@@ -1,4 +1,4 @@
-"""cachemgr's own flags, which a worker does not have. `quire up` has them too."""
+"""cachemgr's own flags, which a worker does not have. `quire up` has them, too."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ OWN_FLAGS: list[Flag] = [
         "--eviction-policy",
         type=click.Choice(POLICIES),
         default=DEFAULT_POLICY,
-        help="Which cached blocks are given up first: those least worth keeping by what was learned of their kind, or "
-        "the least recently used.",
+        help="The order of eviction: by the learned retention time of each class of prefix, or "
+        "least recently used first.",
     ),
     option(
         "--max-leases",
@@ -27,7 +27,7 @@ OWN_FLAGS: list[Flag] = [
         "--tenants",
         type=FILE,
         metavar="FILE",
-        help="What each tenant may have of the pools' blocks, TOML. Read again when it changes.",
+        help="The tenants' shares of the pools' blocks, TOML. Read again when it changes.",
     ),
     option(
         "--keep-tokens/--no-keep-tokens",

@@ -1,4 +1,4 @@
-"""What a pool is made of."""
+"""Sizes and identity of a pool."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class Geometry:
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence: what the model can take and the pool can hold."""
+        """The longest sequence: the lesser of the model's context and the pool's blocks."""
         return min(self.max_sequence_tokens, (self.num_blocks - 1) * self.block_size)

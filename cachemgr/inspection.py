@@ -1,4 +1,4 @@
-"""The calls of CacheService that look and take nothing, and the one that drops what is cached."""
+"""The calls of CacheService that read without taking blocks, and ResetPrefixCache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.serving.errors import CallEnded
 Context = grpc.aio.ServicerContext[Any, Any]
 
 PAGE_KEY = "[0-9a-f]{24}"
-"""The form of what orders leases in lists."""
+"""The form of page keys, which order leases in lists."""
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
 AUDIT_SLICE = 8_192
@@ -272,7 +272,7 @@ def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tu
 
 
 def parts_of_reset(ledger: Ledger, reset: Reset, now: float) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Drop what a reset is about, a part at a time: how many blocks and pins."""
+    """Drop a reset's content, a part at a time: each returns the numbers of blocks and pins."""
     is_done = False
 
     def drop() -> tuple[int, int]:

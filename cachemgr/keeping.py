@@ -1,4 +1,4 @@
-"""The calls of CacheService about what is kept: pins, tenants' parts of a pool, and whether there is room."""
+"""The calls of CacheService about pins, tenants' shares of a pool, and admission checks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ REMEMBER_LEASES_S = 300.0
 class LeaseAnswers:
     """CreateLease calls by tenant and request_id, those still running included, for REMEMBER_LEASES_S.
 
-    At most `limit` of them: then the oldest that is answered is forgotten for the next.
+    At most `limit` of them: then the oldest answered one is dropped for the next.
     """
 
     def __init__(self, limit: int = MAX_LEASE_ANSWERS) -> None:
@@ -49,9 +49,9 @@ class LeaseAnswers:
     def recall(
         self, request: cache_service_pb2.CreateLeaseRequest, tenant: str, now: float
     ) -> asyncio.Future[cache_service_pb2.CreateLeaseResponse] | None:
-        """The tenant's call with this request_id; one that failed does not count.
+        """Return the tenant's call with this request_id; one that failed does not count.
 
-        Raises CallRefused (REQUEST_ID_REUSED; OVERLOADED if there is no room to remember another one).
+        Raises CallRefused (REQUEST_ID_REUSED; OVERLOADED if there is no room to keep another one).
         """
         while self._calls and next(iter(self._calls.values()))[1] < now - REMEMBER_LEASES_S:
             self._calls.popitem(last=False)

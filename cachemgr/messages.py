@@ -33,10 +33,10 @@ from quire.cachemgr.geometry import Geometry
 from quire.serving.errors import to_message
 
 MAX_BLOCKS = 2**24
-"""Of a pool. Its books take some 100 bytes a block, all of them at once when it is attached."""
+"""The most blocks of a pool. Its books take about 100 bytes a block, allocated when it is attached."""
 MAX_POOL_NAME_LENGTH = 128
 MAX_TEXT_LENGTH = 1_024
-"""Of what a worker says of its pool, in characters. It is kept, and shown to every client."""
+"""The most characters of a worker's texts about its pool. They are kept, and shown to every client."""
 MAX_OPEN_LEASES = 131_072
 """Of a worker that registers."""
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
@@ -53,7 +53,7 @@ LEASE_STATES = {
     False: cache_service_pb2.LEASE_STATE_OPEN,
     True: cache_service_pb2.LEASE_STATE_FENCING,
 }
-"""By whether the lease has ended."""
+"""The state of a lease by whether it has ended."""
 MISS_REASONS = {
     "none": cache_service_pb2.MISS_REASON_NONE,
     "never_computed": cache_service_pb2.MISS_REASON_NEVER_COMPUTED,
@@ -193,7 +193,7 @@ def counts_of(ledger: Ledger) -> cache_service_pb2.BlockCounts:
 
 
 def statistics_of(ledger: Ledger) -> cache_service_pb2.PoolStatistics:
-    """The present state of a pool, and what happened in its epoch. Cost: O(leases + sequences)."""
+    """The present state of a pool, and the counters of its epoch. Cost: O(leases + sequences)."""
     return cache_service_pb2.PoolStatistics.FromString(ledger.statistics())
 
 
@@ -273,7 +273,8 @@ def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2
 def encode_explanation(
     explanation: Explanation, num_tokens: int, block_size: int, *, offset_s: float
 ) -> cache_service_pb2.ExplainPrefixResponse:
-    """Without the pool and without who evicted it, which is not for everybody. `offset_s` makes wall clock times."""
+    """Without the pool, and without the evicting tenant and lease, which not every caller may see. `offset_s` makes
+    wall clock times."""
     num_usable = (num_tokens - 1) // block_size  # at least one token is left to compute
     response = cache_service_pb2.ExplainPrefixResponse(
         cached_token_count=min(explanation.num_found, num_usable) * block_size,
@@ -303,7 +304,7 @@ def decode_block_state(name: str, value: int) -> BlockState | None:
 
 
 def decode_lease_state(name: str, value: int) -> bool | None:
-    """A filter by whether leases have ended; None lets all through. Raises CallRefused (INVALID_ARGUMENT)."""
+    """A filter for leases that have ended (True) or not; None: no filter. Raises CallRefused (INVALID_ARGUMENT)."""
     if value == cache_service_pb2.LEASE_STATE_UNSPECIFIED:
         return None
     for is_ending, number in LEASE_STATES.items():
@@ -346,7 +347,7 @@ def check_page_token(token: str, form: str) -> None:
 
 
 def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometry]) -> bytes:
-    """The tokens of a prefix that pools are asked about, at least one of which could have a sequence of them.
+    """The tokens of a prefix in a request; at least one of the pools could have a sequence of them.
 
     Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE).
     """
@@ -364,7 +365,7 @@ def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometr
 def decode_reset_scope(
     request: cache_service_pb2.ResetPrefixCacheRequest, geometry: Geometry
 ) -> tuple[bytes | None, bytes]:
-    """The salt, None if any, and the tokens of what is to be reset, at least a full block of them if there are any.
+    """The salt and tokens of a reset: no salt means any; tokens, if there are any, fill at least one block.
 
     Raises CallRefused (INVALID_ARGUMENT, TOKEN_OUT_OF_RANGE).
     """
@@ -393,12 +394,12 @@ def seconds_of(duration: duration_pb2.Duration) -> float:
 
 
 def encode_name_token(name: str) -> str:
-    """The page_token behind an entry of this name."""
+    """The page_token after an entry of this name."""
     return f"n{name.encode().hex()}"
 
 
 def decode_name_token(token: str) -> str | None:
-    """The name that a page begins behind; None at the beginning. Raises CallRefused (INVALID_ARGUMENT)."""
+    """The name after which a page begins; None at the beginning. Raises CallRefused (INVALID_ARGUMENT)."""
     if not token:
         return None
     check_page_token(token, "n([0-9a-f]{2})*")

@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from statistics when a scrape asks. docs/how-to/operations.md lists them all."""
+"""Prometheus metrics, read from statistics at each scrape. docs/how-to/operations.md lists them all."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallS
 
 
 def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator[Metric]:
-    """What each pool is made of, its leases and their steps."""
-    info = InfoMetricFamily("quire_pool", "What the pool is made of.", labels=["pool"])
+    """The sizes of each pool, its leases and their steps."""
+    info = InfoMetricFamily("quire_pool", "Sizes and identity of the pool.", labels=["pool"])
     attached = GaugeMetricFamily("quire_pool_attached", "Whether the pool's worker is attached.", labels=["pool"])
     leases = GaugeMetricFamily("quire_leases", "Leases by state.", labels=["pool", "state"])
     in_flight = GaugeMetricFamily("quire_cache_steps_in_flight", "Steps planned and not reported.", labels=["pool"])
@@ -135,7 +135,7 @@ def block_families(statistics: Statistics) -> Iterator[Metric]:
 
 
 def outcome_families(statistics: Statistics) -> Iterator[Metric]:
-    """What became of steps and items."""
+    """The outcomes of steps and items."""
     ended = CounterMetricFamily("quire_cache_steps_ended", "Steps reported.", labels=["pool", "outcome"])
     refused = CounterMetricFamily("quire_cache_refusals", "Items of plans refused.", labels=["pool", "reason"])
     for pool, values in statistics.items():
@@ -148,7 +148,7 @@ def outcome_families(statistics: Statistics) -> Iterator[Metric]:
 
 
 def process_families(term: int, servicer: ServicerStatistics, calls: CallStatistics) -> Iterator[Metric]:
-    """What is not about one pool."""
+    """Metrics of the process, not of one pool."""
     yield GaugeMetricFamily("quire_cache_term", "This cachemgr's incarnation.", value=term)
     yield GaugeMetricFamily("quire_cache_open_calls", "Calls that are open, streams included.", value=calls.num_open)
     yield GaugeMetricFamily(

@@ -76,7 +76,7 @@ class Planning:
     async def _plan_in_parts(
         self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse
     ) -> None:
-        """The same; other calls go on between the parts that can be long."""
+        """Plans in parts; other calls run between the parts that can be long."""
         if request.admissions or request.restores:
             await self._turns.turn()
         pool, plan = self._plan(request)

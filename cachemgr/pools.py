@@ -1,6 +1,6 @@
-"""The pools as a caller may see them, as they are now.
+"""The pools as a caller may see them, in their present state.
 
-A caller that is no operator sees what belongs to its own tenant, and is told of nothing else that it is there.
+A caller that is no operator sees its own tenant's data only. Answers do not disclose that other tenants exist.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class VisiblePools:
         return [self.pool(name)] if name else [self._as_it_is_now(pool) for pool in self._catalog.pools()]
 
     def _as_it_is_now(self, pool: AttachedPool) -> AttachedPool:
-        """The pool without the pins and the advice whose time is over.
+        """The pool without expired pins and advice.
 
-        Calls that read them reach a pool through here, but for WatchBlocks, which waits for their ends.
+        Calls that read them get a pool through here, except WatchBlocks, which waits for their ends.
         """
         pool.ledger.advance(self._clock())
         return pool
@@ -61,16 +61,16 @@ class VisiblePools:
         return self.pool_of(lease_id)
 
     def visible_pool(self, lease_id: str) -> AttachedPool:
-        """The pool that a lease is for: any lease if the caller sees all. Raises CallRefused (LEASE_NOT_FOUND)."""
+        """The pool of a lease: of any lease if the caller sees all. Raises CallRefused (LEASE_NOT_FOUND)."""
         return self.pool_of(lease_id) if sees_all() else self.own_pool(lease_id)
 
     def pool_of(self, lease_id: str) -> AttachedPool:
         return self._as_it_is_now(self._catalog.pool_of(lease_id))
 
     def lease_id_of(self, given: str) -> str:
-        """The id of the only lease that lists show the caller by this beginning; else what was given.
+        """The id of the only visible lease that begins with the given text; else the given text.
 
-        For looking only: who knows the beginning need not hold the lease. Cost: O(leases).
+        For reading only: the beginning of an id, unlike the id, gives no right to use the lease. Cost: O(leases).
         """
         if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
             return given
@@ -92,7 +92,7 @@ class VisiblePools:
         return sequence if is_own or is_visible(lease) else None
 
     def _is_shown(self, lease: Lease) -> bool:
-        """True if a list of sequences shows the caller something of the lease."""
+        """True if a list of sequences shows the caller a sequence of the lease."""
         if is_visible(lease):
             return True
         ledger = self._catalog.pool_of(lease.lease_id).ledger
@@ -104,7 +104,7 @@ class VisiblePools:
 
 
 def sees_all() -> bool:
-    """True if the caller may look at what belongs to others."""
+    """True if the caller may see other tenants' data."""
     return Role.OPERATOR in caller().roles
 
 
@@ -125,12 +125,12 @@ def tenant_asked_about(method: str, message: HasTenant) -> str | None:
 
 
 def is_visible(lease: Lease) -> bool:
-    """True if the caller may know of this lease."""
+    """True if the caller may see this lease."""
     return sees_all() or lease.tenant == caller().name
 
 
 def require_role(method: str, *roles: Role) -> None:
-    """For what a method does for some of its callers only: those with one of the roles.
+    """Refuses a caller without one of the roles, for a part of a method that only these may use.
 
     Raises CallRefused (ROLE_MISSING).
     """

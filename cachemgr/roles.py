@@ -1,6 +1,6 @@
 """The methods of cachemgr: the roles that may call each, and the size of its messages.
 
-Roles are asked only where callers have to say who they are.
+Roles are checked only if the server authenticates callers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CLIENT: Roles = frozenset({Role.CLIENT})
 WORKER: Roles = frozenset({Role.WORKER})
 OPERATOR: Roles = frozenset({Role.OPERATOR})
 
-# AttachPool hands out the key that signs a pool's grants: it is the worker's alone.
+# AttachPool answers with the key that signs a pool's grants: it is for the worker only.
 ROLES: dict[str, Roles] = {
     f"{SERVICE}{method}": roles
     for methods, roles in (
@@ -23,7 +23,7 @@ ROLES: dict[str, Roles] = {
         (("LookupPrefix", "ExplainPrefix", "CheckAdmission"), CLIENT | OPERATOR),
         (("PinPrefix", "UnpinPrefix", "ListPins", "ResetPrefixCache"), CLIENT | OPERATOR),
         (("GetPool", "ListPools"), CLIENT | OPERATOR),
-        # Of these a client sees its own tenant's, an operator everybody's.
+        # A client sees its own tenant's data, an operator every tenant's.
         (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
         (("ListTenants",), CLIENT | OPERATOR),
         (("AttachPool",), WORKER),

@@ -1,4 +1,4 @@
-"""CacheService: its parts, and which of them answers which call."""
+"""CacheService: its parts, and the calls that each of them answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = [method.name for method in cache_service_pb2.DESCRIPTOR.services_by_na
 
 @dataclass(frozen=True, slots=True)
 class ServicerStatistics:
-    """What waits and what is kept, beside the books: each has a bound."""
+    """The sizes of queues and kept objects outside of the books; each is bounded."""
 
     num_waiting_admissions: int
     num_watches: int
@@ -38,7 +38,7 @@ class CacheServicer:
     """The core behind gRPC. Runs on one event loop, which makes every core call atomic.
 
     max_leases      of all tenants together, those being fenced included
-    max_leases_of   of one tenant; None: as many as there may be of all
+    max_leases_of   of one tenant; None: the limit of all
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CacheServicer:
         )
 
     def advance(self) -> None:
-        """Ends the pins and the advice whose time is over, for what reads the books beside the calls."""
+        """Ends expired pins and advice, for readers of the books outside of calls."""
         self._pools.pools("")
 
     async def drain(self) -> None:

@@ -10,7 +10,7 @@
     quota = "25%"
     limit = "80%"
 
-What a section does not say is as if there were no file, whatever [default] says.
+A setting that a section does not have gets its value without a file, whatever [default] has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Percentage:
-    """A part of whatever pool, 0 to 100."""
+    """A part of any pool, 0 to 100."""
 
     value: float
 
@@ -50,13 +50,13 @@ Amount = int | Percentage
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a tenant may have of each pool.
+    """The limits of a tenant in each pool.
 
-    floor       it can always hold so much
+    floor       blocks that it can always hold
     quota       if it holds and caches more, its cached blocks are evicted before others'; None: no quota
     limit       it never holds more; None: no limit
     pin_budget  it never pins more
-    max_leases  in all pools together, those being fenced included; None: as many as there may be of all
+    max_leases  in all pools together, those being fenced included; None: the limit of all tenants together
     """
 
     floor: Amount = 0
@@ -66,10 +66,10 @@ class Share:
     max_leases: int | None = None
 
     def resolve(self, num_usable_blocks: int) -> BlockShare:
-        """In blocks of a pool that has so many, the null block not counted.
+        """The share in blocks of a pool that has so many, without the null block.
 
-        Numbers of blocks and parts can't be compared before: where they cross in a pool the larger gives way, the
-        quota to the limit and the floor to the quota.
+        Numbers of blocks and percentages can't be compared before: if they conflict in a pool, the larger is lowered,
+        the quota to the limit and the floor to the quota.
         """
 
         def blocks(amount: Amount | None) -> int:
@@ -84,7 +84,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of all tenants: `tenants` by name, and what the others may have."""
+    """The shares of all tenants: `tenants` by name, and the default for the others."""
 
     default: Share = Share()
     tenants: Mapping[str, Share] = field(default_factory=dict)
@@ -122,7 +122,9 @@ def _shares(content: Mapping[str, Any]) -> Shares:
     _refuse_others(content, ("default", "tenants"), "")
     default = _share(content.get("default", {}), "default")
     if default.floor != 0:
-        raise ValueError("default.floor: a floor is for tenants by name: nobody knows how many the others are")
+        raise ValueError(
+            "default.floor: only a tenant with its own section can have a floor, as others are not counted"
+        )
     sections = content.get("tenants", {})
     if not isinstance(sections, dict):
         raise ValueError("tenants must be sections, [tenants.NAME]")

@@ -1,14 +1,14 @@
-"""Where a cachemgr keeps what the next one goes on with, should its process end: a directory that is its own.
+"""The state that a restarted cachemgr continues with: a directory of its own.
 
     lock                     held by the process that uses the directory
-    POOL@EPOCH/pool.json     which pool it is, the key of its grants, and the terms that have ruled it
+    POOL@EPOCH/pool.json     its registration, the key of its grants, and the terms that have controlled it
     POOL@EPOCH/log-, books-  its books: see core/src/store
 
-It guards against the end of the process, not of the machine: what is written is not forced to the disk, and what was
-written before the machine was started anew is not used.
+It protects against the end of the process, not of the machine: files are not forced to the disk, and files written
+before the last boot of the machine are not used.
 
-Folders are for their owner only (0700), files too (0600). A link, a fifo or another thing in place of a file or folder
-is not opened: the pool begins a new epoch, as if nothing had been kept.
+Folders are for their owner only (0700), files too (0600). A link, a fifo or another kind of file is not opened: the
+pool then begins a new epoch, as without saved state.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StateDirectory:
         os.close(self._lock)
 
     def folder(self, saved: SavedPool) -> Path:
-        """Where the pool's epoch is kept."""
+        """The folder of the pool's epoch."""
         return self._path / f"{saved.pool}@{saved.epoch}"
 
     def begin(self, saved: SavedPool) -> Path | None:
@@ -94,9 +94,9 @@ class StateDirectory:
         return folder
 
     def restore(self, catalog: Catalog, *, now: float) -> None:
-        """Has the catalog go on with the pools that are kept. What can't be used is removed.
+        """Adds the saved pools to the catalog. Removes unusable state.
 
-        A pool's term is the catalog's, or the one after its last if the clock has been set back.
+        A pool's term is the catalog's, or its last term plus one if the clock was set back.
         """
         for before in list(self._saved()):
             saved = replace(before, terms=(*before.terms, max(catalog.term, before.terms[-1] + 1)))
@@ -150,7 +150,7 @@ def seal(content: dict[str, Any]) -> str:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The content of a file. Raises ValueError if it is not what was sealed."""
+    """The content of a file. Raises ValueError if it is not the content that was sealed."""
     sealed = json.loads(text)
     if not isinstance(sealed, dict) or not isinstance(sealed.get("content"), dict):
         raise ValueError("it is of another version")
@@ -179,7 +179,7 @@ def encode_saved(saved: SavedPool) -> dict[str, Any]:
 
 
 def decode_saved(content: dict[str, Any]) -> SavedPool:
-    """Raises ValueError, which names what does not fit: bounds are those of a worker's registration."""
+    """Raises ValueError, which names the wrong value: bounds are those of a worker's registration."""
     try:
         message = json_format.ParseDict(dict(content["registration"]), attach_pb2.RegisterPool())
         registration = messages.decode_registration(message)
@@ -242,7 +242,7 @@ def remove(path: Path) -> None:
 
 
 def read_boot_id() -> str | None:
-    """Another one each time the machine is started; None if it can't be told."""
+    """The id of the machine's boot, another one after each; None if it can't be read."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

@@ -44,10 +44,10 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
 }
 
-# In seconds. What is not here does not get better by waiting: the caller has to change something first, which for
-# PIN_BUDGET_SPENT is to unpin.
+# In seconds. A reason without an entry is not cured by waiting: the caller has to change something first, for
+# PIN_BUDGET_SPENT unpin.
 RETRY_DELAYS_S: dict[Reason, float] = {
-    # A step or two later: blocks and rows of sequences come back as steps end, outcomes as they are reported.
+    # A step or two later: blocks and rows of sequences are freed as steps end, outcomes as they are reported.
     Reason.OUT_OF_BLOCKS: 0.02,
     Reason.OUT_OF_HOST_BLOCKS: 0.02,
     Reason.TOO_MANY_SEQUENCES: 0.02,
@@ -58,9 +58,9 @@ RETRY_DELAYS_S: dict[Reason, float] = {
     Reason.TOKEN_BUDGET_SPENT: 0.0,
     # Only sequences of the same tenant that end make room.
     Reason.QUOTA_EXCEEDED: 0.1,
-    # Longer than what waits takes to be answered: a full line is gone after tens of milliseconds.
+    # Longer than the queue takes: a full queue is empty after tens of milliseconds.
     Reason.OVERLOADED: OVERLOADED_RETRY_DELAY_S,
-    # The shortest life of a lease that nobody renews.
+    # The shortest ttl of a lease.
     Reason.TOO_MANY_LEASES: 1.0,
     Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,
     Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,
@@ -75,4 +75,4 @@ def to_error_status(refusal: Refusal) -> ErrorStatus:
 
 
 refusing = answering(CallRefused, lambda refused: to_error_status(refused.refusal))
-"""For a handler: what it refuses becomes the status of its call."""
+"""For a handler: makes its refusals the status of its call."""

@@ -15,7 +15,7 @@ Part = TypeVar("Part")
 class Turns:
     """Admissions one by one, one per turn of the event loop, first come first served.
 
-    A decode step or a report that became ready meanwhile goes between two of them instead of behind them all.
+    A decode step or a report that becomes ready meanwhile runs between two of them instead of after them all.
     """
 
     def __init__(self, limit: int = MAX_WAITING_ADMISSIONS) -> None:

@@ -1,8 +1,8 @@
-"""WatchBlocks: a pool's blocks as they are, then what changes of them, for somebody who keeps a copy.
+"""WatchBlocks: a snapshot of a pool's blocks, then their changes, for clients that keep a copy.
 
-What is sent is how a block is, not what was done to it. So several changes of a block are one event, an event that
-comes twice does no harm, and a reader who is slow gets less often more. What is kept for a reader is its place in the
-journal of the pool; one whose place was overwritten begins again.
+Events have the state of a block, not the operations on it. So several changes of a block are one event, a repeated
+event is harmless, and a slow reader gets fewer and larger answers. The server keeps only a reader's place in the
+journal of the pool; if a reader's place was overwritten, it begins again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 MAX_EVENTS = 4_096
 """Of one answer: a few milliseconds without other calls, and half a megabyte."""
 INTERVAL_S = 0.02
-"""Changes that come within this time are told together."""
+"""Changes within this time are sent together."""
 CURSOR = struct.Struct(">qQ")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a watcher sees: the blocks of its tenant, of all if None; and what is in them."""
+    """The blocks that a watcher sees: those of its tenant, all if None; and whether it sees their content."""
 
     tenant: str | None
     with_content: bool
@@ -36,7 +36,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the journal of one epoch: what has a smaller number is known."""
+    """A place in the journal of one epoch: changes with smaller numbers are known."""
 
     epoch: int
     number: int
@@ -60,7 +60,7 @@ async def watch_blocks(
 ) -> AsyncGenerator[cache_service_pb2.WatchBlocksResponse, None]:
     """Answers until it is closed. Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
 
-    The end of a pin or of advice is a change too: it is told when its time comes, by the `clock` that set it.
+    The end of a pin or of advice is a change, too: it is sent at its time, by the `clock` that set it.
     """
     place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
     with listening(catalog, name) as changed:
@@ -96,7 +96,7 @@ def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
 
 
 async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
-    """All blocks that are not free, page by page. What changes meanwhile is told from `place` on."""
+    """All blocks that are not free, page by page. Changes meanwhile are sent from `place` on."""
     response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch, cleared=True)
     following: int | None = 0
     while following is not None:
@@ -111,7 +111,7 @@ async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[ca
 
 
 class Changes:
-    """What changes in one epoch of a pool, from a number on."""
+    """The changes in one epoch of a pool, from a number on."""
 
     def __init__(self, ledger: Ledger, view: View, number: int) -> None:
         self._ledger = ledger
@@ -129,7 +129,7 @@ class Changes:
             raise cursor_expired(self._ledger)
         events, self._number = found
         self._has_more = self._number < self._ledger.num_changes()
-        # A watcher that sees nothing is given its place anew before the old one is overwritten.
+        # A watcher without visible changes gets a new place before the old one is overwritten.
         if not events and self._number - self._told_number < self._ledger.num_changes_kept() // 4:
             return None
         self._told_number = self._number
@@ -139,7 +139,7 @@ class Changes:
         return response
 
     async def pause(self, changed: asyncio.Event, clock: Callable[[], float]) -> None:
-        """Returns when there is something to look at, INTERVAL_S after the last look, or at once if more is known."""
+        """Returns when there are changes, at least INTERVAL_S after the last look unless more are known already."""
         if self._has_more:
             await asyncio.sleep(0)  # others' calls go on
             return
@@ -152,7 +152,7 @@ class Changes:
 
 
 def cursor_expired(ledger: Ledger) -> CallRefused:
-    """What came after a watcher's place is not known any more."""
+    """The changes after a watcher's place are not kept any more."""
     kept = ledger.num_changes_kept()
     message = f"more than {kept} changes in pool {ledger.pool!r} since the cursor; begin again without one"
     return CallRefused(refuse(Reason.CURSOR_EXPIRED, message, pool=ledger.pool, limit=kept))

@@ -30,7 +30,7 @@ _BLOCK_PAGE_SIZE = 10_000
 
 
 class CacheApi(Protocol):
-    """What the engine needs of cachemgr. Every method raises QuireError and nothing else."""
+    """The calls of cachemgr that the engine needs. Every method raises QuireError and nothing else."""
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
         """A new lease on a pool; "" is the only pool there is."""
@@ -45,7 +45,7 @@ class CacheApi(Protocol):
         """Plan one step. One at a time."""
 
     async def get_pool(self, pool: str) -> pb.Pool:
-        """How full a pool is and what it is made of."""
+        """Return a pool's geometry, address and block counts."""
 
     async def hang_up(self) -> None:
         """Give up plans that wait for an answer: none that is still on its way is taken for a later one's."""
@@ -303,4 +303,4 @@ async def keep_lease_alive(
         except LeaseLost as lost:
             return lost
         except QuireError:
-            await asyncio.sleep(ttl_s / 20)  # the server is away: it may come back before the lease ends
+            await asyncio.sleep(ttl_s / 20)  # the server is unavailable: it may recover before the lease ends

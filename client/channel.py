@@ -1,4 +1,4 @@
-"""What both thin clients need of gRPC: a channel, calls with deadlines and retries, ordered streams, errors decoded."""
+"""The gRPC code of both thin clients: a channel, calls with deadlines and retries, ordered streams, decoded errors."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
-# How long one attempt to connect may take, whatever gRPC's name says: as long as a call. A connection that is refused
-# is tried again by the back-off, which is not changed by it.
+# The time limit of one attempt to connect, in place of gRPC's own: as long as a call. A refused connection is retried
+# with backoff, which this does not change.
 _CONNECT_TIMEOUT_MS = 10_000
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -35,7 +35,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
 )
-# INTERNAL is what gRPC says of a connection that broke in the midst of what it was doing ("Internal error from Core").
+# gRPC reports INTERNAL for a connection that broke during a call ("Internal error from Core").
 _UNAVAILABLE_CODES = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -47,9 +47,9 @@ _UNAVAILABLE_CODES = frozenset(
 
 
 def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
-    """A channel to "unix:/path" or "host:port"; connects by itself, again and again.
+    """A channel to "unix:/path" or "host:port"; connects and reconnects by itself.
 
-    Raises CredentialsUnusable, and InvalidRequest for what is no address.
+    Raises CredentialsUnusable, and InvalidRequest for a malformed address.
     """
     return credentials.open_channel(address, CHANNEL_OPTIONS)
 
@@ -74,7 +74,7 @@ def decode_error(error: error_pb2.Error) -> QuireError:
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
-    """What the status has beside code and text."""
+    """The details of a status, beside code and text."""
     for key, value in error.trailing_metadata():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             with contextlib.suppress(ValueError):  # DecodeError is one: not a Status, so no details
@@ -98,7 +98,7 @@ def _seconds(duration: duration_pb2.Duration) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often what is safe to repeat is tried while the server is away, and the waits in between."""
+    """The retries of idempotent calls while the server is unavailable, and the waits in between."""
 
     max_attempts: int = 4
     first_delay_s: float = 0.05
@@ -134,7 +134,7 @@ async def retried(
 async def unary(
     method: Callable[..., Awaitable[Response]], request: Any, *, timeout_s: float, policy: RetryPolicy = ONCE
 ) -> Response:
-    """One call with a deadline per attempt. Raises a QuireError. Only what is safe to repeat may have a policy."""
+    """Make one call with a deadline per attempt. Raises a QuireError. Only idempotent calls may have a policy."""
 
     async def attempt() -> Response:
         try:
@@ -157,7 +157,7 @@ async def answers(call: grpc.aio.UnaryStreamCall[Any, Response]) -> AsyncGenerat
 
 
 def is_being_cancelled() -> bool:
-    """True if somebody wants the task that runs to end. gRPC raises CancelledError for reasons of its own, too."""
+    """True if the running task was asked to end. gRPC raises CancelledError for reasons of its own, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -165,8 +165,8 @@ def is_being_cancelled() -> bool:
 class OrderedStream(Generic[Request, Response]):
     """A bidirectional stream where each request has one answer, in order. Opened when first used and after a break.
 
-    When the stream breaks or an answer is late, every request that waits gets Unavailable, or what the server said:
-    whether it was applied is not known then.
+    When the stream breaks or an answer is late, every waiting request gets Unavailable, or the server's error: it is
+    then unknown if the request was applied.
     """
 
     def __init__(self, open_call: Callable[[], grpc.aio.StreamStreamCall[Any, Any]], *, timeout_s: float) -> None:
@@ -185,7 +185,7 @@ class OrderedStream(Generic[Request, Response]):
             call = self._call or self._open()
             loop = asyncio.get_running_loop()
             future: asyncio.Future[Response] = loop.create_future()
-            future.add_done_callback(_retrieve)  # an error nobody waits for is no news
+            future.add_done_callback(_retrieve)  # a request that is no longer awaited may fail
             late = loop.call_later(self._timeout_s, self._on_late)
             self._waiting.append((future, late))
             try:
@@ -197,7 +197,7 @@ class OrderedStream(Generic[Request, Response]):
             except asyncio.CancelledError:
                 # Written in part or not at all: the order of answers can't be relied on any more.
                 self._break(Unavailable("a request was given up while it was written"))
-                # gRPC says this also to who writes on a stream that was broken meanwhile: no wish of our caller.
+                # gRPC raises this also for a write to a stream that broke meanwhile: our caller did not cancel.
                 if is_being_cancelled():
                     raise
             return future
@@ -207,7 +207,7 @@ class OrderedStream(Generic[Request, Response]):
     ) -> None:
         """Returns also if the stream is broken meanwhile, so that there is an answer already."""
         if not self._is_open:
-            # gRPC lets who writes wait for ever if the stream is cancelled before it is open.
+            # A write waits for ever in gRPC if the stream is cancelled before it is open.
             opening = asyncio.create_task(call.wait_for_connection())
             opening.add_done_callback(_retrieve)
             either: tuple[asyncio.Future[Any], ...] = (opening, answer)

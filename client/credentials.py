@@ -1,4 +1,4 @@
-"""What a client shows and whom it trusts: TLS, a client certificate, a token."""
+"""A client's credentials and trusted authorities: TLS, a client certificate, a token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Credentials(DialOptions):
             raise CredentialsUnusable(str(error)) from error
 
     def open_channel(self, address: str, options: ChannelOptions) -> grpc.aio.Channel:
-        """A channel that shows all of this.
+        """A channel with these credentials.
 
-        Raises InvalidRequest for what is no address, CredentialsUnusable also if others could read the token.
+        Raises InvalidRequest for a malformed address, CredentialsUnusable also if other users could read the token.
         """
         try:
             parsed = parse_dial_address(address)
@@ -47,7 +47,7 @@ NO_CREDENTIALS = Credentials()
 
 
 class _TokenChannel:
-    """A channel whose calls carry a token. gRPC's own way works over TLS only; interceptors slow streams down."""
+    """A channel with a token in every call. gRPC's own way works over TLS only; interceptors slow streams down."""
 
     def __init__(self, channel: grpc.aio.Channel, token: Callable[[], Metadata]) -> None:
         self._channel = channel

@@ -1,24 +1,24 @@
-"""Everything the client raises.
+"""Exceptions of the client.
 
     QuireError
     ├── InvalidRequest       the request can never succeed as it is; nothing was done
     ├── NotFound             a pool, a sequence or a cached prefix that does not exist
-    ├── OutOfRoom            not now: blocks, sequences, steps, leases or turns are used up, or the tenant's share
+    ├── OutOfRoom            not now: blocks, sequences, steps, leases or queue places, or the tenant's share
     ├── LeaseLost            the lease ended or was fenced: make a new one, admit again
-    ├── EpochChanged         the pool's memory is a new one: go on with `epoch`, admit again
-    ├── CursorExpired        what happened since a cursor is not known any more: watch again without one
+    ├── EpochChanged         the pool has a new epoch: continue with `epoch`, admit again
+    ├── CursorExpired        the changes since a cursor are not kept any more: watch again without one
     ├── StepRefused          the worker refused a step before it touched anything
     ├── StepFailed           a step was accepted and computed nothing
-    ├── AccessDenied         a server does not know who calls, or the method is for others
+    ├── AccessDenied         authentication failed, or the caller has no role for the method
     ├── CredentialsUnusable  a certificate, key or token given to the client can't be used
-    ├── Unavailable          a server is away or too slow; connecting again may help
-    ├── ProtocolViolation    a server answered what the contract rules out
-    ├── RequestFailed        the engine gave up on one request after its retries
-    └── EngineStopped        the engine is closed, or its loop has died
+    ├── Unavailable          a server is unavailable or too slow; a retry may succeed
+    ├── ProtocolViolation    a server's answer violates the contract
+    ├── RequestFailed        the engine failed one request after its retries
+    └── EngineStopped        the engine is closed, or its loop has failed
 
-Servers name a reason and put every number into metadata; callers branch on the class or on `reason`, never on the text.
-What ends a request of the engine also says how many tokens its caller has got, see `delivered_token_counts`.
-This module knows no gRPC: messages and statuses become reasons in channel.py.
+Servers send a reason and put every number into metadata; callers branch on the class or on `reason`, never on the
+text. An error that ends a request of the engine also has the number of tokens that its caller has got, see
+`delivered_token_counts`. This module uses no gRPC: channel.py makes reasons of messages and statuses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,17 +63,17 @@ class QuireError(Exception):
 
     @property
     def is_about_input(self) -> bool:
-        """Return whether a refusal names a field or a sequence of what the service was sent."""
+        """Return True if a refusal names a field or a sequence of the request."""
         return "field" in self.metadata or "sequence_id" in self.metadata
 
     @property
     def delivered_token_counts(self) -> tuple[int, ...]:
-        """Tokens that each sample of a request had given out before this; empty if it is no error of a request.
+        """Tokens that each sample of a request had delivered before this; empty if it is no error of a request.
 
-        Who wants the rest asks for it: each sample's prompt and those tokens are the new prompt, max_tokens is less by
-        their number, and the seed is the first one's plus the sample's index. Then the random numbers are those that
-        would have come. The tokens are those too, but for rounding (docs/architecture.md, Seeds). With a presence or
-        frequency penalty, a grammar or min_tokens they are others: what was generated counts as prompt then.
+        To continue the request: each sample's prompt and those tokens are the new prompt, max_tokens is less by their
+        number, and the seed is the first one's plus the sample's index. Then the random numbers continue the first
+        request's. The tokens do, too, except for rounding (docs/architecture.md, Seeds), and except with a presence
+        or frequency penalty, a grammar or min_tokens: the delivered tokens then count as prompt.
         Engine.generate(delivered=...) has no such exceptions.
         """
         counts = self.metadata.get("delivered_token_counts", "")
@@ -87,7 +87,7 @@ class InvalidRequest(QuireError):
 
     @classmethod
     def of_field(cls, field: str, value: object, limit: str, *, reason: str = "") -> "InvalidRequest":
-        """The error of one field: its name, the value given and what is allowed, in the text and in the metadata."""
+        """The error of one field: its name, the value and the limit, in the text and in the metadata."""
         metadata = {"field": field, "value": repr(value), "limit": limit}
         return cls(f"{field} is {value!r}, must be {limit}", reason=reason, metadata=metadata)
 
@@ -122,7 +122,7 @@ class EpochChanged(QuireError):
 
 
 class CursorExpired(QuireError):
-    """What happened since the cursor is not known any more. Watch again without one."""
+    """The changes since the cursor are not kept any more. Watch again without one."""
 
     default_reason = "CURSOR_EXPIRED"
 
@@ -140,7 +140,7 @@ class StepFailed(QuireError):
 
 
 class AccessDenied(QuireError):
-    """The server does not know who calls (CREDENTIALS_MISSING, TOKEN_REJECTED), or the method is for others."""
+    """Authentication failed (CREDENTIALS_MISSING, TOKEN_REJECTED), or the caller has no role for the method."""
 
     default_reason = "ROLE_MISSING"
 
@@ -152,17 +152,17 @@ class CredentialsUnusable(QuireError):
 
 
 class Unavailable(QuireError):
-    """A server is away or too slow."""
+    """A server is unavailable or too slow."""
 
     default_reason = "UNAVAILABLE"
 
 
 class WorkerUnavailable(Unavailable):
-    """The worker is away or too slow, and cachemgr is not."""
+    """The worker is unavailable or too slow, and cachemgr is not."""
 
 
 class ProtocolViolation(QuireError):
-    """A server answered what the contract rules out."""
+    """A server's answer violates the contract."""
 
     default_reason = "PROTOCOL_VIOLATION"
 
@@ -180,7 +180,7 @@ class EngineStopped(QuireError):
 
 
 def after_delivery(error: QuireError, delivered: Sequence[int]) -> QuireError:
-    """The error of a request whose samples had given out so many tokens, for its caller alone."""
+    """The error of a request after its samples delivered so many tokens, for its caller alone."""
     counts = [str(count) for count in delivered]
     copy = type(error)(
         f"{error.message}; tokens delivered: {', '.join(counts)}",
@@ -232,7 +232,7 @@ REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
         "CREDENTIALS_MISSING": AccessDenied,
         "TOKEN_REJECTED": AccessDenied,
         "ROLE_MISSING": AccessDenied,
-        # Of AttachPool, which clients do not call.
+        # For AttachPool, which clients do not call.
         "POOL_ALREADY_ATTACHED": ProtocolViolation,
         "TERM_SUPERSEDED": ProtocolViolation,
     }

@@ -21,10 +21,10 @@ class StepAnswer(Protocol):
 
 
 class WorkerApi(Protocol):
-    """What the engine needs of a worker. Every method raises QuireError and nothing else."""
+    """The calls of a worker that the engine needs. Every method raises QuireError and nothing else."""
 
     async def get_model(self) -> pb.GetModelResponse:
-        """What the worker serves."""
+        """Return the worker's model and pool."""
 
     async def check_grammar(self, grammar: pb.Grammar) -> None:
         """Compile a grammar, so that a step that brings it finds it compiled."""

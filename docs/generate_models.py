@@ -69,7 +69,7 @@ ROPES = """## Ropes that depend on the length
 The frequencies of some ropes depend on the length of the sequence: dynamic NTK (`rope_type` with "dynamic") and
 longrope (Phi-3 with 128 k). transformers' `generate` takes those of the present length, and in a batch those of the
 longest sequence. The worker pins them at load to those of a sequence of `--max-model-len` tokens, so that a sequence
-has the same keys whatever its length and whoever is in the batch. Other engines do the same.
+has the same keys for any length of its own, and any other sequences in the batch. Other engines do the same.
 
 So with a `--max-model-len` above the model's original length (`original_max_position_embeddings`, or for dynamic NTK
 `max_position_embeddings`) such a model can give other tokens than `generate` does. A sequence within the original

@@ -95,7 +95,7 @@ def add_rmsnorm(
         weight_offset           1 where the weight is stored as its difference from 1 (Gemma)
         out, returns    [N, C]  dtype of x; may be x itself. None allocates
 
-    The norm is of the sum as rounded, so that it agrees with what a later reader of the residual sees.
+    The norm is of the rounded sum, so that it agrees with the residual as a later reader gets it.
     Raises ValueError if a shape, stride, dtype or device is another. No sync.
     Cost: one launch; reads and writes every row once, (4 with a residual, else 2) * N * C * itemsize bytes.
     """

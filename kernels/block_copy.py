@@ -37,7 +37,7 @@ _NUM_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Where the bytes of a pool's blocks lie: B blocks, each of R runs, in the order of the pool's tensors.
+    """The memory layout of a pool's blocks: B blocks, each of R runs, in the order of the pool's tensors.
 
     runs                R views [B, run_bytes] uint8, one per tensor
     table               [R, 4] int64 on the device: address of block 0, words from block to block, words per run,

@@ -97,7 +97,7 @@ def write_variant(
     stride_unit: int,
     multiprocessors: int,
 ) -> Variant:
-    """What write_kv_kernel is compiled for; a row is one head of one token.
+    """The compiled variant of write_kv_kernel; a row is one head of one token.
 
     8 rows a program spread a decode step over the GPU, 32 keep more bytes on their way.
     """

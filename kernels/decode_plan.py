@@ -50,7 +50,7 @@ _INT64 = ("positions", "slot_mapping")
 
 
 class PlanLayout(NamedTuple):
-    """All of a plan but its memory: its sizes, and what it was built for. See DecodePlan."""
+    """A plan without its memory: its sizes, and the inputs that it was built for. See DecodePlan."""
 
     num_seqs: int
     num_tokens: int
@@ -112,21 +112,21 @@ def build_decode_plan(
     fixed_split: int | None = None,
     out: DecodePlan | None = None,
 ) -> DecodePlan:
-    """Divide the visible keys of n sequences over programs, and say where each query token lies.
+    """Divide the visible keys of n sequences over programs, and list the position of each query token.
 
     Sizes: n sequences, N query tokens, M blocks per table.
         seq_lens        [n]     int32, keys of each sequence, its new ones included; 0 for a sequence that is a pad
         block_tables    [n, M]  int32, any stride between rows; entries beyond a sequence's length are not read
         cu_seqlens_q    [n+1]   int32; sequence i has queries cu[i] .. cu[i+1] - 1, its last tokens; tokens from cu[n]
                                 on are pads. None for one query each
-        num_tokens      N, needed with cu_seqlens_q; num_programs P, as paged_decode.num_decode_programs() says
+        num_tokens      N, needed with cu_seqlens_q; num_programs P, from paged_decode.num_decode_programs()
         window, chunk, causal   which keys a query sees, as in paged_attention of the reference; without causal a
                                 query sees all keys of its sequence
         min_split       keys, a program with fewer is not worth starting; rounded up to TILE
         fixed_split     keys, rounded up to TILE: every sequence is split at multiples of it from its first visible
                         tile, so that its result does not depend on the rest of the batch; None for equal runs
         out             a plan to write again, made by a call with the same arguments but for the tensors' contents:
-                        what a captured graph replays
+                        for a captured graph
 
     There are at most n + P - 1 splits, with fixed_split at most n * ceil(M * block_size / fixed_split). Raises
     ValueError if a shape, dtype, device or number does not fit. Cost: one launch of n programs, each of which reads

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""What every launcher needs: how Triton runs here, checks of arguments, a few sizes.
+"""The common parts of all launchers: Triton's mode, checks of arguments, a few sizes.
 
 Triton either compiles a kernel for the GPU or, with TRITON_INTERPRET=1, runs it in NumPy. It decides when a kernel is
 decorated, so the variable must be set before the first import of triton.
@@ -66,7 +66,7 @@ class DeviceLimits:
         return self.capability[0] in (9, 10)
 
 
-# Of an H100 and an H200. Plans and tiles are chosen for it where there is no GPU.
+# Limits of an H100 and an H200. Plans and tiles are chosen for it where there is no GPU.
 DEFAULT_LIMITS = DeviceLimits(capability=(9, 0), num_multiprocessors=132, shared_memory_bytes=227 << 10)
 
 
@@ -76,7 +76,7 @@ _REMEMBERED: list[Any] = []
 
 
 class Variant(NamedTuple):
-    """What one compilation of a kernel is made for, besides the types of its arguments: a launcher's choice, pure."""
+    """A compilation of a kernel, besides the types of its arguments: a launcher's choice, pure."""
 
     constants: Mapping[str, int | bool]
     num_warps: int
@@ -126,7 +126,7 @@ def layouts(*tensors: Tensor | None) -> list[Any]:
 
 
 class OnDevice(Protocol):
-    """A tensor, its layout, or another thing whose memory lies on one device."""
+    """A tensor, its layout, or another object with memory on one device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -195,10 +195,10 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_units(stride, UNIT: tl.constexpr):
-    """The stride, a multiple of UNIT, in a form that tells Triton so.
+    """The stride, in a form from which Triton derives that it is a multiple of UNIT.
 
-    Of an argument Triton knows only if 16 divides it. With head dims like 72 and 120 16 does not divide the strides of
-    rows, and Triton would load elements one by one, and copy none of them asynchronously.
+    For an argument Triton only finds out if it is divisible by 16. With head dims like 72 and 120 the strides of rows
+    are not divisible by 16, and Triton would load elements one by one, and copy none of them asynchronously.
     """
     return stride // UNIT * UNIT
 
@@ -240,7 +240,7 @@ def _device_limits(index: int) -> DeviceLimits:
 
 
 def require_shape(name: str, tensor: Tensor | Layout, shape: Sequence[int | None]) -> None:
-    """Raises ValueError if the tensor's shape is another; None stands for any size."""
+    """Raises ValueError if the tensor has another shape; None stands for any size."""
     if tensor.dim() != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
     ):

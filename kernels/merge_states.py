@@ -43,13 +43,13 @@ def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: 
     Sizes: K parts, N tokens, H heads, D head dim of values.
         outs        [K, N, H, D]    fp32/fp16/bf16, D contiguous
         lses        [K, N, H]       float32, contiguous, base 2: log2 of the sum of 2 ** (score * log2(e)) over a
-                                    part's keys; -inf for a part without keys, whose outs are then not looked at
+                                    part's keys; -inf for a part without keys: its outs are then not read
         out         [N, H, D]       where to write, any floating dtype and strides, D contiguous; by default of outs'
                                     dtype, new
         lse         [N, H]          where to write the merged lses, float32, contiguous, or None
         returns     out
 
-    A row whose parts are all without keys becomes exactly 0, its lse -inf. Raises ValueError if a shape, dtype,
+    A row with all parts without keys becomes exactly 0, its lse -inf. Raises ValueError if a shape, dtype,
     stride or device does not fit. Cost: reads outs once; one launch of N * H programs, no sync. Equal inputs give
     equal bits, as parts are summed in their order.
     """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""Blocks out of the pool and back: gathered into contiguous staging memory, scattered from it.
+"""Copies of blocks from the pool and back: gathered into contiguous staging memory, scattered from it.
 
 Staging is usually pinned host memory. Two ways lead there. A kernel on a few multiprocessors writes and reads it
 directly: one launch whatever the number of runs, and decoding keeps the other multiprocessors. Or the copy engines do,

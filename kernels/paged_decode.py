@@ -78,7 +78,7 @@ _BLOCK_N_AND_STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     512: ((32, 3), (16, 3)),
     1024: ((16, 3), (16, 2)),
 }
-# Of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
+# Shared memory of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
 _OTHER_SHARED_BYTES = 10 << 10
 
 _TILE = tl.constexpr(TILE)
@@ -120,11 +120,11 @@ def paged_decode(
         sinks           [Hq]                    fp32/fp16/bf16, one more score per head, with no value, or None
         alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
                                                 (capped) scores, or None
-        k_scale, v_scale    what the pool's keys and values are multiples of
+        k_scale, v_scale    factors of the pool's keys and values
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
-        workspace       [>= workspace_size()]   float32, contiguous, contents of no interest; new by default
+        workspace       [>= workspace_size()]   float32, contiguous, contents are ignored; new by default
         returns         out
 
     Rows of sequences without keys and of tokens of no sequence become exactly 0, their lse -inf. Slots that no query
@@ -302,7 +302,7 @@ def decode_variant(
 
 
 def _row_bytes(head_dim: int, kv_itemsize: int) -> int:
-    """What a key or value takes in registers, where fp8 is widened."""
+    """The bytes of a key or value in registers, where fp8 is widened."""
     return next_power_of_2(head_dim) * max(kv_itemsize, 2)
 
 
@@ -428,7 +428,7 @@ def _unpack_pairs(pairs):
 
 @triton.jit
 def _halves_of_rows(q):
-    """q [M, D] of any float dtype as float16 rows with elements below 2, and what they are multiples of, [M].
+    """q [M, D] of any float dtype as float16 rows with elements below 2, and their factors [M].
 
     A power of two each, so nothing is rounded but what is below 2**-24 of its row's greatest.
     """

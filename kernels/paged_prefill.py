@@ -6,7 +6,7 @@ A program takes one tile of rows of one kv head. Rows are the query tokens of a 
 read this kv head, token by token, so that any G fills a tile. Tiles never span sequences: sequence i has the tiles
 from cu_seqlens_q[i] * G // BLOCK_M + i on, which a program inverts by a binary search. That bounds the number of tiles
 by the shapes alone, so neither the grid nor a captured graph depends on lengths. What lies behind the last sequence is
-a sequence without keys, whose rows become zero.
+a sequence without keys: its rows become zero.
 
     keys of a tile      begin .. full_begin     masked: some rows are past them (window, chunk)
                         full_begin .. full_end  seen by every row, no mask
@@ -256,7 +256,8 @@ def prefill_variant(
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
-    """What paged_prefill_kernel is compiled for: dtype is that of q, bounded says that window or chunk hides keys."""
+    """The compiled variant of paged_prefill_kernel: dtype is that of q, bounded is True if window or chunk hides
+    keys."""
     block_dk, block_dv = (max(16, next_power_of_2(head_dim)) for head_dim in (head_dim_k, head_dim_v))
     block_n, num_warps, num_stages = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv), limits=limits)
     constants = {
@@ -415,7 +416,7 @@ def _attend(
 
 @triton.jit
 def _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence, num_seqs for the pads behind all of them, whose first tile is the last one up to `tile`."""
+    """The sequence with the last first tile up to `tile`; num_seqs for the pads behind all of them."""
     low = 0
     high = num_seqs
     while low < high:

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""Between the QKV projection and attention, in one launch: qk-norm, rotary embedding, and the write to the block pool.
+"""The steps between the QKV projection and attention, in one launch: qk-norm, rotary embedding, and the write to the
+pool.
 
 A program takes one head of a few tokens, and does with it what this head needs: query heads are normalised, rotated and
 go to q, key heads go to their slots instead, value heads go there as they are. All heads of the same tokens run next to
@@ -141,7 +142,7 @@ def prologue_variant(
     stride_unit: int,
     multiprocessors: int,
 ) -> Variant:
-    """What qkv_prologue_kernel is compiled for.
+    """The compiled variant of qkv_prologue_kernel.
 
     4 tokens of a head keep one warp busy and spread a decode step over the GPU, 32 keep more bytes on their way.
     """

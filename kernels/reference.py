@@ -1,4 +1,4 @@
-"""The definition of correct: what a kernel must compute, in float64 and as naively as it can be said.
+"""The definition of correct: the results that a kernel must compute, in float64 and in the simplest form.
 
 Used by tests only. One query of one head at a time, so that nothing here shares a mistake with what is tested. Copies
 and writes are exact, so for them the dtype is that of the pool.
@@ -40,7 +40,7 @@ def _check_write(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapp
     if any(not 0 <= slot < num_slots for slot in slots):
         raise ValueError(f"a slot is not in 0 .. {num_slots - 1}")
     if len(set(slots)) != len(slots):
-        raise ValueError("two tokens have the same slot")
+        raise ValueError("two tokens have one slot")
 
 
 def paged_attention(
@@ -99,7 +99,8 @@ def paged_attention_states(
     alibi_slopes: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What paged_attention() returns, and the log-sum-exp of each row's scores, the sink among them, base 2: [N, Hq].
+    """The result of paged_attention(), and the log-sum-exp of each row's scores, the sink among them, base 2: [N,
+    Hq].
 
     That is log2 of the sum of exp(score), -inf for a query that sees no key.
     """

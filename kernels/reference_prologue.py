@@ -1,4 +1,4 @@
-"""What lies between the QKV projection and attention, in float64: the definition of correct for its kernels.
+"""The steps between the QKV projection and attention, in float64: the definition of correct for its kernels.
 
 Used by tests only. One pair of one head of one token at a time, and angles from positions, not from a table.
 """
@@ -65,5 +65,5 @@ def _rotate(head: Tensor, position: int, inv_freq: Tensor, attention_scaling: fl
 
 
 def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """What an fp8 pool holds of x: x / scale in float8_e4m3fn, finite values beyond its range saturated."""
+    """The values that an fp8 pool holds of x: x / scale in float8_e4m3fn, finite values beyond its range saturated."""
     return (x.double() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -8,7 +8,7 @@ uniform number that is a hash of (seed, position), and depends on nothing else. 
 token, and give other tokens than the CPU does.)
 
 A token's gap is (greatest logit - its logit) / temperature. Gaps are not negative, so their bits as an integer, the
-token's key, are in the same order. Every filter keeps the tokens whose key is at most some threshold: the greatest key
+token's key, are in the same order. Every filter keeps the tokens with a key of at most some threshold: the greatest key
 before which there are fewer than k tokens (top-k), or less than a share p of the weight (top-p). It is found digit by
 digit, 3 bits a pass: the programs of a row's chunks add up what lies before each of the 7 keys at which the next digit
 could begin, and the next launch reads from their sums which it was.
@@ -171,7 +171,7 @@ def _limit(
     HAS_TOP_K: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """What the tokens before a kept one must stay below: k, or p times the weight that top-k left; or inf, if off."""
+    """The limit of the sum of tokens before a kept one: k, or p times the weight that top-k left; or inf, if off."""
     if HAS_TOP_K:
         k = tl.load(top_k_ptr + row)
     if FILTER == _TOP_K:
@@ -180,7 +180,7 @@ def _limit(
         p = tl.load(top_p_ptr + row)
         total = tl.sum(_load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS), 0)
         if HAS_TOP_K:
-            # Of the tokens tied with the k-th, all are kept, but only as many as make k count here.
+            # Tokens tied with the k-th are all kept, but only as many as make k count here.
             surplus = tl.sum(_load_row(counts_ptr, row, num_chunks, 0, CHUNKS), 0) - k
             if (k > 0) & (surplus > 0):
                 gap = tl.load(threshold_ptr + row).to(tl.float32, bitcast=True)
@@ -359,7 +359,7 @@ def settle_kernel(
 
 @triton.jit
 def _first_beyond(cumulative, weights, target, SIZE: tl.constexpr):
-    """The first place with weight whose cumulative weight exceeds target; if rounding left none, the last with any."""
+    """The first place with weight where the cumulative weight exceeds target; after rounding, the last with any."""
     places = tl.arange(0, SIZE)
     first = tl.min(tl.where((cumulative > target) & (weights > 0.0), places, SIZE), 0)
     last = tl.max(tl.where(weights > 0.0, places, 0), 0)
@@ -445,7 +445,7 @@ def sample(
     min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw a token per row, each row by parameters of its own; quire.worker.sampler.SamplingParams says what they mean.
+    """Draw a token per row, each row with its own parameters (quire.worker.sampler.SamplingParams).
 
     Sizes: B rows, V vocabulary. Everything but the logits is contiguous, and on their device.
         logits          [B, V]  fp32/fp16/bf16, V contiguous; finite or -inf, not all -inf; penalties already applied
@@ -557,7 +557,7 @@ def _find_thresholds(
     if top_k is not None:
         first = TOP_K
         _launch_search(logits, workspace, temperature, top_k, None, kind=TOP_K)
-    # What top-p adds up has not been through min-p.
+    # The sum for top-p is taken before min-p.
     before_top_p = min_p if top_p is None else None
     _launch_settle(logits, workspace, temperature, top_k, None, before_top_p, kind=first)
     if top_p is not None:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""The middle of a gated MLP, silu(gate) * up, in one pass over what one merged projection wrote."""
+"""The middle of a gated MLP, silu(gate) * up, in one pass over the output of one merged projection."""
 
 from __future__ import annotations
 

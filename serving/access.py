@@ -1,11 +1,11 @@
-"""Who is calling, and whether the method is for them.
+"""Authentication of callers, and authorization of their calls.
 
-    Evidence   what a caller shows: the hash of a token, the names in a verified certificate
-    TokenFile  which evidence belongs to whom, and their roles; read again when it changes
+    Evidence   a caller's credentials: the hash of a token, the name in a verified certificate
+    TokenFile  the callers' names and roles, by evidence; read again when it changes
     Access     method x evidence -> Identity | ErrorStatus
 
-A token that is shown decides, also beside a certificate: one that is not known is refused. Without a token it is the
-certificate. A server that was given neither a token file nor an authority for client certificates asks nobody: every
+A token takes precedence over a certificate; an unknown token is refused. Without a token the certificate identifies
+the caller. A server with neither a token file nor an authority for client certificates authenticates nobody: every
 caller is ANYBODY, with every role.
 """
 
@@ -26,21 +26,21 @@ from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 
 class Role(StrEnum):
-    """What a caller may be."""
+    """A role of a caller."""
 
     CLIENT = "client"
     WORKER = "worker"
     OPERATOR = "operator"
     CONTENT = "content"
     GATEWAY = "gateway"
-    """A client that serves many tenants: it may say whose a sequence is."""
+    """A client that serves many tenants: it may name the tenant of a sequence."""
 
 
 Roles = frozenset[Role]
 EVERY_ROLE: Roles = frozenset(Role)
-# What a verified certificate is good for where no token file says more.
+# The roles of a verified certificate without a line in the token file.
 ROLES_WITHOUT_FILE: Roles = frozenset({Role.CLIENT})
-# Methods of these services say nothing about anybody's blocks: health, and the published protos.
+# Methods of these services disclose nothing about blocks: health, and the published protos.
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"})
 ANY_CERTIFICATE = "*"
 
@@ -50,7 +50,7 @@ _BEARER = re.compile(r"bearer +(?P<token>\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller: a name out of the token file or a certificate, "" for ANYBODY, and what it may be."""
+    """A caller: its name from the token file or the certificate, "" for ANYBODY, and its roles."""
 
     name: str
     roles: Roles
@@ -61,20 +61,20 @@ _caller: contextvars.ContextVar[Identity] = contextvars.ContextVar("caller", def
 
 
 def caller() -> Identity:
-    """Whose call the running handler answers."""
+    """The caller of the call that the running handler answers."""
     return _caller.get()
 
 
 def set_caller(identity: Identity) -> None:
-    """For the interceptor: says whose call this task answers."""
+    """Sets the caller of the call that this task answers; for the interceptor."""
     _caller.set(identity)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a caller has shown.
+    """A caller's credentials.
 
-    shows_token        whether an authorization was sent, of whatever form
+    shows_token        True if an authorization was sent, of any form
     token_digest       sha256 of the bearer token; None if there is none
     certificate_name   of the verified client certificate; None if there is none
     """
@@ -86,7 +86,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A line of the token file: whose token has this sha256."""
+    """A line of the token file: the caller of the token with this sha256."""
 
     name: str
     roles: Roles
@@ -95,13 +95,13 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Who is who. `certificates` is by name; ANY_CERTIFICATE stands for those without a line."""
+    """The callers. `certificates` is by name; ANY_CERTIFICATE stands for those without a line."""
 
     tokens: tuple[TokenEntry, ...] = ()
     certificates: Mapping[str, Roles] = field(default_factory=dict)
 
     def by_token(self, digest: bytes) -> Identity | None:
-        """Whose token this is. Compares with every entry, each in constant time."""
+        """The caller with this token. Compares with every entry, each in constant time."""
         found = None
         for entry in self.tokens:
             if hmac.compare_digest(entry.digest, digest):
@@ -151,12 +151,12 @@ def _read_roles(text: str, where: str) -> Roles:
 
 
 def digest_of(token: str) -> bytes:
-    """What stands for a token in files and in memory."""
+    """The digest that represents a token in files and in memory."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def evidence_of(context: grpc.aio.ServicerContext[Any, Any]) -> Evidence:
-    """What a call shows. A certificate that gRPC tells of has been verified: ports ask for none, or require it."""
+    """The credentials of a call. gRPC reports verified certificates only: a port requires one or requests none."""
     given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
     if not given:
         return Evidence(certificate_name=certificate_name(context.auth_context()))
@@ -175,10 +175,10 @@ def certificate_name(auth_context: Mapping[str, Any]) -> str | None:
 
 
 class Access:
-    """What a server asks of its callers.
+    """Decides which callers may call which methods.
 
-    roles       full method name ("/quire.cache.v1.CacheService/PlanStep") -> the roles of which a caller needs one;
-                a method that is not there is the operator's
+    roles       full method name ("/quire.cache.v1.CacheService/PlanStep") -> the roles that may call it;
+                a method without an entry is for operators
     token_file  None: there is none
     domain      of the refusals
     """
@@ -193,7 +193,7 @@ class Access:
         )
 
     def decide(self, method: str, evidence: Evidence) -> Identity | ErrorStatus:
-        """Who the caller is, if the method is for them; else what to answer, which says nothing about others."""
+        """The caller, if it may call the method; else the error, which discloses nothing about other callers."""
         identity = self._identify(evidence)
         if isinstance(identity, ErrorStatus):
             return identity
@@ -215,24 +215,24 @@ class Access:
 
 
 def is_open(method: str) -> bool:
-    """True if everybody who gets a connection may call it."""
+    """True if every caller with a connection may call it."""
     return method.lstrip("/").rpartition("/")[0] in OPEN_SERVICES
 
 
 def credentials_missing(domain: str) -> ErrorStatus:
-    """What a caller is told who shows nothing."""
-    message = "neither a client certificate nor a token (metadata authorization: Bearer TOKEN) was shown"
+    """The error for a call without credentials."""
+    message = "the call has neither a client certificate nor a token (metadata authorization: Bearer TOKEN)"
     return ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIALS_MISSING", message, domain)
 
 
 def token_rejected(domain: str) -> ErrorStatus:
-    """What a caller is told whose authorization stands for nobody."""
-    message = "the authorization shown is not a bearer token that this server knows"
+    """The error for a call with unknown credentials."""
+    message = "the call's authorization is not a bearer token that this server knows"
     return ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, "TOKEN_REJECTED", message, domain)
 
 
 def role_missing(method: str, needed: Roles, name: str, domain: str) -> ErrorStatus:
-    """What a caller is told whom the method is not for."""
+    """The error for a caller without a role for the method."""
     roles = ",".join(sorted(needed))
     message = f"{name!r} has none of the roles that {method} needs: {roles}"
     metadata = {"method": method, "roles": roles, "name": name}

@@ -1,9 +1,9 @@
-"""Addresses to listen on and to dial: "unix:/path" and "host:port"; which of them are this machine.
+"""Addresses to listen on and to dial: "unix:/path" and "host:port"; checks for addresses of this machine.
 
-A unix socket outlives a killed server as a file that nobody answers on. gRPC removes any such file before it binds,
-also one that a living server still answers on; that server then runs on, unreachable. So a socket is claimed before it
-is bound: removed if nobody answers, refused if somebody does. Claim and bind happen under a lock on the socket's
-folder, so two servers that start together can't both pass; the lock leaves no file behind.
+The file of a unix socket remains when its server is killed. gRPC removes any such file before it binds, also one of a
+running server; that server would then run on, unreachable. So a socket is claimed before it is bound: removed if no
+server answers on it, refused if one does. Claim and bind are done under a lock on the socket's folder, so two servers
+that start together can't both succeed; the lock leaves no file behind.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES
 
 MAX_PORT = 65535
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
-"""Where a gateway serves HTTP unless told otherwise."""
+"""The gateway's default address for HTTP."""
 _PROBE_TIMEOUT_S = 2.0
 _BRACKETED = re.compile(r"\[(?P<host>[0-9A-Fa-f:.%]+)\]:(?P<port>.*)")
 
 
 class AddressError(ValueError):
-    """The address can't be used; the message says why and what would be right."""
+    """The address can't be used; the message has the reason and a correct form."""
 
 
 class AddressInUseError(AddressError):
@@ -104,7 +104,7 @@ def _parse_tcp(text: str, *, lowest_port: int) -> TcpAddress:
 def is_local(address: Address) -> bool:
     """True if nothing sent there leaves this machine: a unix socket, a loopback address, a name of only such.
 
-    Raises AddressError for a name that nobody knows.
+    Raises AddressError for a name that can't be resolved.
     """
     if isinstance(address, UnixAddress):
         return True
@@ -124,8 +124,8 @@ def _is_loopback(host: str) -> bool:
 def remove_stale_socket(path: str) -> None:
     """Removes the socket file at `path` if no server answers on it. Nothing there is fine.
 
-    Raises AddressInUseError if a server answers or the file is no socket, AddressError if neither can be told. To bind
-    afterwards without a race use `claimed_socket`.
+    Raises AddressInUseError if a server answers or the file is no socket, AddressError if this can't be determined.
+    To bind afterwards without a race use `claimed_socket`.
     """
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
@@ -141,7 +141,7 @@ def remove_stale_socket(path: str) -> None:
 
 
 def is_answered(path: str) -> bool:
-    """Say if a process answers on the unix socket at `path`. Raises AddressError if that can't be told."""
+    """True if a process answers on the unix socket at `path`. Raises AddressError if this can't be determined."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -151,7 +151,7 @@ def is_answered(path: str) -> bool:
         except (TimeoutError, BlockingIOError):
             return True  # a full backlog: a server that is slow is alive
         except OSError as error:
-            raise AddressError(f"unix:{path}: can't tell whether a server listens there: {error.strerror}") from error
+            raise AddressError(f"unix:{path}: can't determine if a server listens there: {error.strerror}") from error
     return True
 
 

@@ -1,7 +1,7 @@
-"""How cachemgr and a worker are dialed, by clients and by a worker: TLS to host:port if there are authorities, a token.
+"""How clients and workers dial cachemgr and workers: TLS to host:port if there are authorities, and a token.
 
-Files are read when a channel is made, so a channel made later has the certificate of then; a token is read again when
-its file has changed.
+Certificate files are read when a channel is made: a later channel has the newer certificate. A token is read again
+when its file has changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ ChannelOptions = Sequence[tuple[str, int | str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialOptions:
-    """Credentials to show, and authorities to trust. Addresses "unix:/path" are never TLS.
+    """Credentials to send, and authorities to trust. Addresses "unix:/path" never use TLS.
 
     tls_ca             authorities of the server's certificate, PEM; given: TLS to every host:port
     tls_cert, tls_key  a client certificate's chain and its private key, PEM
-    tls_server_name    whose certificate the server must have; None: the host's that is dialed
+    tls_server_name    the name in the server's certificate; None: the dialed host
     token_file         a file that holds the token; read again when it changes
     token              the token itself
 
@@ -76,7 +76,7 @@ class Dialer:
         return self._token is not None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What to send with a call."""
+        """The metadata to send with a call."""
         return () if self._token is None else (("authorization", f"Bearer {self._token()}"),)
 
     def _credentials(self) -> grpc.ChannelCredentials:

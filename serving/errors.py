@@ -24,24 +24,24 @@ Refused = TypeVar("Refused", bound=Exception)
 Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable[Response]]
 
 MAX_TEXT = 256
-"""Characters of a message, and of a value of its metadata, that are sent. They may quote the caller; and a status whose
-trailers are longer than 8 KiB does not arrive: each character may take 12 bytes in the message and 6 in the details."""
+"""The most characters of a message, and of a value of its metadata. They may quote the caller, and a status with more
+than 8 KiB of trailers does not arrive: each character may take 12 bytes in the message and 6 in the details."""
 OVERLOADED_RETRY_DELAY_S = 0.1
-"""How long who is told that a server has too much to do should wait."""
+"""The retry delay of an overloaded server."""
 AWAY_RETRY_DELAY_S = 1.0
-"""How long who is told that a server or a worker is away should wait: they are back in seconds, not in milliseconds."""
+"""The retry delay for an unavailable server or worker: a restart takes seconds, not milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """Why a call, or one item of it, failed.
+    """The error of a call, or of one item of it.
 
     code           gRPC status code, never OK
     reason         name of an ErrorReason without its prefix ("OUT_OF_BLOCKS"); clients branch on it
     message        for people, in English
     metadata       every number and name of the message
-    domain         whose reasons these are ("cache.quire.dev")
-    retry_delay_s  asking again may help, not before this has passed; None: nothing is said of asking again
+    domain         the domain of the reason ("cache.quire.dev")
+    retry_delay_s  the time after which a retry may succeed; None: unknown
     """
 
     code: grpc.StatusCode
@@ -89,8 +89,9 @@ def to_message(error: ErrorStatus) -> error_pb2.Error:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ErrorStatus) -> NoReturn:
     """Ends the call with the error. Never returns: gRPC unwinds the handler by an exception of its own.
 
-    For the interceptor. A handler raises CallEnded: gRPC keeps its exception in the call that the exception's traceback
-    keeps, and with both what the handlers' frames hold, until the garbage collector looks.
+    For the interceptor. A handler raises CallEnded: gRPC keeps its own exception in the call, which the exception's
+    traceback refers to. With both it would keep the contents of the handlers' frames until the garbage collector
+    runs.
     """
     status, call = to_grpc_status(error), current_call()
     metadata = status.trailing_metadata

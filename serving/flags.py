@@ -20,7 +20,7 @@ option = functools.partial(click.option, show_default=True, show_envvar=True)
 
 
 class AddressType(click.ParamType[Address]):
-    """A flag whose value is an address, to listen on or to dial; malformed ones are usage errors."""
+    """A flag with an address to listen on or to dial; malformed ones are usage errors."""
 
     name = "address"
 
@@ -42,7 +42,8 @@ DIAL_ADDRESS = AddressType(parse_dial_address)
 
 
 def command_settings(prefix: str) -> dict[str, Any]:
-    """`context_settings` of a command whose flags are also PREFIX_FLAG in the environment ("QUIRE_CACHEMGR")."""
+    """`context_settings` of a command with flags that can also be set as PREFIX_FLAG in the environment
+    ("QUIRE_CACHEMGR")."""
     return {"auto_envvar_prefix": prefix, "help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -63,13 +64,13 @@ def options_of(flags: Sequence[Flag]) -> list[click.Option]:
     return [each for each in made.params if isinstance(each, click.Option)]
 
 
-# How a service is dialed, by the fields of DialOptions: metavar and help, of whom it is.
+# The options to dial a service, by the fields of DialOptions: metavar and help; "{}" in a help is the service.
 DIAL_FLAGS = {
     "tls_ca": ("FILE", "Authorities of the certificate of {}, PEM: TLS to host:port."),
-    "tls_cert": ("FILE", "The certificate to show to {}, with its chain, PEM."),
+    "tls_cert": ("FILE", "The client certificate for {}, with its chain, PEM."),
     "tls_key": ("FILE", "Its private key, PEM, without a password."),
-    "tls_server_name": ("NAME", "Whose certificate {} must have, if not that of the host dialed."),
-    "token_file": ("FILE", "Holds the token to show to {}."),
+    "tls_server_name": ("NAME", "The name in the certificate of {}, if not the dialed host."),
+    "token_file": ("FILE", "The file with the token for {}."),
 }
 
 
@@ -114,8 +115,8 @@ def _serving_flags(default_listen: str) -> list[Flag]:
             "--health-listen",
             type=LISTEN_ADDRESS,
             metavar="HOST:PORT",
-            help="Where to answer grpc.health.v1 and nothing else, in plain text from the first moment on: for probes "
-            "that know no TLS, such as the kubelet's.",
+            help="Where to answer grpc.health.v1 and nothing else, in plain text from the start: for probes "
+            "without TLS, such as the kubelet's.",
         ),
         option(
             "--log-level",
@@ -132,8 +133,8 @@ def _serving_flags(default_listen: str) -> list[Flag]:
         option(
             "--otlp-endpoint",
             metavar="URL",
-            help="Where to send OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off if "
-            "not given; what is sampled is the callers' decision.",
+            help="Where to send OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off by "
+            "default; the callers decide which traces are sampled.",
         ),
         option(
             "--drain-timeout",
@@ -167,10 +168,10 @@ def _security_flags() -> list[Flag]:
             type=LISTEN_ADDRESS,
             multiple=True,
             metavar="HOST:PORT",
-            help="Where to serve with TLS but without client certificates, for who has a token. May be given several "
-            "times.",
+            help="Where to serve with TLS but without client certificates, for callers with a token. May be given "
+            "several times.",
         ),
-        option("--token-file", type=FILE, metavar="FILE", help="Who may call, a line each: NAME ROLES SHA256|cert."),
+        option("--token-file", type=FILE, metavar="FILE", help="The callers, a line each: NAME ROLES SHA256|cert."),
         option(
             "--allow-plaintext",
             is_flag=True,

@@ -1,19 +1,20 @@
-"""Wrap every handler of a server: how many calls, who may call, large, late and unreadable messages,
-unexpected exceptions, the end of a stream, the log line of a call.
+"""Wrap every handler of a server: count calls, authorize callers, bound large, late and malformed messages, handle
+unexpected exceptions, end streams, and log calls.
 
-gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and an
-unreadable message the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
-type and place, and the second INVALID_ARGUMENT. Before either, a caller who may not call is refused: gRPC reads the
-request of a method with one before it calls the handler, so every method is one with a stream of requests to gRPC, and
-is read here.
+gRPC alone answers an unexpected exception with UNKNOWN and the exception's text, which may quote the request; and a
+malformed request the same way. Here the first becomes INTERNAL with a fixed text and a log line that names method,
+type and place, and the second INVALID_ARGUMENT. An unauthorized caller is refused before either: gRPC reads the
+request of a unary method before it calls the handler, so every method is registered as one with a stream of requests,
+and its request is read here.
 
-A refusal is raised as a value, CallEnded. The call is aborted where nothing of the request is left: gRPC's own
-exception makes a cycle with what its traceback refers to.
+A refusal is raised as a value, CallEnded. The call is aborted where no reference to the request remains: gRPC's own
+exception makes a cycle with the objects that its traceback refers to.
 
-Every call has a request id: the caller's own (metadata x-request-id) or one drawn here. It is in the call's log lines
+Every call has a request id: the caller's own (metadata x-request-id) or a random one. It is in the call's log lines
 and in the trailing metadata of the answer.
 
-Handlers are async functions or async generators. Others pass untouched, but only where nobody is asked who they are.
+Handlers are async functions or async generators. Others are not wrapped, which only a server without authentication
+allows.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from quire.serving.receiving import Decode, MalformedRequestError, Receiver
 
 log = logging.getLogger(__name__)
 
-Handler = Any  # grpc.RpcMethodHandler, whose fields the stubs leave untyped
+Handler = Any  # grpc.RpcMethodHandler, with fields that the stubs leave untyped
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CALLS = 8_192
@@ -49,8 +50,8 @@ _ONE_WORD = re.compile(r"[!-~]*")
 class _Stream:
     """An open stream and the task that handles it.
 
-    A handler that is cancelled while gRPC sends a message for it can't send a status any more: gRPC allows one send at
-    a time, and a generator does not even learn of the cancellation. So the end waits until what is being sent is sent.
+    A handler that is cancelled while gRPC sends a message for it can't send a status any more: gRPC allows one send
+    at a time, and a generator does not even get the cancellation. So the end waits until the message is sent.
     """
 
     def __init__(self, task: asyncio.Task[Any], method: str, evidence: Evidence | None) -> None:
@@ -66,7 +67,7 @@ class _Stream:
         return self.last_words is not None
 
     def end(self, last_words: ErrorStatus) -> None:
-        """Cancels the handler, now or after the message that is being sent; the client is told the status."""
+        """Cancels the handler, now or after the message that is being sent; the client gets the status."""
         if self.last_words is None:
             self.last_words = last_words
             self._cancel_if_idle()
@@ -120,9 +121,9 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
 
     fatal      exceptions after which the process must not go on; `on_fatal` is called with them
     domain     of the errors made here
-    access     who may call what; None: everybody everything
+    access     authorization; None: every caller may call every method
     message_limits  full method name -> bytes of a message; Receiver's
-    max_calls  open at a time, those of health and reflection apart; more are refused (OVERLOADED)
+    max_calls  the most open calls, those of health and reflection apart; more are refused (OVERLOADED)
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             opened.end(shutting_down(self._domain))
 
     def end_revoked_streams(self) -> None:
-        """Ends the streams whose callers could not open them any more, with the status they would get then."""
+        """Ends the streams of callers that may not open them any more, with the status that a new call would get."""
         for opened in tuple(self._streams):
             if self._access is not None and opened.evidence is not None:
                 decision = self._access.decide(opened.method, opened.evidence)
@@ -208,9 +209,9 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         )
 
     def _admit(self, method: str, context: Context) -> Evidence | None:
-        """Raises CallEnded if the call is one too many or not for this caller.
+        """Raises CallEnded if there are too many calls, or if the caller may not make this one.
 
-        Returns by what it was let in, None if nobody asked.
+        Returns the evidence that authorized it, None without authentication.
         """
         if self._num_open > self._max_calls and not is_open(method):
             raise CallEnded(overloaded(self._domain, self._max_calls))
@@ -228,7 +229,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         behavior = getattr(handler, "_".join("stream" if is_stream else "unary" for is_stream in sides))
         if not inspect.iscoroutinefunction(behavior) and not inspect.isasyncgenfunction(behavior):
             if self._access is not None and not is_open(method):
-                raise TypeError(f"{method} is no coroutine function: who calls it can't be asked")
+                raise TypeError(f"{method} is no coroutine function: its callers can't be authenticated")
             return handler
         handle = self._stream_handler if any(sides) else self._unary_handler
         make = grpc.stream_stream_rpc_method_handler if any(sides) else grpc.stream_unary_rpc_method_handler
@@ -316,7 +317,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         if isinstance(error, MalformedRequestError):
             return malformed_request(self._domain)
         if isinstance(error, grpc.aio.InternalError):
-            log.debug("caller gone while it was being answered method=%s", method)
+            log.debug("caller disconnected during the answer method=%s", method)
             raise asyncio.CancelledError from error
         log.error("handler failed method=%s error=%s", method, describe_exception(error))
         if isinstance(error, self._fatal):
@@ -335,7 +336,7 @@ async def _write_answers(behavior: Callable[..., Any], request: Any, context: An
 
 
 def shutting_down(domain: str) -> ErrorStatus:
-    """What a stream ends with when the server stops."""
+    """The end of a stream when the server stops."""
     return ErrorStatus(
         grpc.StatusCode.UNAVAILABLE,
         "SHUTTING_DOWN",
@@ -346,7 +347,7 @@ def shutting_down(domain: str) -> ErrorStatus:
 
 
 def overloaded(domain: str, limit: int) -> ErrorStatus:
-    """What a call is answered with when there are as many as there may be."""
+    """The error for a call above the limit of open calls."""
     return ErrorStatus(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "OVERLOADED",
@@ -358,13 +359,13 @@ def overloaded(domain: str, limit: int) -> ErrorStatus:
 
 
 def malformed_request(domain: str) -> ErrorStatus:
-    """What bytes that are no message are answered with."""
+    """The error for bytes that are no message."""
     message = "the bytes received are not a message of this method's request type"
     return ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, {"field": "request"})
 
 
 def unexpected(domain: str) -> ErrorStatus:
-    """What a defect of the server is answered with: nothing of the exception leaves the process."""
+    """The error for a defect of the server: nothing of the exception leaves the process."""
     return ErrorStatus(grpc.StatusCode.INTERNAL, "INTERNAL", "unexpected error in the server; see its log", domain)
 
 

@@ -1,11 +1,11 @@
-"""Log lines: on stderr, one per event, as text or as JSON; and the call that a line belongs to.
+"""Log lines on stderr, one per event, as text or as JSON, with the request id of their call.
 
     2026-01-31T12:00:00.123Z INFO quire.cachemgr serving term=7 addresses=unix:/run/quire/cachemgr.sock
     {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "logger": "quire.cachemgr", "event": "serving", "term": 7, …}
 
-Whoever logs puts what varies in key=value pairs behind a fixed text. Lines of a call end in its request_id, which its
-caller has chosen or the server has drawn. Nothing logs token ids, so an exception out of a handler is logged by type
-and place, not by its text, and of a refusal the reason, not the message.
+A line has a fixed text and then its variables as key=value pairs. Lines of a call end with its request_id, which the
+caller has sent or the server has made. No line has token ids, so an exception of a handler is logged by type and
+place, not by its text, and a refusal by its reason, not by its message.
 """
 
 import contextvars
@@ -25,7 +25,7 @@ import grpc
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 REQUEST_ID_KEY = "x-request-id"
-"""Of the metadata in which callers send an id for a call, and get it back."""
+"""The metadata key with a call's id, in requests and in answers."""
 
 # Graphic ASCII: no space, which would end the value in a line of text.
 _REQUEST_ID = re.compile(r"[!-~]{1,64}")
@@ -65,7 +65,7 @@ def begin_call(metadata: Iterable[tuple[str, Any]]) -> Call:
 
 
 class _LineFormatter(logging.Formatter):
-    """UTC time; no traceback, whose last line may quote what a client sent."""
+    """UTC time; no traceback, since its last line may quote the client."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -138,7 +138,7 @@ def configure_logging(level: str, form: str = FORMATS[0]) -> None:
 def describe_exception(error: BaseException) -> str:
     """Type and place of an exception, innermost call first: "IndexError at pool.py:33 acquire < servicer.py:12 plan".
 
-    Its text is left out: it may quote what a client sent.
+    Its text is left out: it may quote the client.
     """
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(frames)]

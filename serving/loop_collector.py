@@ -10,9 +10,9 @@ READ_TIMEOUT_S = 5.0
 
 
 class LoopCollector(Collector):
-    """Collects the families that `read` returns; `read` runs on `loop`, whichever thread asks.
+    """Collects the families that `read` returns; `read` runs on `loop`, whichever thread collects.
 
-    Raises TimeoutError, which makes the page a 500, if the loop does not get to it within READ_TIMEOUT_S.
+    Raises TimeoutError, which makes the page a 500, if the loop does not run it within READ_TIMEOUT_S.
     """
 
     def __init__(self, read: Callable[[], Iterable[Metric]], *, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,4 @@
-"""The text of a server's `--help`: its flags by what they are about, then addresses, signals, …"""
+"""The text of a server's `--help`: its flags by topic, then addresses, signals, …"""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ import click
 # Sections by how the names of their flags begin; what begins like none of these is the server's own.
 SECTIONS = (
     ("Serving", ("--listen", "--metrics-listen", "--health-listen", "--drain-timeout")),
-    ("Who may call", ("--tls-", "--token-", "--allow-plaintext", "--tenants", "--max-leases")),
+    ("Callers", ("--tls-", "--token-", "--allow-plaintext", "--tenants", "--max-leases")),
     ("The cachemgr", ("--cachemgr",)),
     ("Logs", ("--log-",)),
     ("Help", ("-h", "--help", "--check")),
@@ -15,20 +15,20 @@ SECTIONS = (
 OWN = "Options"
 
 SIGNALS = (
-    ("SIGTERM, SIGINT", "Drain: health is NOT_SERVING, new work is refused, what has begun finishes; then exit."),
+    ("SIGTERM, SIGINT", "Drain: health is NOT_SERVING, new work is refused, running calls finish; then exit."),
     ("the second one", "Exit at once."),
 )
-ADDRESSES = (("host:port", "Port 0 asks for a free one; the log says which."),)
+ADDRESSES = (("host:port", "Port 0 takes a free one, which the log names."),)
 EXIT_STATUSES = (
-    ("0", "It was told to stop, and did."),
-    ("1", "It could not start, or had to stop: the last line of the log says why."),
+    ("0", "It stopped on a signal."),
+    ("1", "It could not start, or had to stop: the last line of the log has the reason."),
     ("2", "A flag is wrong."),
     ("128 + N", "Stopped at once by a second signal N."),
 )
 
 
 class ServerCommand(click.Command):
-    """A command with a manual. `files`: paths that matter, and what they are."""
+    """A command with a manual. `files`: important paths and their meaning."""
 
     files: tuple[tuple[str, str], ...] = ()
 
@@ -52,7 +52,7 @@ class ServerCommand(click.Command):
 
 
 def section_of(names: Iterable[str]) -> str:
-    """Where a flag is listed."""
+    """The section that lists a flag."""
     for title, beginnings in SECTIONS:
         if any(name.startswith(beginnings) for name in names):
             return title

@@ -1,10 +1,11 @@
-"""Prometheus exposition: a page of metric families, read from statistics at the moment it is asked for.
+"""Prometheus exposition: a page of metric families, read from statistics at each scrape.
 
-/metrics is the page. /healthz answers 200 as long as the event loop runs, and 503 if it does not get to the question:
-that is liveness, as health.LIVENESS is, and does not say that the service has all it needs. Any other path is 404.
+/metrics is the page. /healthz answers 200 as long as the event loop runs, and 503 if the loop does not answer in
+time: this is liveness, as health.LIVENESS, and does not mean that the service has all it needs. Any other path is
+404.
 
-The page is served by threads, but whatever owns the numbers belongs to the event loop. So the families are read on the
-loop, between two of its steps: no page ever shows half a change.
+Threads serve the page, but the event loop owns the objects with the numbers. So the families are read on the loop,
+between two of its steps: no page ever has a half-applied change.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ def version() -> str:
 
 def build_family() -> Metric:
     """Return the version of what runs, as a label; the value is 1."""
-    return InfoMetricFamily("quire_build", "What runs.", value={"version": version()})
+    return InfoMetricFamily("quire_build", "The version.", value={"version": version()})
 
 
 class MetricsPage:
@@ -66,7 +67,8 @@ class MetricsPage:
     def __init__(
         self, address: TcpAddress, read: Callable[[], Iterable[Metric]], *, security: Security | None = None
     ) -> None:
-        """Over TLS if the server's security has a certificate; then client certificates as it asks for them."""
+        """Serves TLS if the server's security has a certificate; then it requires client certificates as configured
+        there."""
         if security is not None:
             security.check_plaintext("--metrics-listen", address)
         registry = CollectorRegistry(auto_describe=False)
@@ -144,7 +146,7 @@ def _listen(address: TcpAddress, pages: Application, tls: ServerTls | None) -> "
 
 
 class _PageServer(ThreadingMixIn, WSGIServer):
-    """A thread per request. A TLS handshake is made there too, so that who connects and is silent holds up nobody."""
+    """A thread per request. It does the TLS handshake, too, so that a silent connection delays no other."""
 
     daemon_threads = True
 

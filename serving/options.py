@@ -115,7 +115,7 @@ def _security(values: dict[str, Any]) -> SecurityOptions:
     if token_listen and (cert is None or token_file is None):
         raise click.UsageError("--token-listen needs --tls-cert, --tls-key and --token-file.")
     if any(not isinstance(address, TcpAddress) for address in token_listen):
-        raise click.BadParameter("unix sockets ask for no certificate: use --listen", param_hint="'--token-listen'")
+        raise click.BadParameter("unix sockets require no certificate: use --listen", param_hint="'--token-listen'")
     tls = None if cert is None else TlsFiles(cert, key, client_ca)
     return SecurityOptions(tls, token_file, token_listen, health_listen, allow_plaintext=values.pop("allow_plaintext"))
 

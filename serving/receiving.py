@@ -1,13 +1,13 @@
-"""Requests as they arrive: how large a message may be, how long it may take, how many arrive at a time.
+"""Receiving of requests: limits on a message's size, its time, and the number that arrive at once.
 
-gRPC knows one limit for all methods of a server, MAX_MESSAGE_BYTES, and applies it to the length that a message
-announces. It receives a message into memory from the moment when the server asks for it, and says nothing before the
-message is complete. Until then it holds no more than a stream's first flow-control window. So a call asks for its
-message when its caller may call, and has to take one of few places for that. The limit of the method follows before the
-bytes are decoded.
+gRPC has one limit for all methods of a server, MAX_MESSAGE_BYTES, and applies it to the length in a message's header.
+It receives a message into memory when the server requests it, and reports nothing before the message is complete.
+Until then it holds no more than a stream's first flow-control window. So a call requests its message only after its
+caller is authorized, and needs one of few places for that. The limit of the method is checked before the bytes are
+decoded.
 
-A message of a stream may be asked for hours before it is sent, so it needs no place and has no deadline, except in
-methods that are open to everybody.
+A message of a stream may be requested hours before it is sent, so it needs no place and has no deadline, except in
+methods that are open to every caller.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ ARRIVAL_TIMEOUT_S = 20.0
 """Time for a request to arrive, from when it has its place."""
 CONTENDED_TIMEOUT_S = 5.0
 SMALL_CONTENDED_TIMEOUT_S = 2.0
-"""The same from when others wait for a place; and for small messages. Far above what a busy machine needs."""
+"""The timeout of a call while others wait for a place, and of small messages. Far above the needs of a busy machine."""
 
 
 class MalformedRequestError(Exception):

@@ -1,11 +1,11 @@
-"""Settings of a serving process: the garbage collector must not hold up calls, and memory of large calls is given back.
+"""Settings of a serving process: short garbage collections, and the return of large calls' memory to the system.
 
-Objects without cycles are freed at once, with or without a collector; it only looks for cycles, and the time for a look
-grows with what it walks through. So what lasts is taken out of its sight at the start, and it looks seldom.
+Objects without cycles are freed at once, with or without a collector. The collector only finds cycles, and its time
+grows with the number of objects that it scans. So long-lived objects are frozen at the start, and it runs seldom.
 
-Later nothing is frozen: calls that are open hold cycles that end with them, and would stay for good. Nor is there a
-need to: a pool's books are in the core, where the collector does not look. Of one with a million blocks and 1,000
-sequences of 4,096 tokens it sees 23 objects.
+Nothing is frozen later: open calls hold cycles that end with them, and would then stay for good. Nor is it needed: a
+pool's books are in the core, which the collector does not scan. Of a pool with a million blocks and 1,000 sequences
+of 4,096 tokens it scans 23 objects.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import gc
 from collections.abc import Callable
 
 THRESHOLDS = (10_000, 10, 10)
-"""Container objects made and not freed again before the youngest are looked through, and how many such looks make one
-at the next generation. Steps free what they make, so that even the first is reached by growth and cycles alone."""
+"""The number of container objects made and not freed before a collection of the youngest generation, and of
+collections before one of the next generation. Steps free their objects, so that only growth and cycles reach even the
+first."""
 
 
 def tune_garbage_collector() -> None:

@@ -1,4 +1,4 @@
-"""The folder of the services' sockets on this machine, for services and clients that are not told an address.
+"""The folder of the services' sockets on this machine, for services and clients without an address.
 
 Three folders are possible, in this order:
 
@@ -6,10 +6,10 @@ Three folders are possible, in this order:
     /run/quire               the folder of the systemd units, and of root in a container
     TMP/quire-UID            private to this user, in the system's folder for temporary files
 
-A service serves in the first one that belongs to this user or that this user can make. A client takes the first one in
-which there is a cachemgr's socket; without a socket, the folder where this user's services would serve. Only this user
-or root can make the first two. Everybody could make the third, so a client ignores it until it belongs to this user,
-and takes /run/quire instead.
+A service uses the first one that belongs to this user or that this user can make. A client takes the first one with a
+cachemgr's socket; without a socket, the folder in which this user's services would serve. Only this user or root can
+make the first two. Any user could make the third, so a client ignores it unless it belongs to this user, and takes
+/run/quire instead.
 """
 
 import os
@@ -82,7 +82,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Say if it is a folder, not a link, of this user, in which nobody else can write."""
+    """True if it is a folder, not a link, of this user, in which no other user can write."""
     try:
         found = folder.stat(follow_symlinks=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a server process was told about security, and what comes of it: certificates, access, plain text or not."""
+"""The security options of a server process, and the objects made of them: certificates, access, plain text checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from quire.serving.tls import ServerTls, TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class SecurityOptions:
-    """The flags of a server that are about security.
+    """The security flags of a server.
 
     tls               None: plain text, on loopback and unix sockets
-    token_file        who may call; None: as client certificates say
-    token_listen      further addresses, where no client certificate is asked for
+    token_file        the callers; None: client certificates alone decide
+    token_listen      further addresses, which require no client certificate
     health_listen     a further address, plain text wherever it is, where health is answered and nothing else
     allow_plaintext   plain text on any address
     """
@@ -28,7 +28,7 @@ class SecurityOptions:
 
     @property
     def asks_who(self) -> bool:
-        """True if callers have to say who they are."""
+        """True if callers have to authenticate."""
         return self.token_file is not None or (self.tls is not None and self.tls.client_ca is not None)
 
 
@@ -56,9 +56,9 @@ class Security:
         return self._options.token_file is not None
 
     def check_plaintext(self, flag: str, address: Address) -> None:
-        """Raises AddressError if what is served there could be read by others."""
+        """Raises AddressError if plain text there could be read on the network."""
         if self.tls is None and not self._options.allow_plaintext and not is_local(address):
             raise AddressError(
-                f"{flag} {address}: not loopback, and there is no certificate: others could read and change what is "
-                "sent. Give --tls-cert and --tls-key, or say --allow-plaintext"
+                f"{flag} {address}: not loopback, and there is no certificate: others could read and change the data "
+                "on the network. Give --tls-cert and --tls-key, or --allow-plaintext"
             )

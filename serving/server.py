@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 4 * MAX_CALLS
 MAX_CONNECTIONS = MAX_CALLS
-"""Of each address. One more is closed at once."""
+"""For each address. One more is closed at once."""
 # Unknown names are ignored without a word: tests watch the effects.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port and takes half of the calls
@@ -67,11 +67,11 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
-# A name that health knows beside the services': SERVING for as long as the process is of use, whatever it waits for.
+# A health name beside the services': SERVING as long as the process works, even if it waits for another service.
 LIVENESS = "liveness"
-# How often open streams are held against the token file.
+# The period of checks of open streams against the token file.
 _REVOCATION_PERIOD_S = 1.0
-# Left for streams to tell their clients, when the drain has used up its time.
+# Left for streams to send their status, when the drain has used up its time.
 _LAST_WORDS_S = 0.5
 
 
@@ -86,7 +86,7 @@ class StopSignals:
 
     @property
     def is_awaited(self) -> bool:
-        """True if somebody has begun to wait: until then a signal means a start-up to be cancelled."""
+        """True if a task waits for it already: until then a signal cancels the start-up."""
         return self._is_awaited
 
     async def first(self) -> None:
@@ -105,24 +105,24 @@ class StopSignals:
 
 
 class CannotStartError(Exception):
-    """What the process was told to do can't be done; the message is for who told it."""
+    """The process can't do what its flags ask for; the message is for the operator."""
 
 
 class AlongsideEndedError(Exception):
-    """What has to run as long as the process does not any more."""
+    """A task that has to run as long as the process has ended."""
 
 
 class StoppedAtOnceError(Exception):
-    """A second signal came before the drain had ended; what was running was dropped."""
+    """A second signal came before the drain had ended; running calls were dropped."""
 
 
 class Server:
     """A grpc.aio server with health, reflection and guarded handlers; one per process, on the running event loop.
 
     service_names   full names of the services it will carry ("quire.cache.v1.CacheService")
-    domain          of the errors that serving itself makes
+    domain          of the errors made in this package
     fatal           exceptions out of a handler that end the process: health NOT_SERVING, no drain, exit 1
-    security        certificates, and who may call what; by default plain text on loopback and unix sockets, for all
+    security        certificates and authorization; by default plain text on loopback and unix sockets, for all
     message_limits  full method name -> bytes that a request of it may have; others are small
     manager         gets word of the start and the stop; None: the systemd of the environment
 
@@ -182,7 +182,7 @@ class Server:
         await self._probes.stop(None)
         self._unlink_sockets()
         if self._failure.done() and not self._failure.cancelled():
-            self._failure.exception()  # seen, whether or not anybody waited for it
+            self._failure.exception()  # retrieved, whether or not a task waited for it
 
     async def start(self, addresses: Iterable[Address]) -> None:
         """Binds every address and answers calls; health says NOT_SERVING. `self.addresses` then has the real ports.
@@ -207,7 +207,7 @@ class Server:
             self._guard.end_revoked_streams()
 
     def statistics(self) -> CallStatistics:
-        """Of the calls it answers."""
+        """Statistics of the calls it answers."""
         return self._guard.statistics()
 
     async def announce_serving(self) -> None:
@@ -243,9 +243,9 @@ class Server:
     ) -> None:
         """Serves until SIGTERM or SIGINT, then stops in order; see the top of this file.
 
-        `drain` must return when the work that counts has finished, and should make the servicer refuse new work. It and
-        the calls that have begun get `drain_timeout_s` together; what is left then is dropped with a log line.
-        Raises StoppedAtOnceError on a second signal, and whatever `fail` was given.
+        `drain` must return when the important work has finished, and should make the servicer refuse new work. It and
+        the calls that have begun get `drain_timeout_s` together; calls left then are dropped with a log line. Raises
+        StoppedAtOnceError on a second signal, and the exception given to `fail`.
         """
         await self._first_of(signals.first())
         log.info("draining signal=%s timeout_s=%g", _signal_name(signals.last_signal), drain_timeout_s)
@@ -271,7 +271,7 @@ class Server:
         self._unlink_sockets()
 
     async def _first_of(self, *coroutines: Coroutine[Any, Any, None]) -> None:
-        """Runs them until one ends or `fail` is called, cancels the rest; raises what the first to end raised."""
+        """Runs them until one ends or `fail` is called, cancels the rest; raises the exception of the first to end."""
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             done, _ = await asyncio.wait((*tasks, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -322,16 +322,16 @@ def _bound(address: TcpAddress, bind: Callable[[], int]) -> TcpAddress:
         reason = explain_bind_failure(address)
         if reason == os.strerror(errno.EADDRINUSE):
             raise AddressInUseError(f"{address}: another process is listening there") from error
-        raise AddressError(f"{address}: can't listen there: {reason or 'gRPC does not say why'}") from error
+        raise AddressError(f"{address}: can't listen there: {reason or 'gRPC gives no reason'}") from error
 
 
 def run(main: Callable[[StopSignals], Coroutine[Any, Any, None]]) -> NoReturn:
     """Runs a server's main coroutine on uvloop with signal handlers, then ends the process.
 
     Status 0 after an orderly stop, also one during the start-up; 128 + signal after a second signal; 1 after an
-    exception, which is logged in one line. Threads are not waited for: whoever needs one to finish does so in `drain`
-    or in `main`, and one that loads or computes can't hold up the exit. `main` must not block the loop: signals are
-    heard between its steps.
+    exception, which is logged in one line. Threads are not joined: a task that needs one to finish waits in `drain`
+    or in `main`, and a thread that loads or computes can't delay the exit. `main` must not block the loop: signals
+    are handled between its steps.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_supervise(main))

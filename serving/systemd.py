@@ -1,9 +1,9 @@
-"""What a server tells systemd, if that started it with Type=notify: that it serves, that it stops, that its loop turns.
+"""Notifications to systemd, for a process started with Type=notify: ready, stopping, watchdog.
 
     STARTING  --- ready --->  SERVING  --- stopping --->  STOPPING
 
-The protocol is sd_notify(3): datagrams of VARIABLE=value lines to the socket in $NOTIFY_SOCKET. It is spoken here:
-what there is for it is a binding that needs libsystemd's headers, and a package whose last release is of 2017.
+The protocol is sd_notify(3): datagrams of VARIABLE=value lines to the socket in $NOTIFY_SOCKET. It is implemented
+here: the existing packages are a binding that needs libsystemd's headers, and one with its last release in 2017.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _SEND_TIMEOUT_S = 1.0
 
 
 class Phase(Enum):
-    """How far the server is."""
+    """The progress of the server."""
 
     STARTING = auto()
     SERVING = auto()
@@ -77,15 +77,15 @@ class ServiceManager:
                 sender.settimeout(_SEND_TIMEOUT_S)
                 sender.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
-            log.warning("systemd can't be told message=%s: %s", lines[0], error.strerror or "timed out")
+            log.warning("can't notify systemd message=%s: %s", lines[0], error.strerror or "timed out")
 
 
 def _notify_address(text: str) -> str | None:
-    """A path, or an abstract address, which is written with @ for its zero byte; None if nobody listens."""
+    """A path, or an abstract address, which is written with @ for its zero byte; None if there is no socket."""
     if not text:
         return None
     if text[0] not in "/@":
-        log.warning("NOTIFY_SOCKET is no unix socket, systemd is not told anything: %s", text)
+        log.warning("NOTIFY_SOCKET is no unix socket, so systemd is not notified: %s", text)
         return None
     return f"\0{text[1:]}" if text[0] == "@" else text
 

@@ -20,11 +20,11 @@ _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where a server's certificate is.
+    """The files of a server's certificate.
 
     cert        its chain, PEM: its own certificate first
     key         its private key, PEM, not encrypted
-    client_ca   authorities of client certificates, PEM; None: clients show none
+    client_ca   authorities of client certificates, PEM; None: clients need none
     """
 
     cert: Path
@@ -34,10 +34,10 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was read from TlsFiles.
+    """The content of TlsFiles.
 
     expires_at_s  when the server's own certificate ends, since 1970
-    context       for servers that are not gRPC's
+    context       for servers other than gRPC's
     """
 
     cert_pem: bytes
@@ -62,7 +62,7 @@ class ServerTls:
     def port_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
         """For one port of a gRPC server; another port needs its own.
 
-        gRPC asks before each handshake whether the certificate has changed, port by port.
+        gRPC checks before each handshake, port by port, whether the certificate has changed.
         """
         served = self.current()
 
@@ -102,8 +102,8 @@ def read_certificate(files: TlsFiles) -> Certificate:
 def check_certificate(cert: Path, key: Path, *, is_server: bool) -> float:
     """Tries a handshake with it, in memory; returns when it expires, in seconds since 1970.
 
-    Who issued it is not asked: that is for the other side to judge. Raises FileError if it is expired, not valid yet,
-    or for another purpose.
+    The issuer is not checked: that is for the other side to do. Raises FileError if it is expired, not valid yet, or
+    for another purpose.
     """
     first = _CERTIFICATE.search(read_bytes(cert))
     if first is None:
@@ -162,7 +162,7 @@ def _is_readable_chain(cert: Path) -> bool:
 
 
 def _no_password() -> bytes:
-    """Without it OpenSSL would ask on the terminal."""
+    """Without this OpenSSL would prompt on the terminal."""
     return b"-"
 
 

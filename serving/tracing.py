@@ -74,7 +74,7 @@ class Tracing:
         span.end()
 
     def flush(self) -> None:
-        """Sends what is left; returns after 2 s even if the SDK, which tries again for longer, has not."""
+        """Sends the remaining spans; returns after 2 s even if the SDK, which retries for longer, has not."""
         sending = threading.Thread(target=self._provider.force_flush, name="tracing", daemon=True)
         sending.start()
         sending.join(_FLUSH_TIMEOUT_S)
@@ -103,6 +103,6 @@ def end_call(method: str, refused: Refused | None) -> None:
 
 
 def flush() -> None:
-    """Before the process ends: sends what is left."""
+    """Sends the remaining spans before the process ends."""
     if _tracing is not None:
         _tracing.flush()

@@ -1,4 +1,4 @@
-"""Files that are read again when they change. What was read last stays in force while they can't be read."""
+"""Files that are read again when they change. While they can't be read, the last content stays in force."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 Stamp = tuple[int, int, int, int]
 
 MAX_FILE_BYTES = 16 << 20
-"""Of a file that is read whole: some 100,000 callers in a token file."""
+"""The size limit of a file: some 100,000 callers in a token file."""
 
 # Two writes within one tick of the file system's clock leave the same stamp: a file this young is read again.
 _YOUNG_NS = 100_000_000
@@ -47,7 +47,7 @@ class WatchedFiles(Generic[Value]):
     def current(self) -> Value:
         """The value, read again if a file has changed. Costs one stat per file. Never raises.
 
-        If it can't be read, that is logged once, and the value stays what it was.
+        If it can't be read, that is logged once, and the value does not change.
         """
         with self._lock:
             stamps = self._look()

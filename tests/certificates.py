@@ -30,7 +30,7 @@ class Pair:
 
 
 class Authority:
-    """A CA whose files lie in a folder."""
+    """A CA with files in a folder."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._ca = trustme.CA()

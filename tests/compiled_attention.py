@@ -47,10 +47,10 @@ def check_fast(launch: Launch, code: MachineCode, shape: Shape) -> None:
 
 
 def instructions_per_cycle(launch: Launch, code: MachineCode, shape: Shape) -> float:
-    """Of decode's loop over keys, for each of the 4 schedulers of a multiprocessor, at the bandwidth of an H200.
+    """Instructions of decode's loop over keys, per cycle of each of a multiprocessor's 4 schedulers, on an H200.
 
-    4.3 TB/s is what a copy reaches there, 1.755 GHz its clock under load; a scheduler issues one a cycle at most. The
-    instructions of masks are counted, though most tiles skip them.
+    Memory: 4.3 TB/s, the rate of a copy there; 1.755 GHz is its clock under load; a scheduler issues one a cycle at
+    most. The instructions of masks are counted, though most tiles skip them.
     """
     (loop,) = code.copy_loops
     row_bytes = 2 * shape.head_dim * (shape.kv_dtype or shape.dtype).itemsize  # of a key and a value

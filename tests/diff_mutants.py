@@ -1,4 +1,4 @@
-"""Mutates what a change touches, and prints each mutant that no test notices: cargo-mutants and mutmut on a diff.
+"""Mutates the lines of a change, and prints each mutant that no test notices: cargo-mutants and mutmut on a diff.
 
     python tests/diff_mutants.py                  what the working tree changes since main
     python tests/diff_mutants.py --base HEAD~3    since another revision
@@ -44,7 +44,7 @@ class TimeIsOver(Exception):
 
 
 class Budget:
-    """How long all of it may take."""
+    """The time limit of the run."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
@@ -130,7 +130,7 @@ def diff(base: str, *paths: str, relative_to: str = ".") -> str:
 
 
 def judge_core(base: str, budget: Budget, *, num_jobs: int) -> int:
-    """How many mutants of the core's diff survive. Prints them."""
+    """The number of surviving mutants of the core's diff. Prints them."""
     crate = mutants.CRATE.relative_to(ROOT).as_posix()
     paths = [path for path in changed_files(base) if path.startswith(f"{crate}/src/") and path.endswith(".rs")]
     if not paths:
@@ -150,7 +150,7 @@ def judge_core(base: str, budget: Budget, *, num_jobs: int) -> int:
 
 
 def judge_again(out: Path, scratch: Path, budget: Budget) -> int:
-    """Of mutants that the crate's tests do not notice: how many the tests in Python do not notice either."""
+    """The number of mutants, surviving the crate's tests, that survive the tests in Python, too."""
     patches = patches_of(out)
     if not patches:
         return 0
@@ -183,7 +183,7 @@ def patches_of(out: Path) -> list[Path]:
 
 
 def judge_python(base: str, budget: Budget) -> int:
-    """How many mutants of changed lines of Python survive. Prints them."""
+    """The number of surviving mutants of changed lines of Python. Prints them."""
     paths = [path for path in changed_files(base) if path.endswith(".py") and path.split("/")[0] in PACKAGES]
     if not paths:
         print("Python's packages are as they were")
@@ -226,7 +226,7 @@ def tests_of(path: str) -> list[str]:
 
 
 def judge_file(tool: Path, copy: Path, path: str, tests: Sequence[str], changes: str, budget: Budget) -> int:
-    """How many mutants of the changed lines of one file survive. Prints them."""
+    """The number of surviving mutants of the changed lines of one file. Prints them."""
     print(f"{path}: judged by {' '.join(tests)}", flush=True)
     patch = copy / "changes.diff"
     patch.write_text(changes)

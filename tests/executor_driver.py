@@ -24,7 +24,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 128
 MAX_MODEL_LEN = 64
 PROMPT_LENGTHS = (5, 33, 12, 1, 20)
-# Tokens per step and sequence; a sequence whose list has run out decodes. Sequence i enters at step i // 2.
+# Tokens per step and sequence; a sequence at the end of its list decodes. Sequence i enters at step i // 2.
 CHUNKS = ((3, 2), (7, 26), (12,), (1,), (9, 1, 10))
 PREEMPTED, PREEMPTED_AT = 1, 6
 FORKED = (0, 2)
@@ -41,7 +41,7 @@ class Stream:
 
 
 class ExecutorDriver:
-    """What cachemgr and a client would do for a few sequences, one step after the other."""
+    """The orders of cachemgr and a client for a few sequences, one step after the other."""
 
     def __init__(self, model: PagedModel) -> None:
         self.pool = KVPool(

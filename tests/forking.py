@@ -1,10 +1,10 @@
 """Start Python programs in tenths of a second: by fork of a process that has imported their modules, not by exec.
 
 `install` replaces subprocess.Popen. A command that runs one of Quire's programs with this interpreter is then a fork of
-a server process; every other command, and a command whose environment has to be known before imports, is started as
-usual. A forked process is what exec would have made: a child of the caller, with its own arguments, environment,
-folder, descriptors, signals and exit status. Two things differ: its modules are there already, and native libraries
-have read the server's environment. Tests of these two start their processes in `started_by_exec`.
+a server process; every other command, and a command that needs its environment before imports, is started as usual. A
+forked process is as after exec: a child of the caller, with its own arguments, environment, folder, descriptors,
+signals and exit status. Two things differ: its modules are imported already, and native libraries have read the
+server's environment. Tests of these two start their processes in `started_by_exec`.
 
 There are two servers, started when they are first needed, because only the worker has torch. Linux only: elsewhere
 `install` does nothing.
@@ -163,7 +163,7 @@ class Server:
         return cls(ours, process)
 
     def suits(self, environment: dict[str, str]) -> bool:
-        """True if what this environment says to imports is what the server's has said."""
+        """True if this environment's values that imports read are those of the server's."""
         return read_at_import(environment) == self._environment
 
     def fork(self, order: Order, fds: list[int]) -> int:
@@ -207,7 +207,7 @@ def server_for(order: Order) -> Server | None:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]  # generic at run time too, as its base is
-    """subprocess.Popen, whose children are forked where they can be."""
+    """subprocess.Popen that forks its children where it can."""
 
     def _execute_child(self, *arguments: Any) -> None:
         """Start the child. The arguments are those of CPython's own method, in its order since 3.11."""
@@ -259,7 +259,7 @@ def read_at_import(environment: dict[str, str]) -> dict[str, str]:
 
 
 def subreaper(on: bool) -> None:
-    """Become the parent of grandchildren whose parent ends, or stop."""
+    """Become the parent of grandchildren of an ended parent, or stop."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
@@ -313,7 +313,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def fork_twice() -> int | None:
-    """Return the pid of a grandchild whose parent has ended; None in the grandchild."""
+    """Return the pid of a grandchild after the end of its parent; None in the grandchild."""
     read_fd, write_fd = os.pipe()
     between = os.fork()
     if between == 0:
@@ -387,7 +387,7 @@ def show_command(command: list[str]) -> None:
 
 
 def nest() -> None:
-    """Give this process, which starts processes of its own, a server of its own: a fork of what it is now."""
+    """Give this process, which starts processes itself, its own server: a fork of its present state."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         os.setsid()

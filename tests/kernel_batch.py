@@ -32,7 +32,7 @@ LAYOUTS = ("interleaved", "heads first", "tokens first")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model, as far as kernels see it. Memory is [blocks, layers, 2, H, S, D] unless layout says otherwise."""
+    """The sizes of a model for kernels. Memory is [blocks, layers, 2, H, S, D] unless layout says otherwise."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -149,7 +149,7 @@ class Batch:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """What decode and prefill take alike."""
+        """The common arguments of decode and prefill."""
         return {
             "block_tables": self.block_tables,
             "seq_lens": self.seq_lens,
@@ -326,7 +326,7 @@ class Batch:
         return argmax(self.logits, workspace=workspace), drawn
 
     def _blocks(self) -> BlockRuns:
-        """Of all layers: one run of memory each where they lie together, else one per layer's keys and values."""
+        """All layers: one run of memory each where they are adjacent, else one per layer's keys and values."""
         if self.shape.layout == "interleaved":
             return block_runs([self.memory])
         return block_runs([pool for pools in self.layers for pool in pools])
@@ -337,7 +337,7 @@ class Batch:
         copy_blocks(blocks, sources=next(ids), targets=next(ids))
 
     def offload(self, block_ids: list[int]) -> Tensor:
-        """Out to memory on the same device, and back, all layers; returns what was there between."""
+        """Copy to memory on the same device, and back, all layers; returns the copy."""
         blocks = self._blocks()
         staging = torch.empty(len(block_ids), blocks.bytes_per_block, dtype=torch.uint8, device=self.device)
         gather_blocks(blocks, staging, block_ids=block_ids)

@@ -1,4 +1,4 @@
-"""What attention layers ask of a pool, for tests without a model."""
+"""The pool's parameters of attention layers, for tests without a model."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class StandInDriver(DriverBase):
         raise NotImplementedError("nothing can be timed here")
 
     def get_current_device(self) -> str:
-        """Not a number, so that Triton keeps what it knows of real devices apart."""
+        """Not a number, so that Triton keeps its records of real devices apart."""
         return self._gpu.arch
 
     def get_current_stream(self, device: str) -> int:
@@ -209,7 +209,7 @@ class MachineCode:
     """Innermost ones, in order."""
 
     def count(self, pattern: str) -> int:
-        """Instructions whose opcode starts with the regular expression."""
+        """Instructions with an opcode that starts with the regular expression."""
         return count(self.instructions, pattern)
 
     @property

@@ -1,4 +1,4 @@
-"""Tiny models of many families, with random weights: what the worker must run, and what it must refuse.
+"""Tiny models of many families, with random weights: models that the worker must run, and others that it must refuse.
 
 Weights are drawn wide enough that attention is sharp and greedy tokens change from step to step; windows and chunks
 are 8 tokens, so that short sequences feel them; no end token is in reach, so that generation runs its full length.
@@ -354,7 +354,7 @@ def one_layer_llama(*, max_position_embeddings: int) -> Any:
 def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
     """Prompt and greedy tokens of transformers alone, by whole forwards.
 
-    With its cache Phi-3 drops what it holds where a longrope changes.
+    With its cache Phi-3 drops the cached tokens where a longrope changes.
     """
     out = model.generate(
         torch.tensor([prompt], device=model.device),

@@ -128,7 +128,7 @@ class Workshop:
 def run_all(
     *command: str, folder: Path, environment: dict[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command; after a timeout what it has started is ended, too. Raises subprocess.TimeoutExpired."""
+    """Runs a command; after a timeout its child processes are ended, too. Raises subprocess.TimeoutExpired."""
     process = subprocess.Popen(
         command,
         cwd=folder,

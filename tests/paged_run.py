@@ -19,7 +19,7 @@ def run(
     """Prompts, of 4 tokens or more, in parts, the last half a prompt behind; then decodes. A pool full of NaN.
 
     Returns each sequence's tokens, prompt included, and the logits [steps with all sequences, B, vocab]. With `forced`,
-    whole sequences, their tokens are run whatever the logits say.
+    whole sequences, their tokens are run for any logits.
     """
     per_seq = -(-MAX_LEN // block_size)
     device = model.device

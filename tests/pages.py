@@ -50,7 +50,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def commands(self) -> list[str]:
-        """Of a shell block: commands without comments, joined where a backslash ends a line."""
+        """The commands of a shell block without comments, joined where a backslash ends a line."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]

@@ -54,7 +54,7 @@ class PlanItem(Enum):
 
 
 class CacheUse(Enum):
-    """What a sequence does with the prefix cache."""
+    """How a sequence uses the prefix cache."""
 
     READ_AND_WRITE = pb.CACHE_USE_READ_AND_WRITE
     WRITE_ONLY = pb.CACHE_USE_WRITE_ONLY
@@ -85,14 +85,14 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much a range of a sequence is worth keeping."""
+    """The retention of a range of a sequence."""
 
     num_tokens: int
     """From the end of the range before it on; 0: all that follow."""
     priority: int
     """LEAST_WORTH to MOST_WORTH of the core."""
     ttl_s: float | None = None
-    """How long this stands; None: as long as the content."""
+    """The validity; None: as long as the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ ANSWERED = {
     "restored_ids": "restored_sequence_ids",
     "restored_counts": "restored_token_counts",
 }
-"""The same of PlanStepResponse."""
+"""The same fields of PlanStepResponse."""
 
 
 class Planned:
@@ -291,7 +291,7 @@ class Planned:
 
     @property
     def host_counts(self) -> HostBlockCounts | None:
-        """The same of the host tier; None if there is none."""
+        """The host tier's counts; None if there is none."""
         return host_block_counts(self.answer)
 
 
@@ -313,7 +313,7 @@ def counts_of(ledger: Ledger) -> BlockCounts:
 
 
 def host_counts_of(ledger: Ledger) -> HostBlockCounts | None:
-    """The same of the host tier; None if there is none."""
+    """The host tier's counts; None if there is none."""
     return host_block_counts(messages.statistics_of(ledger))
 
 

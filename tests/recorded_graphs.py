@@ -80,7 +80,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _run_again(func: Any, args: Any, kwargs: Any, results: list[Tensor], made: list[Tensor]) -> None:
-    """Run an operation on the same memory; what it made goes to where it lay during the capture."""
+    """Run an operation on the same memory; its result goes to the place of the capture's."""
     again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
     for old, new in zip(results, again, strict=True):
         if any(old is each for each in made):

@@ -5,7 +5,7 @@ operator are not here: cargo-mutants and mutmut make them (`make mutants`).
 
 A change names a function and a statement in it, not a file and not a line. The function is looked for in all files of
 its package, and the statement is compared without white space. So a bug survives a move of its function to another
-file and a new line break. A change whose statement is not there exactly once is an error.
+file and a new line break. It is an error if the statement of a change is not there exactly once.
 """
 
 from __future__ import annotations
@@ -550,7 +550,7 @@ BUGS = [
     ),
     rust(
         "leases",
-        "a lease ends at its first time, whoever renewed it",
+        "a lease ends at its first expiry, in spite of renewals",
         (
             "next_expired",
             "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.leases),",
@@ -593,7 +593,7 @@ BUGS = [
     ),
     worker(
         "grants",
-        "a small grant runs whoever signed it",
+        "a small grant runs with any signature",
         (
             "check",
             "self._check_signature(signed)",

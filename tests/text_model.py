@@ -18,7 +18,7 @@ MAX_LEN = 2048
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a byte-level BPE whose merges build PIECES."""
+    """Return a byte-level BPE with merges that build PIECES."""
     vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for piece in PIECES:

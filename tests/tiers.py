@@ -5,10 +5,10 @@
 
 The Makefile records each command of a tier as a part of it, unless ARGS selects tests. Processor time is that of the
 command and of all its descendants, so it is nearly the same on a busy machine. pytest's parts have it by test too:
-conftest.py gives both times to junit's XML. A service that tests share counts for the test at whose end it ends.
+conftest.py gives both times to junit's XML. A shared service counts for the test that it ends with.
 
 Lines are those of the files with the tests; a file with tests of two tiers counts in both. Those of the crate are the
-lines of its tests. Linux counts descendants whose parents have ended; other systems do not.
+lines of its tests. Linux counts descendants of ended parents; other systems do not.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CRATE = ROOT / "cachemgr" / "core" / "src"
 TIERS = ("check", "test", "verify")
 NUM_FILES = 20
 END_S = 10
-"""How long descendants may take to end after the command, to be counted."""
+"""The time that descendants may take to end after the command, to be counted."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a part of a tier took; or a tier, or a file of tests."""
+    """The cost of a part of a tier; or of a tier, or of a file of tests."""
 
     num_tests: int
     num_lines: int
@@ -61,7 +61,7 @@ NOTHING = Taken(0, 0, 0.0, 0.0)
 
 
 def record(folder: Path, part: str, command: list[str]) -> int:
-    """Run a command, keep what it took as a part of the tier of this folder, return its exit status."""
+    """Run a command, record its cost as a part of the tier of this folder, return its exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / f"{part}.xml"
     results.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def path_of(name: str) -> str:
 
 
 def parts_of(folder: Path) -> dict[str, Taken]:
-    """Return what the parts of a tier took, in the order in which they ended."""
+    """Return the costs of the parts of a tier, in the order in which they ended."""
     parts = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
         told = json.loads(path.read_text())

@@ -53,7 +53,7 @@ def check(config: WorkerConfig, *, is_local: bool) -> None:
 
 class WorkerCommand(ServerCommand):
     files = (
-        (default_listen("worker").removeprefix("unix:"), "Where it listens unless told otherwise."),
+        (default_listen("worker").removeprefix("unix:"), "The default address."),
         ("--token-file, --tls-*", "Read again when they change. While one can't be read, it stays as it was."),
     )
 
@@ -85,7 +85,7 @@ class WorkerCommand(ServerCommand):
     default=0,
     show_default="no host tier",
     metavar="BYTES",
-    help="Memory of this machine for what preempted sequences had in the pool, like 16G; pinned on a GPU.",
+    help="Memory of this machine for the blocks of preempted sequences, like 16G; pinned on a GPU.",
 )
 @option(
     "--memory-share",
@@ -174,7 +174,7 @@ class WorkerCommand(ServerCommand):
     help="Which steps --profile records, counted from the first that this process runs.",
 )
 @option("--revision", metavar="REVISION", help="The model's revision on the hub.")
-@option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Know whose it is.")
+@option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Trust its author first.")
 @option(
     "--fuse/--no-fuse",
     default=None,

@@ -1,4 +1,5 @@
-"""The worker's side of the attachment: dials cachemgr, registers the pool, obeys, reports; again after every break."""
+"""The worker's side of the attachment: connects to cachemgr, registers the pool, executes orders, sends reports;
+reconnects after every break."""
 
 from __future__ import annotations
 
@@ -86,10 +87,10 @@ class Attachment:
                         self._obey(response, outbox)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                return "INVALID_ARGUMENT"  # what it says may quote a token of a report
+                return "INVALID_ARGUMENT"  # its message may quote a token of a report
             if self._is_attached or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 return f"{error.code().name}: {error.details()}"
-            return f"nobody answers ({error.details()})" if self._dialer.uses_tls else "nobody answers"
+            return f"no answer ({error.details()})" if self._dialer.uses_tls else "no answer"
         except ValueError as error:  # FileError among them
             return str(error)
         except asyncio.CancelledError:

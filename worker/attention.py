@@ -1,23 +1,23 @@
 """Attention over the block pool, in torch operations that run on any device.
 
 transformers calls paged_attention() for every layer, through its AttentionInterface, with the step's packed tokens.
-ATTENTION_NAME is kept out of the AttentionMaskInterface on purpose: transformers then builds no mask, and what a layer
-may see comes from its LayerSpec. Per layer the order is: write the keys and values of all tokens, then attend for all
-sequences, so a sequence may read a block that another one of the same step fills.
+ATTENTION_NAME is not in the AttentionMaskInterface on purpose: transformers then builds no mask, and a layer's mask
+comes from its LayerSpec. In each layer the keys and values of all tokens are written before any sequence attends, so
+a sequence may read a block that another one of the same step fills.
 
 How a step is cut, once per kind of mask:
 
     sequences with one query        in groups of similar length; a group gathers its keys into a reused workspace,
                                     padded to its longest, and runs as one call
     a prompt from its first token   reads this step's own keys, if the caller has them: no gather
-    a later part of a prompt        gathers from what its first query sees, then runs in tiles of queries
+    a later part of a prompt        gathers from its first query's first position, then runs in tiles of queries
 
-Only slots of tokens that a window shows are read, and padding reads the null block: a NaN in a slot nobody owns stays
-there. Grouped query heads are folded into SDPA's query or batch dimension; enable_gqa leaves the flash path for bf16
-on a CPU. Softcap and sinks, which SDPA cannot express, take an exact form in float32. A pool of another dtype than the
-model's holds rounded keys and values, and whatever is read from it is in the model's dtype again.
+Only slots of tokens within a window are read, and padding reads the null block: a NaN in an unowned slot is never
+read. Grouped query heads are folded into SDPA's query or batch dimension; enable_gqa leaves the flash path for bf16
+on a CPU. Softcap and sinks, which SDPA does not support, take an exact form in float32. A pool of another dtype than
+the model's holds rounded keys and values; they are converted back when they are read.
 
-What runs on a GPU instead is quire.worker.triton_attention; what both have in common is AttentionStep.
+On a GPU quire.worker.triton_attention runs instead; AttentionStep is the common interface.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ATTENTION_NAME = "quire_paged"
 GROUP_PADDING_RATIO = 1.5
 GROUP_BYTES = 4 << 20
 
-# Queries of a prompt that run together: bounds a tile's scores, and what a window makes it read in vain.
+# Queries of a prompt that run together: bounds a tile's scores, and the keys read in vain at the edge of a window.
 TILE_QUERIES = 256
 TILE_SCORES = 1 << 23
 
@@ -110,7 +110,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """How a layer makes scores: q . k * scaling, capped, then masked, then a softmax over them and the sinks [Hq]."""
+    """A layer's scores: q . k * scaling, capped, then masked, then a softmax over them and the sinks [Hq]."""
 
     scaling: float
     softcap: float | None
@@ -154,10 +154,10 @@ class Workspace:
 
 
 class AttentionStep:
-    """What the attention of one step needs besides queries, keys and values. Plans are made once per kind of mask."""
+    """The attention of one step: its inputs besides queries, keys and values. Plans are made once per kind of mask."""
 
     min_block_size: ClassVar[int] = 1
-    """Of pools that it works on."""
+    """The least block size of a pool for it."""
 
     def __init__(
         self, batch: StepBatch, pool: KVPool, *, specs: Mapping[int, LayerSpec], workspace: Workspace | None = None
@@ -178,7 +178,7 @@ class AttentionStep:
 
     @classmethod
     def describe(cls, specs: Mapping[int, LayerSpec]) -> str:
-        """What runs which layers, for people."""
+        """The kernels of the layers, for people."""
         return "torch"
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
@@ -196,7 +196,7 @@ class AttentionStep:
         new_kv: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attend to what the layer's slots hold, the step's own keys and values included: they are written already.
+        """Attend to the layer's slots, the step's own keys and values included: they are written already.
 
         q           [T, Hq, Dk]     last dim contiguous
         sinks       [Hq]            one more score per head, or None
@@ -206,7 +206,7 @@ class AttentionStep:
         returns     out
         """
         spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
-        if k_pool.dtype != q.dtype:  # what a prompt computes must not depend on how much of it was cached
+        if k_pool.dtype != q.dtype:  # a prompt's result must not depend on how much of it was cached
             new_kv = None
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
@@ -230,7 +230,7 @@ class AttentionStep:
         return keys.to(dtype), values.to(dtype)
 
     def plan(self, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
-        """How the step is cut under a mask, for queries of a dtype; reads_new: whether from the pool, always."""
+        """Cut the step under a mask, for queries of a dtype; reads_new: True to read new keys from the pool, too."""
         key = (mask, dtype, reads_new)
         plan = self._plans.get(key)
         if plan is None:
@@ -261,9 +261,9 @@ _current_step: ContextVar[AttentionStep] = ContextVar("quire_attention_step")
 
 @contextmanager
 def attention_step(step: AttentionStep) -> Iterator[None]:
-    """Make `step` what paged_attention() works on in this context.
+    """Make `step` the one that paged_attention() uses in this context.
 
-    Not a keyword argument of the model: some models do not hand theirs on to their layers.
+    It is not a keyword argument of the model: some models do not pass theirs to their layers.
     """
     token = _current_step.set(step)
     try:
@@ -294,7 +294,8 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer: write this step's keys and values to the pool, then attend.
+    """The attention that transformers calls for each layer: write the step's keys and values to the pool, then
+    attend.
 
         query       [1, Hq, T, Dk]          rope applied
         key, value  [1, H, T, Dk or Dv]     dtype of the query; Hq is a multiple of H
@@ -341,7 +342,7 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slots: Slo
 
 
 def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float8_e4m3fn:  # a cast of what is out of range gives NaN
+    if dtype == torch.float8_e4m3fn:  # a cast of values out of range gives NaN
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)
     return x.to(dtype)

@@ -8,14 +8,14 @@ from typing import Any
 
 
 def base_of(model: Any) -> Any:
-    """Return the module whose output the model's own forward gives to its output layer; None if there is none."""
+    """Return the module with the output that the model's forward gives to its output layer; None if there is none."""
     decoder = model.get_decoder()
     return decoder if decoder is not model else getattr(model, "model", None)
 
 
 @contextmanager
 def answering(module: Any, output: Any) -> Iterator[None]:
-    """Let a module's forward return this, whatever it is given."""
+    """Make a module's forward return this for any input."""
     own = module.__dict__.get("forward")
     module.forward = lambda *args, **kwargs: output
     try:

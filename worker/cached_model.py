@@ -1,20 +1,20 @@
 """Running a model that keeps its own attention: the block pool as a transformers cache.
 
-For models of which not every layer calls the registered attention function. They are handed a Cache, as generate()
-hands them one, whose layers write keys and values to the pool by slot and return what the sequences hold there. The
-model makes its masks itself, so its batches are rectangular and padded on the left:
+For models in which some layers do not call the registered attention function. They get a Cache, as from generate(),
+and its layers write keys and values to the pool by slot and return those of the sequences. The model makes its masks
+itself, so its batches are rectangular and padded on the left:
 
     part                                    batch
     several tokens of one sequence          [1, count], no padding
     one token of each of some sequences     [n, 1], keys padded on the left with the null block to the longest
 
-State that a layer keeps per sequence lies in StateSlots. A step works on a copy, which takes the place of what was
-kept only when the whole forward has succeeded; of a run of several tokens the last one is a part of its own, so that
-the state before it is known too. Some models begin anew whenever they get several tokens: for these each token behind
-the first chunk of a prompt is a part of its own.
+A layer's state per sequence is in StateSlots. A step works on a copy, which replaces the kept state only when the
+whole forward has succeeded. The last token of a run of several is a part of its own, so that the state before it is
+known, too. Some models reset their state whenever they get several tokens: for these each token after the first chunk
+of a prompt is a part of its own.
 
-A part may read a block that another part of its step fills. Only whole blocks are shared, so who reads another's starts
-at a multiple of the block size, and behind the other. Such runs wait for all that start before them.
+A part may read a block that another part of its step fills. Only whole blocks are shared, so the reader starts at a
+multiple of the block size, and after the other one. Such runs wait for all that start before them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from quire.worker.transfer import indices
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 STATE_KINDS = ("conv", "recurrent")
 
-# Layers of transformers' own cache whose keys and values are one pair per token and nothing else. A sliding window is
-# the mask's affair: the pool keeps what is behind it.
+# Layers of transformers' own cache with one pair of key and value per token and nothing else. The mask applies a
+# sliding window: the pool keeps the tokens before it.
 _KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 # Sequences that decode together are padded to at most so many keys, unless one alone has more.
@@ -59,7 +59,7 @@ GROUP_TOKENS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What one layer keeps per token."""
+    """The tensors that one layer keeps per token."""
 
     num_kv_heads: int
     k_head_dim: int
@@ -69,7 +69,8 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a model keeps in a cache, by layer: keys and values, states, or both; and how its forward takes it."""
+    """The cache contents of a model, by layer: keys and values, states, or both; and the form of its forward's
+    argument."""
 
     num_layers: int
     layers: Mapping[int, CachedLayer]
@@ -82,9 +83,10 @@ class CacheLayout:
 
 
 def probe_cache(model: Any) -> CacheLayout:
-    """Learn from a forward of two tokens what the model puts into transformers' own cache, and how it goes on with it.
+    """Learn from a forward of two tokens what the model puts into transformers' own cache, and how it continues from
+    it.
 
-    Raises UnsupportedModel if its forward takes no cache, fails, leaves it empty, or keeps something of another kind.
+    Raises UnsupportedModel if its forward takes no cache, fails, leaves it empty, or keeps anything of another kind.
     """
     model_class = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -118,7 +120,7 @@ def probe_cache(model: Any) -> CacheLayout:
 
 
 def _forgets_states(model: Any, argument: str, cache: DynamicCache) -> bool:
-    """True if two tokens behind those in the cache come out the same whatever one kind of its states is."""
+    """True if two more tokens have the same result for any value of one kind of its states."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
@@ -171,7 +173,7 @@ def _states_of(layer: Any, kind: str) -> dict[int, Tensor]:
 class Part:
     """One rectangular forward: `count` tokens of each sequence, from positions starts[i], in the batch from firsts[i].
 
-    seqs are places in the batch. is_last: these are the last ones of their runs, whose logits are the step's.
+    seqs are places in the batch. is_last: these are the last ones of their runs, with the step's logits.
     """
 
     seqs: tuple[int, ...]
@@ -257,7 +259,7 @@ def _in_order(runs: list[_Run]) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """What the layers of one part's forward read and write. n sequences, Q tokens of each, L keys with padding.
+    """The reads and writes of the layers in one part's forward. n sequences, Q tokens of each, L keys with padding.
 
     written     [n * Q]     slots of the tokens
     read        [n * L]     slots of the keys, those of the null block for padding; None if the tokens themselves are
@@ -329,7 +331,7 @@ def _access(
 
 
 class _PagedKeys:
-    """The part of a cache layer that transformers asks for keys, values and lengths."""
+    """The part of a cache layer from which transformers reads keys, values and lengths."""
 
     is_sliding = False
     access: _Access
@@ -360,7 +362,7 @@ class _KeyAndStateLayer(_PagedKeys, LinearAttentionAndFullAttentionLayer):  # ty
 
 
 class PagedCache(Cache):
-    """What a model gets as its cache, for one part of one step."""
+    """The model's cache for one part of one step."""
 
     def __init__(self, layout: CacheLayout, access: _Access, states: Mapping[StateKey, Tensor]) -> None:
         """states are [n, *shape] each; the model changes them in place."""
@@ -386,7 +388,7 @@ class PagedCache(Cache):
 
 
 def _lend(layer: Any, key: StateKey, state: Tensor) -> None:
-    """Make a state the layer's, as if it had computed it; a state of zeros is what a sequence begins with."""
+    """Make a state the layer's, as if it had computed it; a sequence begins with a state of zeros."""
     if key.kind == "conv":
         layer.conv_states[key.state_idx] = state
         layer.is_conv_states_initialized[key.state_idx] = True

@@ -38,7 +38,7 @@ class Compilations:
         self._is_over = False
 
     def watch(self) -> None:
-        """Be told of every compilation of this process. Triton tells one listener only: the last."""
+        """Count every compilation of this process. Triton has one listener only: the last."""
         knobs.compilation.listener = self._note
 
     def expect_no_more(self) -> None:
@@ -61,7 +61,7 @@ class Compilations:
 
 
 def cache_folder() -> Path:
-    """Return the folder where Triton keeps what it compiles: $TRITON_CACHE_DIR, or ~/.triton/cache."""
+    """Return the folder of Triton's compiled kernels: $TRITON_CACHE_DIR, or ~/.triton/cache."""
     return Path(str(knobs.cache.dir))
 
 

@@ -1,4 +1,4 @@
-"""What a worker is told on its command line, and its meaning."""
+"""The settings of a worker from its command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A worker's settings; the flags of `quire worker --help` say what each means."""
+    """A worker's settings; `quire worker --help` describes the flags."""
 
     server: ServerOptions
     cachemgr: Address
@@ -61,7 +61,7 @@ class WorkerConfig:
 
     @property
     def tokenizer(self) -> str:
-        """Where clients find the tokenizer: an absolute path, or the hub id."""
+        """The location of the tokenizer for clients: an absolute path, or the hub id."""
         path = Path(self.model)
         return str(path.resolve()) if path.exists() else self.model
 

@@ -1,4 +1,4 @@
-"""The tokens that a row may choose, and what is added to their logits: all that changes logits before the penalties.
+"""The tokens that a row may choose, and biases of their logits: all changes of logits before the penalties.
 
     static      allowed_token_ids, and bad words of one token: a mask of the vocabulary for each row
     by length   end tokens, while the sequence is too short to end
@@ -6,8 +6,8 @@
                 on the device, since a step is launched before the host knows the tokens of the one before it
     bias        added to the logits of some tokens
 
-A forbidden token has the logit -inf. What is forbidden for good or by length leaves a token: a request is refused if it
-does not (sampling_ranges.leaves_token). A bad word of several tokens that would leave none is ignored.
+A forbidden token has the logit -inf. Tokens forbidden for good or by length leave at least one token: else the
+request is refused (sampling_ranges.leaves_token). A bad word of several tokens that would leave none is ignored.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """Places in the batch whose rows of the table have a mask; both [n] int64."""
+    """Places in the batch of rows with a mask in the table; both [n] int64."""
 
     places: Tensor
     rows: Tensor
@@ -115,7 +115,7 @@ class _BadWords:
 
 @dataclass(frozen=True, slots=True)
 class _Biases:
-    """Flat indexes [m] int64 in the logits of the batch, distinct, and what is added there [m] float32."""
+    """Flat indexes [m] int64 in the logits of the batch, distinct, and the biases there [m] float32."""
 
     flat: Tensor
     values: Tensor
@@ -174,7 +174,7 @@ class ConstraintTable:
         self._masked_rows.discard(row)
 
     def fork(self, row: int, child_row: int) -> None:
-        """Give child_row what row has."""
+        """Copy a row's constraints to child_row."""
         self.clear(child_row)
         constraints = self._rows.get(row)
         if constraints is None:

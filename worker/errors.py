@@ -1,4 +1,4 @@
-"""Refusals: what the worker says no with, and the one table from them to gRPC statuses."""
+"""Refusals of the worker, and the one table from them to gRPC statuses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
 }
 
-# In seconds; what is not here does not get better by waiting.
+# In seconds; a reason without an entry is not cured by waiting.
 RETRY_DELAYS_S: dict[Reason, float] = {
     Reason.POOL_DETACHED: AWAY_RETRY_DELAY_S,
     Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,

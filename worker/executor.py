@@ -45,7 +45,7 @@ class Outcome(Enum):
 
 
 class PoolDamagedError(Exception):
-    """A grant could not be applied: what the blocks hold is not known any more, a new epoch has to begin."""
+    """A grant could not be applied: the content of the blocks is unknown, and a new epoch has to begin."""
 
 
 class DeviceLostError(Exception):
@@ -72,12 +72,12 @@ class GrammarFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a step ended. Times in seconds, on a GPU its own; lists named alike belong together by index."""
+    """The outcome of a step. Times in seconds, on a GPU its own; lists named alike belong together by index."""
 
     step_number: int
     outcome: Outcome
     failed_step: int = 0
-    """The step whose failure made this one fail, if PRIOR_FAILED."""
+    """The failed step that made this one fail, if PRIOR_FAILED."""
     sampled_ids: list[int] = field(default_factory=list)
     """Sequences for which a token was sampled."""
     sampled_tokens: list[int] = field(default_factory=list)
@@ -94,7 +94,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What the device samples for a step: tokens and log-probabilities of seq_ids, num_asked as in read_logprobs."""
+    """The sampled values of a step on the device: tokens and log-probabilities of seq_ids, num_asked as in
+    read_logprobs."""
 
     seq_ids: list[int]
     num_asked: list[int | None]
@@ -103,7 +104,7 @@ class Sampling:
     """Before the step, with its batch built, after the forward, after sampling."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
-    """Sequences that ask for log-probabilities of their prompts, and of which tokens."""
+    """Sequences with log-probabilities for their prompts, and the tokens."""
     scores: Scores | None = None
     """These, of all of them together."""
 
@@ -112,7 +113,7 @@ class Sampling:
 
 
 class LaunchedStep:
-    """A step whose work the device has. `result` is what is known of it: its number and its outcome."""
+    """A step with its work queued on the device. `result` has its number and its outcome so far."""
 
     def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
         """To be made when all of the step's work was given to the device."""
@@ -160,7 +161,7 @@ class LaunchedStep:
 
 @dataclass(slots=True)
 class LeaseRows:
-    """Where one lease's sequences are, and the last of its steps that computed nothing though it should have."""
+    """The rows of one lease's sequences, and its last step that should have computed but did not."""
 
     rows: dict[int, int] = field(default_factory=dict)
     offloaded: set[int] = field(default_factory=set)
@@ -258,7 +259,7 @@ class Executor:
         launched = self._try_to_compute(lease, step, started)
         if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
-        # Waits for the copies of steps that have some: they are few, and what is launched next may write their blocks.
+        # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
         num_copied = len(grant.copy_source_block_ids)
         launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
@@ -317,7 +318,7 @@ class Executor:
         return None
 
     def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
-        """Who owns what: the same whether or not anything is computed afterwards."""
+        """Applies the ownership changes: they do not depend on the computation afterwards."""
         self._host_pool.join()
         for seq_id in grant.released_sequence_ids:
             if seq_id in lease.offloaded:
@@ -355,7 +356,7 @@ class Executor:
         sources = grant.offload_source_block_ids
         self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
         if not self._written_blocks(lease, grant).isdisjoint(sources):
-            self._host_pool.join()  # one that shared a block with who left may write it from here on
+            self._host_pool.join()  # a sharer of a released block may write it from here on
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
         self._host_pool.restore(
             list(zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True))
@@ -371,9 +372,9 @@ class Executor:
         return written
 
     def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
-        """From this step on, also if it fails: the client may not send it again.
+        """Sets sampling parameters from this step on, also if it fails: the client may not send them again.
 
-        A row whose parameters can't be set is left without any: the steps that sample it fail.
+        A row with wrong parameters is left without any: the steps that sample it fail.
         """
         for seq_id, sampling in step.sampling.items():
             self._grammars.set(lease.rows[seq_id], sampling.following)
@@ -438,7 +439,7 @@ class Executor:
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
 
     def _forward_and_score(self, step: Step, batch: StepBatch) -> tuple[Tensor, Scores | None]:
-        """The logits of _forward(), and log-probabilities of the tokens of prompts that the step asks for."""
+        """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
         if not step.scored:
             return self._forward(step.grant, batch), None
         with self._model.keeping_hidden_states(batch, self._pool) as kept:
@@ -457,7 +458,7 @@ class Executor:
         return logits, scores
 
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
-        """Computes what the grant says; logits [B, V] of each run's last token, valid until the next forward."""
+        """Runs the grant's computation; logits [B, V] of each run's last token, valid until the next forward."""
         if batch.keeps_hidden_states:
             return self._model.forward(batch, self._pool)
         if self._decode is not None and self._decode.takes(batch):
@@ -501,7 +502,7 @@ def _runs_of(step: Step, rows: list[int]) -> list[Run]:
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:
-    """Of the sequences that asked for some: the chosen token's, and as many of the likeliest as each asked for."""
+    """For sequences with a number: the chosen token's log-probability, and those of so many of the likeliest."""
     if sampled.chosen_logprobs is None:
         return []
     none: list[list[int]] = [[]] * len(seq_ids)

@@ -1,8 +1,8 @@
-"""What stands in for the forward of a transformers module while a step runs: fewer launches, the same numbers.
+"""Replacements of the forward of transformers modules while a step runs: fewer launches, the same numbers.
 
-A stand-in takes the place of `module.forward` on the instance. The module, its name and its parameters stay: a merged
-projection replaces them by views of itself. Outside of a step the stand-in calls the module's own forward, so the model
-that answers there is transformers' own, and the self-check compares with that.
+A replacement is set as `module.forward` on the instance. The module, its name and its parameters stay: a merged
+projection replaces them by views of itself. Outside of a step the replacement calls the module's own forward, so the
+self-check compares with transformers' own model.
 
 Launches of a Llama layer, one a line, attention apart:
 
@@ -13,9 +13,9 @@ Launches of a Llama layer, one a line, attention apart:
     add_rmsnorm     attention's result to the residual, and the norm of the sum
     linear          merged gate and up
     silu_mul
-    linear          down projection; added by whoever comes next
+    linear          down projection; added by the next norm
 
-So between layers there are two tensors where transformers hands on one: see ResidualStream.
+So between layers there are two tensors where transformers has one: see ResidualStream.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Projection:
 
 
 class ResidualStream:
-    """What a layer leaves for the next norm: its last result, and the residual that this was not added to yet.
+    """A layer's output for the next norm: its last result, and the residual that it was not added to yet.
 
-    The model hands on the first as the hidden states. Who gets exactly this tensor takes the residual with it; any
-    other tensor is a residual by itself.
+    The model passes on the first as the hidden states. A module that gets exactly this tensor takes the residual with
+    it; any other tensor is a residual by itself.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class ResidualStream:
 
 
 class FusedNorm:
-    """An RMSNorm of any rows; the one behind the last layer adds what that left."""
+    """An RMSNorm of any rows; the one after the last layer adds that layer's result."""
 
     def __init__(self, module: nn.Module, norm: Norm, *, stream: ResidualStream, steps: FusedSteps) -> None:
         self.norm = norm
@@ -125,7 +125,7 @@ class FusedMLP:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """What an attention module is made of. norms are those of queries and of keys, per head."""
+    """The parts of an attention module. norms are those of queries and of keys, per head."""
 
     layer_idx: int
     qkv: Projection
@@ -242,7 +242,7 @@ def swap(module: nn.Module, stand_in: FusedNorm | FusedMLP | FusedAttention | Fu
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """True if the module's forward is that of its class, and nobody's hook changes what goes in or comes out."""
+    """True if the module's forward is that of its class, and no hook changes its inputs or outputs."""
     return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 

@@ -45,7 +45,7 @@ class FusedSteps(Protocol):
 
     name: str
     min_block_size: int
-    """Of pools that it works on."""
+    """The least block size of a pool for it."""
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
@@ -159,10 +159,10 @@ class KernelSteps:
 
 
 def choose_steps(device: torch.device, *, block_size: int, wanted: bool | None) -> FusedSteps | None:
-    """What a model is fused with, on this device and a pool of this block size; None if it is not to be fused.
+    """The steps to fuse a model with, on this device and a pool of this block size; None if it is not to be fused.
 
-    Kernels where Triton compiles or is interpreted, if they take the block size; elsewhere torch. Whoever says nothing
-    (wanted is None) gets kernels or nothing.
+    Kernels where Triton compiles or is interpreted, if they take the block size; elsewhere torch. wanted None:
+    kernels or nothing.
     """
     has_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     kernels = has_triton and block_size in KERNEL_BLOCK_SIZES

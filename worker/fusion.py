@@ -1,7 +1,7 @@
-"""Finding what of a transformers model can be fused, and fusing it.
+"""Finds the modules of a transformers model that can be fused, and fuses them.
 
-No list of models. A module's parts suggest what it computes, and a trial decides (quire.worker.fusion_trial): the
-stand-in must give what the module's own forward gives.
+There is no list of models. A module's parts suggest its function, and a trial decides (quire.worker.fusion_trial):
+the replacement must give the results of the module's own forward.
 
     norm        one weight [C] and an eps; as it is, or 1 + w
     mlp         gate_proj, up_proj, down_proj or gate_up_proj, down_proj; the activation is SiLU
@@ -9,8 +9,8 @@ stand-in must give what the module's own forward gives.
                 ropes in either order of pairs, or none
     layer       attention and an MLP of any kind, each with an RMSNorm before it, after it, or both
 
-What does not match stays as it is, and the report says why. What modules do with one another (a layer that is called
-twice, hidden states changed between layers) is left to the self-check of the whole model.
+Other modules stay unchanged, and the report has the reason. Interactions of modules (a layer that is called twice,
+hidden states changed between layers) are checked by the self-check of the whole model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Unmatched(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """What was swapped: per kind how many of how many, and per class and reason how many were not."""
+    """The fused modules: per kind how many of how many, and per class and reason how many were not."""
 
     steps: str
     swapped: Mapping[str, tuple[int, int]]
@@ -79,7 +79,7 @@ class FusionReport:
 
 
 def fuse_model(model: Any, specs: Mapping[int, LayerSpec], *, max_model_len: int, steps: FusedSteps) -> FusionReport:
-    """Swap what can be swapped, in place; swap_back() undoes it. A second call finds nothing to swap.
+    """Fuse the modules that can be fused, in place; swap_back() undoes it. A second call finds nothing to fuse.
 
     Numbers stay within rounding: a fused and an unfused worker of one checkpoint are equally close to the exact result,
     and their fingerprints, which are of parameters, are the same. Raises UnsupportedModel if the model does not run a
@@ -162,7 +162,7 @@ class _Fusion:
         raise Unmatched("it is no RMSNorm")
 
     def _mlps(self, layers: Sequence[nn.Module]) -> list[nn.Module]:
-        """What may be a gated MLP, anywhere, and what is in a layer's place for one."""
+        """Candidates for a gated MLP, anywhere, and the modules in a layer's place for one."""
         found = [
             module for module in self._model.modules() if isinstance(getattr(module, "down_proj", None), nn.Module)
         ]
@@ -302,7 +302,7 @@ def _mlp_of(layer: nn.Module) -> nn.Module | None:
 
 
 def _eps(module: nn.Module) -> float | None:
-    """Of what may be an RMSNorm: a module of nothing but one weight, with an eps."""
+    """The eps of a candidate for an RMSNorm: a module of nothing but one weight, with an eps."""
     shapes = {name: parameter.dim() for name, parameter in module.named_parameters()}
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return eps if shapes == {"weight": 1} and isinstance(eps, float) else None

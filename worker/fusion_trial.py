@@ -1,7 +1,7 @@
-"""Trials: does a stand-in give what a module's own forward gives?
+"""Trials: compare a replacement's results with those of a module's own forward.
 
-Both get the same random rows. Attention itself is out of play: whoever asks for it is recorded, and answered the same;
-so queries, keys and values can be compared, and what is made of the answer.
+Both get the same random rows. Attention itself is not run: its calls are recorded and get fixed answers, so that
+queries, keys and values can be compared, and the use of the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRIAL_NAME = "quire_fusion_trial"
 # Tokens of a trial: as many as a block of the pool has slots, which is one that kernels take.
 TRIAL_TOKENS = 16
 
-# What every other row of a trial is larger by, for what clamps.
+# The factor of every other row of a trial, for modules that clamp.
 LARGE = 16.0
 
 # transformers computes angles in float32, the tables are made in float64: they differ by so much per position.
@@ -38,7 +38,7 @@ COMPARED = ("queries", "keys", "values", "results")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a module was called, and what it returned."""
+    """A call of a module, and its result."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(slots=True)
 class Recording:
-    """One forward of the model as it is: the last call of each module, and who called attention, by layer."""
+    """One forward of the unchanged model: the last call of each module, and the callers of attention, by layer."""
 
     calls: dict[nn.Module, Call] = field(default_factory=dict)
     attention: dict[int, nn.Module] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What attention was called with: q [T, Hq, D], k and v [T, H, D], and the rest."""
+    """A call of attention: q [T, Hq, D], k and v [T, H, D], and the rest."""
 
     q: Tensor
     k: Tensor
@@ -83,10 +83,10 @@ class Asked:
 
 
 class Trial:
-    """What the trials of one model have in common.
+    """The common state of the trials of one model.
 
     batch   TRIAL_TOKENS tokens of a sequence, at early positions and a few late ones
-    asked   what attention was asked, in order; modules: by whom
+    asked   the calls of attention, in order; modules: their callers
     """
 
     def __init__(self, model: Any, specs: Mapping[int, LayerSpec], max_model_len: int) -> None:
@@ -123,7 +123,7 @@ class Trial:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """What transformers calls instead of attention."""
+        """The replacement of attention during a trial."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         self.asked.append(Asked(q, k, v, scaling, softcap, s_aux))
         self.modules.append(module)
@@ -136,7 +136,7 @@ class Trial:
             return forward(*arguments, **keywords)
 
     def ask(self, module: nn.Module, rows: Tensor, call: Call) -> tuple[Asked, Tensor]:
-        """What an attention module asks for rows, and what it makes of the answer."""
+        """An attention module's call of attention for rows, and its use of the answer."""
         self.asked.clear()
         result = call.repeat(module, rows)[0]
         return self.asked[-1], result

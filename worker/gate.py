@@ -14,7 +14,7 @@ from quire.worker.errors import Reason, Refused, invalid
 
 SHOWN_LEASE_ID_LENGTH = 8
 MAX_UNSIGNED_BYTES = 1 << 20
-"""A grant that is not signed with the present key is read up to this size, to tell whether it is of another epoch."""
+"""The size limit of a grant without a valid signature; it is decoded only to find if it is of another epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Gate:
 
     @property
     def next_steps(self) -> Mapping[str, int]:
-        """Of each open lease the number of its next step."""
+        """The number of the next step of each open lease."""
         return self._next_step
 
     def begin_epoch(self, epoch: int) -> None:
@@ -122,7 +122,7 @@ class Gate:
             raise Refused(Reason.STEP_OUT_OF_ORDER, message, value=grant.step_number, limit=next_step)
 
     def use(self, grant: grant_pb2.StepGrant) -> None:
-        """Uses up the number of a step that was checked: it runs, whatever becomes of it."""
+        """Uses up the number of a checked step: it counts as run, whatever its outcome."""
         self._next_step[grant.lease_id] = grant.step_number + 1
 
     def statistics(self) -> GateStatistics:

@@ -101,7 +101,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class MasksInWork:
-    """Masks of a step that threads are making: as in Masks, and what each row's thread is at."""
+    """Masks of a step that threads are making: as in Masks, and the work of each row's thread."""
 
     sampled: SampledTokens
     bits: _Bits
@@ -165,7 +165,7 @@ class GrammarRows:
         return MasksInWork(sampled, bits, tuple(run.row for run in runs if run.samples), work)
 
     def finish(self, in_work: MasksInWork) -> Masks:
-        """Return the masks, when they are made. A row whose mask takes more than timeout_s is given up."""
+        """Return the masks, when they are made. A row fails if its mask takes more than timeout_s."""
         in_work.sampled.wait()
         given_up = self._wait(in_work.work)
         bits = in_work.bits.copy() if given_up else in_work.bits  # a thread that is late may still write there
@@ -178,7 +178,7 @@ class GrammarRows:
                 failures[row] = following.error
         for row, work in in_work.work.items():
             if row not in given_up:
-                work.result()  # raises what is no mistake of a grammar
+                work.result()  # raises errors that are not the grammar's
         return Masks(in_work.rows, bits, failures)
 
     def _wait(self, work: Mapping[int, Work]) -> list[int]:
@@ -194,7 +194,7 @@ class GrammarRows:
             stuck = [row for row in late_rows if work[row].has_taken(self._timeout_s, since=begun_at)]
             if stuck:
                 self._give_up(stuck)
-                # Others of the same grammar, whose masks nobody has begun, would take as long.
+                # Others of the same grammar, with masks that are not begun, would take as long.
                 slow = [row for row in late_rows if self._following[row].compiled.is_slow and work[row].cancel()]
                 self._fail(slow)
                 given_up += stuck + slow
@@ -214,7 +214,7 @@ class GrammarRows:
 
 
 def _follow(following: Following, run: Run, sampled: SampledTokens, bits: _Bits | None) -> None:
-    """Take note of a run, and write what is allowed behind it into bits, if it samples."""
+    """Record a run, and write the allowed next tokens into bits, if it samples."""
     token_ids = [sampled.token(run.row)] if run.token_ids is None else [int(token) for token in run.token_ids]
     following.run(run.start, token_ids)
     if bits is None:

@@ -22,12 +22,12 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 STACK_BYTES = 256 * 2**20
-"""Of a thread that compiles: a chain of as many rules as fit a grammar overflows the usual 8 MiB."""
+"""The stack of a compiling thread: a chain of as many rules as fit a grammar overflows the usual 8 MiB."""
 MEMORY_BYTES = 2**30
 """That compiling may take beyond the tokenizer."""
 
 NUM_TRIED_TOKENS = 8
-"""Of a text that is generated to find out if one can be."""
+"""Tokens of a text that is generated to find out if one exists."""
 
 # Indentation, but no endless white space, which a model that is unsure can fall into.
 JSON_DEFAULTS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}

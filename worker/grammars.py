@@ -1,8 +1,8 @@
 """Grammars of sequences: compiled off the model thread, kept by content, and followed token by token.
 
-A grammar is compiled twice. First in a process of its own (grammar_trial): it is killed when it takes too much time,
-and dies when it takes too much memory or stack. Then here, on a thread. So no grammar ends the worker, and neither the
-event loop nor the model thread waits for one.
+A grammar is compiled twice. First in a separate process (grammar_trial): it is killed when it takes too much time,
+and fails when it takes too much memory or stack. Then here, on a thread. So no grammar ends the worker, and neither
+the event loop nor the model thread waits for one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_WAITING = 64
 """Grammars that wait for a compiler."""
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 4 * 2**20
-"""Of the texts of compiled grammars."""
+"""The most bytes of the texts of compiled grammars."""
 MAX_STUCK = 2
 """Threads that may be at work that was given up; while they are so many, no other grammar is compiled."""
 
@@ -51,7 +51,7 @@ class GrammarRefused(Exception):
 
 
 class CompilerUnavailable(Exception):
-    """The worker can't compile a grammar now, whatever the grammar is; limit is the number that was reached."""
+    """The worker can't compile any grammar now; limit is the number that was reached."""
 
     def __init__(self, message: str, *, limit: int) -> None:
         super().__init__(message)
@@ -94,9 +94,9 @@ class Following:
 
     begins_at   position of its first generated token
     tokens      generated tokens as far as they are known, from there on
-    consumed    how many of these the matcher has taken; it takes no end token, nor what is behind one
-    has_ended   True if an end token is among those that the last advance() was about
-    error       why it can't be followed any more; "" if it can
+    consumed    how many of these the matcher has taken; it takes no end token, nor tokens after one
+    has_ended   True if an end token is among those of the last advance()
+    error       the reason why it can't be followed any more; "" if it can
     """
 
     compiled: Compiled
@@ -121,7 +121,7 @@ class Following:
             self.tokens += new
 
     def advance(self, position: int) -> bool:
-        """Let the matcher take the tokens before a position. Returns if the grammar says what is allowed there."""
+        """Let the matcher take the tokens before a position. Returns True if the grammar restricts the next token."""
         num_tokens = position - self.begins_at
         if num_tokens < 0:
             return False
@@ -195,7 +195,7 @@ class Threads:
         self._open: set[Work] = set()
 
     def submit(self, call: Callable[[], object]) -> Work:
-        """Run `call` on the next free thread; the future is done when it has ended, or has what it raised."""
+        """Run `call` on the next free thread; the future gets its result or its exception."""
         work = Work(call)
         self._open.add(work)
         work.add_done_callback(lambda _: self._open.discard(work))
@@ -210,7 +210,7 @@ class Threads:
         self._queue.put(work)
 
     def give_up(self) -> None:
-        """Leave the threads to what they are at: others do what waits, and what is submitted from now on."""
+        """Abandon the running threads: new ones do the queued work and later submissions."""
         left, self._queue = self._queue, None
         if left is None:
             return
@@ -244,7 +244,7 @@ class Trial:
 
     def translate(self, grammar: Grammar) -> str:
         """Return a grammar that can be compiled, as llguidance takes it. Raises GrammarRefused, CompilerUnavailable."""
-        # A process that dies of a grammar dies again; one that somebody else has ended does not.
+        # A process that fails on a grammar fails again; one that was killed from outside does not.
         answer = self._ask(grammar) or self._ask(grammar)
         if answer is None:
             raise GrammarRefused("it takes too much memory or stack to compile")
@@ -253,7 +253,7 @@ class Trial:
         return answer["grammar"]
 
     def _ask(self, grammar: Grammar) -> dict[str, str] | None:
-        """Return the answer of the process, None if it dies.
+        """Return the answer of the process, None if it ends.
 
         Raises GrammarRefused if it takes too long, CompilerUnavailable if it does not start.
         """
@@ -416,7 +416,7 @@ class Grammars:
         return Compiled(matcher, frozenset(self.tokenizer.eos_tokens))
 
     def close(self) -> None:
-        """End the threads and their processes after what they are at."""
+        """End the threads and their processes after their current work."""
         for _ in self._trials:
             self._queue.put(None)
         self._replays.give_up()

@@ -1,4 +1,4 @@
-"""A step as this worker runs it: the grant as cachemgr signed it, with what the client adds to it."""
+"""A step as this worker runs it: the grant that cachemgr signed, and the client's additions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.worker.sampler import SamplingOutOfRange, SamplingParams, TokenArray,
 DIGEST_BYTES = 16
 TOKEN_DTYPE = "<i4"
 MAX_ID_BYTES = 5
-"""Of an id or a count in a grant: none is negative."""
+"""The most bytes of an id or a count in a grant: none is negative."""
 GRANT_HEAD_BYTES = 4_096
 """More than names and numbers of a grant take."""
 SEQUENCE_BYTES = 128
@@ -40,7 +40,7 @@ SEQUENCE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a sequence is sampled from a step on; the token ids are only for penalties, the last ones for bad words.
+    """A sequence's sampling from a step on; the token ids are only for penalties, the last ones for bad words.
 
     following   the sequence's grammar, with the generated tokens that the client gave
     """
@@ -62,12 +62,12 @@ class Step:
     sampling: Mapping[int, RowSampling] = field(default_factory=dict)
     """New sampling parameters, by sequence."""
     scored: Mapping[int, ScoredTokens] = field(default_factory=dict)
-    """By index of a run: tokens of its prompt whose log-probabilities are asked for."""
+    """By index of a run: tokens of its prompt with log-probabilities in the answer."""
     skip: bool = False
 
 
 def max_grant_bytes(geometry: attach_pb2.PoolGeometry) -> int:
-    """The size that no grant for a pool exceeds: every sequence leaves for the host tier and another one comes back."""
+    """The size that no grant for a pool exceeds: every sequence is offloaded and another one restored."""
     blocks_per_sequence = -(-geometry.max_sequence_tokens // geometry.block_size_tokens)
     num_entries = geometry.max_sequence_count * min(geometry.block_count, blocks_per_sequence)
     num_host_copies = min(geometry.host_block_count, num_entries)
@@ -96,9 +96,9 @@ def decode_step(
     max_logprobs: int,
     followed: Mapping[int, Following | Refused] = MappingProxyType({}),
 ) -> Step:
-    """Decode what the client adds, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
+    """Decode the client's additions, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
 
-    followed has an entry for each sequence that brings a grammar: why it is refused, if it is.
+    followed has an entry for each sequence with a grammar: the refusal, if it is refused.
     """
     if request.skip:
         return Step(grant, skip=True)
@@ -132,7 +132,7 @@ def decode_step(
 
 
 def match_given_tokens(grant: grant_pb2.StepGrant, tokens: dict[int, Sequence[int]]) -> dict[int, TokenArray]:
-    """Token ids by run, exactly those that cachemgr was told. Raises Refused."""
+    """Token ids by run, exactly those of the plan. Raises Refused."""
     given = {}
     for position, run in enumerate(grant.given_run_indexes):
         seq_id, count = grant.run_sequence_ids[run], grant.run_token_counts[run]
@@ -143,12 +143,12 @@ def match_given_tokens(grant: grant_pb2.StepGrant, tokens: dict[int, Sequence[in
         ids = np.asarray(given_ids, dtype=np.int32)
         digest = sha256(ids.astype(TOKEN_DTYPE).tobytes()).digest()[:DIGEST_BYTES]
         if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:
-            message = f"the tokens given for sequence {seq_id} are not those that cachemgr was told"
+            message = f"the tokens given for sequence {seq_id} are not those of the plan"
             raise Refused(Reason.TOKENS_MISMATCH, message, sequence_id=seq_id)
         given[run] = ids
     if tokens:
         seq_id, given_ids = next(iter(tokens.items()))
-        limit = "none: the run goes on from the token sampled last"
+        limit = "none: the run continues from the token sampled last"
         raise invalid("inputs.token_ids", f"{len(given_ids)} tokens for sequence {seq_id}", limit, sequence_id=seq_id)
     return given
 
@@ -195,7 +195,7 @@ def decode_sampling(
 
 @dataclass(frozen=True, slots=True)
 class _InputCheck:
-    """Checks of what one sequence brings; each refusal names the sequence."""
+    """Checks of one sequence's input; each refusal names the sequence."""
 
     seq_id: int
     vocab_size: int
@@ -220,7 +220,7 @@ class _InputCheck:
 def decode_scored(
     entry: worker_service_pb2.SequenceInput, check: _InputCheck, *, count: int, max_logprobs: int
 ) -> ScoredTokens:
-    """Return what a run of `count` tokens asks of its prompt. Raises Refused (INVALID_ARGUMENT)."""
+    """Return the prompt tokens of a run of `count` tokens to score. Raises Refused (INVALID_ARGUMENT)."""
     check.at_most("inputs.prompt_logprob_count", entry.prompt_logprob_count, max_logprobs)
     most = count if entry.HasField("prompt_logprob_count") else 0
     next_token_ids = check.tokens("inputs.next_token_ids", entry.next_token_ids, most=most)
@@ -228,7 +228,7 @@ def decode_scored(
 
 
 def _decode_constraints(message: worker_service_pb2.SamplingParameters, check: _InputCheck) -> Constraints | None:
-    """Return what the parameters forbid, and add to logits; None for nothing."""
+    """Return the forbidden tokens and biases of the parameters; None for none."""
     most = check.vocab_size
     allowed = check.tokens("sampling.allowed_token_ids", message.allowed_token_ids, most=most)
     ends = check.tokens("sampling.end_token_ids", message.end_token_ids, most=most)
@@ -317,7 +317,7 @@ def decode_following(
 
 
 def check_generated(grant: grant_pb2.StepGrant, sampling: Mapping[int, RowSampling]) -> None:
-    """Raises Refused if a sequence with a grammar runs behind the generated tokens that the worker was told."""
+    """Raises Refused if a sequence with a grammar runs beyond the generated tokens that the worker has."""
     if not any(row.following for row in sampling.values()):
         return
     for seq_id, start in zip(grant.run_sequence_ids, grant.run_starts, strict=True):

@@ -1,9 +1,9 @@
 """Steps in which every sequence runs one token, on fixed memory, so that a GPU can replay them as CUDA graphs.
 
-The host sends a step's numbers in one copy to where the captured stages read them, padded to the next bucket of batch
-sizes. Nothing of them is part of a graph: lengths, block tables, positions and slots are read on the device, and grids
-follow from the bucket. A padded row is a sequence of length 0 whose token has slot -1: it reads and writes no block,
-and its attention is zero.
+The host sends a step's numbers in one copy to memory that the captured stages read, padded to the next bucket of
+batch sizes. No number is part of a graph: lengths, block tables, positions and slots are read on the device, and
+grids depend on the bucket. A padded row is a sequence of length 0, its token has slot -1: it reads and writes no
+block, and its attention is zero.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _DRAWS = slice(5, 5 + len(DRAW_COLUMNS))
 _LAST_SAMPLED = -1
 """For a token: the one that was sampled last for its row."""
 
-# Of the tokens in the check of the replayed sampler, the share that may be others than the Sampler's: rounding moves
-# the borders between tokens, and a uniform number may lie between the old and the new.
+# The share of tokens that may differ from the Sampler's in the check of the replayed sampler: rounding moves the
+# borders between tokens, and a uniform number may lie between the old and the new.
 MAX_OTHER_TOKENS = 1 / 16
 NUM_CHECKED_POSITIONS = 4
 
@@ -69,7 +69,7 @@ class StaticDecode:
     """Decode steps on fixed memory: buffers, and on a GPU a graph per stage and bucket.
 
     Sizes: n sequences of a step, L the largest bucket, M blocks of the longest sequence there may be.
-        inputs          [10, L]     int64, all that the host sends: table row, token or -1, position, slot, length, and
+        inputs          [10, L]     int64, the host's inputs: table row, token or -1, position, slot, length, and
                                     the DRAW_COLUMNS
         token_ids       [L]         int64
         block_tables    [L, M]      int32
@@ -176,7 +176,7 @@ class StaticDecode:
     def sample(self, batch: StepBatch, way: Way) -> Tensor:
         """Tokens [n] int64 of the last forward's logits, valid until the next call; the table remembers them.
 
-        The batch is the one that prepare() made last, with draws whose way this is. Cost: one launch.
+        The batch is the one that prepare() made last, with draws of this way. Cost: one launch.
         """
         if batch is not self._prepared:
             raise ValueError("only the batch that was prepared last can be sampled")
@@ -259,8 +259,8 @@ class StaticDecode:
     def _batch(
         self, num_seqs: int, *, width: int | None = None, lengths: tuple[int, ...] = (), rows: tuple[int, ...] = ()
     ) -> StepBatch:
-        """The buffers as a batch. While a stage is captured, lengths on the host are left out: who asks for them can't
-        be captured.
+        """The buffers as a batch. While a stage is captured it has no lengths on the host: a module that needs them
+        can't be captured.
         """
         return StepBatch(
             input_ids=self._token_ids[:num_seqs],
@@ -291,13 +291,13 @@ class StaticDecode:
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture prepare and forward for every bucket, or for those of `sizes`. Needs a GPU.
 
-        Raises CannotCapture if the model's forward waits for the device, or whatever else a graph cannot hold; then no
-        bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
+        Raises CannotCapture if the model's forward waits for the device, or does anything else that a graph can't
+        hold; then no bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
         """
         self._capture_stages(tuple(Stage), sizes or self.buckets)
 
     def capture_sampling(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture the sampler likewise. Raises CannotCapture; then none of it is captured."""
+        """Capture the sampler in the same way. Raises CannotCapture; then none of it is captured."""
         self._capture_stages(tuple(Way), sizes or self.buckets)
 
     def _capture_stages(self, stages: Sequence[Stage | Way], sizes: Sequence[int]) -> None:
@@ -318,13 +318,13 @@ class StaticDecode:
     def _refuse_waits(self, stages: Sequence[Stage | Way]) -> None:
         """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
         bucket = self.buckets[-1]
-        self._warm_up(bucket, stages)  # what is done once only may wait
+        self._warm_up(bucket, stages)  # work that is done only once may wait
         with waits_refused():
             for stage in stages:
                 self._run(stage, bucket)
 
     def _warm_up(self, bucket: int, stages: Sequence[Stage | Way]) -> None:
-        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate what they keep."""
+        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate their memory."""
         send(torch.from_numpy(self._padding), self._inputs)
         with on_capture_stream():
             for stage in stages:
@@ -340,10 +340,10 @@ class StaticDecode:
 def capture_decode(
     model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int = 0
 ) -> StaticDecode | None:
-    """The model's decode steps as graphs on this pool, or None, with a line in the log, if they can't be or go wrong.
+    """The model's decode steps as graphs on this pool, or None, with a log line, if that fails or results differ.
 
-    Of mixed steps of up to max_graph_tokens the pieces between attention become graphs too, unless it is 0. Whether
-    replays say what the model says is asked first, of graphs on a small pool.
+    Of mixed steps of up to max_graph_tokens the pieces between attention become graphs, too, unless it is 0. First,
+    graphs on a small pool are checked against the model's results.
     """
     try:
         _check_replays(model)
@@ -398,14 +398,14 @@ def measure_graphs(
 
 
 def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
-    """Bytes of all buckets, by what was free before the first one, after it, and after the second."""
+    """Bytes of all buckets, by the free memory before the first one, after it, and after the second."""
     if not after:
         return 0
     return before - after[0] + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, what the allocator keeps for later included. Waits for the device."""
+    """Free memory of a GPU, with the allocator's reserve. Waits for the device."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -1,10 +1,10 @@
-"""The host tier: memory beside the pool, where what blocks hold is kept while its sequence has none.
+"""The host tier: memory beside the pool for the blocks of offloaded sequences.
 
-Like the pool it knows bytes, not owners. A host block has the bytes of one block, all layers' keys and values. On a GPU
+Like the pool it has bytes, not owners. A host block has the bytes of one block, all layers' keys and values. On a GPU
 the memory is pinned and copies run on a stream of their own, beside the computation:
 
-    to the host      behind all that was asked of the device before; what is asked after `join` waits for them
-    from the host    likewise; whatever is asked after `restore` waits for them
+    to the host      after all work submitted to the device before; work submitted after `join` waits for them
+    from the host    the same; work submitted after `restore` waits for them
 
 so that no block is written before it was copied, and none is read before it was copied back. On a CPU both are plain
 copies, done when the call returns.
@@ -68,10 +68,10 @@ class HostPool:
             self._restore(pairs)
 
     def join(self) -> None:
-        """What the device is asked from here on waits for the copies to the host."""
+        """Makes later work on the device wait for the copies to the host."""
 
     def finish(self) -> HostCopies:
-        """Returns when the step's copies are done, with what they took; the next step's begin."""
+        """Returns the step's copies with their times when they are done; the next step's begin."""
         copies, self._copies = self._copies, HostCopies()
         return copies
 
@@ -133,7 +133,7 @@ class TimedCopies:
 
 
 class PinnedHostPool(HostPool):
-    """The same beside a pool on a GPU; at least one block."""
+    """A host pool beside a pool on a GPU; at least one block."""
 
     def __init__(self, pool: KVPool, *, num_blocks: int) -> None:
         """Raises ValueError if the pool's blocks can't be moved whole, RuntimeError if the memory can't be pinned."""
@@ -182,7 +182,7 @@ def make_host_pool(pool: KVPool, *, num_blocks: int) -> HostPool:
 
 
 def count_host_blocks(host_memory_bytes: int, *, bytes_per_block: int, free_memory_bytes: int) -> int:
-    """How many host blocks so much memory has room for; none in none.
+    """The number of host blocks that fit so much memory; none in none.
 
     Raises ValueError if it is more than is free, or less than a block.
     """

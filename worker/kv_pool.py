@@ -1,7 +1,7 @@
 """The tensors that hold every layer's keys and values, in blocks.
 
-The pool knows bytes, not owners: which block belongs to whom is decided by cachemgr, and checked before a step comes
-here. Block 0 is the null block: its slots are zero, padding reads them, nobody owns it and nothing writes it.
+The pool has bytes, not owners: cachemgr decides the holders of blocks, and a step is checked before it comes here.
+Block 0 is the null block: its slots are zero, padding reads them, no sequence owns it and nothing writes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GIB = 2**30
 
 
 class KeptPerToken(Protocol):
-    """What one layer keeps of a token: a key and a value per head, or a key whose beginning is the value."""
+    """One layer's tensors for a token: a key and a value per head, or a key that begins with the value."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -40,7 +40,7 @@ class KeptPerToken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVPoolStatistics:
-    """num_blocks counts the null block; num_bytes is what the tensors take."""
+    """num_blocks counts the null block; num_bytes is the size of the tensors."""
 
     num_blocks: int
     block_size: int
@@ -52,7 +52,7 @@ class KVPoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """How many blocks to allocate, and the arithmetic behind it in a line or two."""
+    """The number of blocks to allocate, and the arithmetic in a line or two."""
 
     num_blocks: int
     explanation: str
@@ -254,11 +254,11 @@ def size_pool(
     memory_share: float = 0.9,
     default: Budget | None = None,
 ) -> PoolSize:
-    """Decide how many blocks to allocate: num_blocks, or what fits the bytes given, or `default`.
+    """Choose the number of blocks to allocate: num_blocks, or those that fit the bytes given, or `default`.
 
     default None is the share memory_share (0 < share <= 1) of free_memory_bytes. num_blocks goes before
-    kv_cache_memory_bytes. Raises ValueError, naming flag, value and limit, if what is asked for exceeds what is free,
-    or if fewer than 2 blocks (one besides the null block) fit.
+    kv_cache_memory_bytes. Raises ValueError, naming flag, value and limit, if the request exceeds the free memory, or
+    if fewer than 2 blocks (one besides the null block) fit.
     """
     if default is None:
         default = share_of_free(memory_share, free_memory_bytes)
@@ -282,7 +282,7 @@ def size_pool(
 
 
 def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
-    """A share of the memory that is free: for a CPU, whose memory others use too.
+    """A share of the free memory: for a CPU, as other processes use its memory, too.
 
     Raises ValueError unless 0 < memory_share <= 1.
     """
@@ -294,10 +294,10 @@ def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
 def share_of_device(
     memory_share: float, *, total_bytes: int, used_bytes: int, step_bytes: int, graph_bytes: int = 0
 ) -> Budget:
-    """What is left of a share of a GPU's memory: for the worker, which has the GPU to itself.
+    """The remainder of a share of a GPU's memory: for the worker, which has the GPU to itself.
 
-    used_bytes is what is taken once the model is loaded, by whomever; step_bytes what a step of the most tokens takes
-    besides, and graph_bytes what the CUDA graphs of decode steps take, both measured. The result may be negative.
+    used_bytes is the memory in use by all processes once the model is loaded; step_bytes the memory of the largest
+    step, and graph_bytes that of the CUDA graphs of decode steps, both measured. The result may be negative.
     Raises ValueError unless 0 < memory_share <= 1.
     """
     _check_share(memory_share)

@@ -29,7 +29,7 @@ LATENT_NAME = "quire_latent"
 
 
 def latent_specs(model: Any, specs: Mapping[int, LayerSpec]) -> dict[int, LayerSpec] | None:
-    """What the layers keep as latents, by the specs of their expanded form; None if one of them is not built so."""
+    """The layers' latents, by the specs of their expanded form; None if one of them is not built so."""
     modules = _latent_modules(model)
     if modules.keys() != specs.keys():
         return None
@@ -48,7 +48,7 @@ def latent_specs(model: Any, specs: Mapping[int, LayerSpec]) -> dict[int, LayerS
 
 
 def keep_latents(model: Any) -> None:
-    """Make the layers hand over latents for as long as the model's attention implementation is LATENT_NAME."""
+    """Make the layers pass latents as long as the model's attention implementation is LATENT_NAME."""
     for module in _latent_modules(model).values():
         _hand_over_latents(module)
 

@@ -14,7 +14,7 @@ from quire.worker.steps import Steps
 def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: str) -> Iterator[Metric]:
     """All metrics of a worker. Counters are since the process started."""
     # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
-    yield InfoMetricFamily("quire_worker", "What the worker serves.", value={"pool": pool, "model": model})
+    yield InfoMetricFamily("quire_worker", "The worker's pool and model.", value={"pool": pool, "model": model})
     counters = steps.counters
     outcomes = CounterMetricFamily("quire_worker_steps", "Steps that ended, by outcome.", labels=["outcome"])
     outcomes.add_metric(["computed"], counters.computed)
@@ -26,7 +26,7 @@ def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: s
         refused.add_metric([reason.value], count)
     yield refused
     totals = {
-        "quire_worker_computed_tokens": ("Tokens whose KV was computed.", counters.computed_tokens),
+        "quire_worker_computed_tokens": ("Tokens with KV computed.", counters.computed_tokens),
         "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
         "quire_worker_copied_blocks": ("Blocks copied.", counters.copied_blocks),
         "quire_worker_offloaded_blocks": ("Blocks copied to the host tier.", counters.offloaded_blocks),
@@ -38,7 +38,7 @@ def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: s
         yield CounterMetricFamily(name, text, value=value)
     present = {
         "quire_worker_attached": ("Whether cachemgr's stream is open.", int(attachment.is_attached)),
-        "quire_worker_open_leases": ("Leases whose steps are accepted.", steps.gate.statistics().num_open_leases),
+        "quire_worker_open_leases": ("Leases with accepted steps.", steps.gate.statistics().num_open_leases),
         "quire_worker_sequences": ("Sequences with a block table.", steps.num_sequences()),
         "quire_worker_steps_in_flight": ("Steps accepted and not ended.", steps.num_in_flight),
         "quire_worker_unacknowledged_reports": ("Reports not acknowledged.", len(steps.reports)),

@@ -1,10 +1,10 @@
 """Loading a transformers model so that it runs on the block pool, and running it.
 
-A model is taken as it is: no list of names, no code of our own per architecture. What makes that safe is decided at
-load: the probe says whether every layer calls the registered attention function and with which mask, a rope that would
-look at the whole batch is pinned to positions alone, and a numeric self-check compares the result with the model's own
-attention. A model of which not every layer calls that function keeps its own, over a cache that is the pool. Whatever
-does not pass is refused with UnsupportedModel, naming the class and the reason.
+A model is used unchanged: no list of names, no code of our own per architecture. Checks at load make that safe: the
+probe finds if every layer calls the registered attention function and with which mask, a rope that would depend on
+the whole batch is pinned to positions alone, and a numeric self-check compares the result with the model's own
+attention. A model in which some layers do not call that function keeps its own attention, with a cache that is the
+pool. A model that fails a check is refused with UnsupportedModel, naming the class and the reason.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ LENGTH_NAMES = ("max_position_embeddings", "max_seq_len")
 
 
 class PagedModel:
-    """A causal language model whose keys and values live in a KVPool."""
+    """A causal language model with its keys and values in a KVPool."""
 
     state_specs: Mapping[StateKey, StateSpec] = MappingProxyType({})
-    """What it keeps per sequence, besides keys and values."""
+    """Its state per sequence, besides keys and values."""
     takes_any_kv_dtype = True
     """True if a pool may have another dtype than the model."""
 
@@ -75,10 +75,10 @@ class PagedModel:
         eos_token_ids: tuple[int, ...],
         step_kind: type[AttentionStep] = AttentionStep,
     ) -> None:
-        """`specs` are what the pool keeps, by layer: LayerSpecs if `model` has ATTENTION_NAME or LATENT_NAME set as its
+        """`specs` are the pool's, by layer: LayerSpecs if `model` has ATTENTION_NAME or LATENT_NAME set as its
         attention implementation; load_model() sees to that.
 
-        step_kind is what runs the attention of its steps, and says which block sizes a pool may have.
+        step_kind runs the attention of its steps, and limits the block sizes of a pool.
         """
         self.specs = dict(specs)
         self.max_model_len = max_model_len
@@ -101,11 +101,12 @@ class PagedModel:
 
     @property
     def has_recurrent_state(self) -> bool:
-        """True if a sequence can go on only from where it was left: of what it shares with others there is no state."""
+        """True if a sequence can continue only from its last position: blocks shared with others have no state for
+        it."""
         return bool(self.state_specs)
 
     def describe_attention(self) -> str:
-        """What runs it, for people."""
+        """The attention kernels, for people."""
         return self.step_kind.describe(self.attention_specs)
 
     def allocate_states(self, max_num_seqs: int) -> None:
@@ -128,7 +129,7 @@ class PagedModel:
         return self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
 
     def forward_base(self, batch: StepBatch, step: AttentionStep) -> Any:
-        """Run what is below the output layer, with this attention; return its ModelOutput.
+        """Run the model below the output layer, with this attention; return its ModelOutput.
 
         Its last_hidden_state is [1, T, hidden size]. Reads input_ids, positions and slot_mapping of the batch.
         """
@@ -159,9 +160,10 @@ class PagedModel:
         return kept_hidden_states(self._model)
 
     def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
-        """Hold forward(batch, pool) -> [B, vocab_size] against the model's own attention; see quire.worker.self_check.
+        """Compare forward(batch, pool) -> [B, vocab_size] with the model's own attention; see
+        quire.worker.self_check.
 
-        Raises what one of them raises.
+        Raises the exceptions of both.
         """
         own_attention = eager_reference(self._model)
         implementation = self._model.config._attn_implementation
@@ -343,7 +345,7 @@ def _prepare_paged(
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
 ) -> PagedModel:
-    """`expanded` is what the layers ask of attention, if that is not what the pool keeps."""
+    """`expanded` are the specs of the layers' attention, if the pool's differ."""
     model.set_attn_implementation(implementation)
     paged = PagedModel(
         model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
@@ -458,7 +460,7 @@ def longest_model_len(text_config: Any) -> int | None:
 
 
 def _counts_on_from_cache(text_config: Any) -> bool:
-    """Llama 4 scales queries by the index in the batch behind what is cached, and not by position_ids."""
+    """Llama 4 scales queries by the index in the batch after the cached tokens, and not by position_ids."""
     return bool(getattr(text_config, "attn_temperature_tuning", False))
 
 
@@ -586,7 +588,7 @@ def _check_against_own_attention(paged: PagedModel) -> None:
 
 
 def fingerprint(model: Any) -> str:
-    """Identify what decides the content of a KV block: configuration, dtype and weights. Hex SHA-256, 64 characters.
+    """Identify the content of a KV block by configuration, dtype and weights. Hex SHA-256, 64 characters.
 
     Of each weight it takes name, shape, dtype and one element of every row, at a column that changes from row to row;
     a buffer counts as a weight, so a pinned rope is part of it. Equal weights give equal fingerprints however they are
@@ -602,7 +604,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _lasting(config: Any) -> Any:
-    """The configuration without what says where it came from, or what the digest has from the model itself."""
+    """The configuration without its origin, and without fields that the digest takes from the model itself."""
     if not isinstance(config, dict):
         return config
     passing = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}

@@ -16,7 +16,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 class ModelNotFound(ValueError):
-    """There is no model where the caller said. The message names the place and what is missing."""
+    """There is no model at the given place. The message names the place and the missing part."""
 
     def __init__(self, source: str, reason: str) -> None:
         super().__init__(f"no model at {source!r}: {reason}")
@@ -80,9 +80,9 @@ def check_hub(hub_id: str, *, revision: str | None = None) -> bool:
 
 
 def _ask_hub(hub_id: str, revision: str | None, timeout_s: float) -> str | None:
-    """Return what is wrong with the hub or the id, None if the hub has the model. Takes timeout_s at most.
+    """Return the error of the hub or the id, None if the hub has the model. Takes timeout_s at most.
 
-    A thread of its own asks, because nothing else bounds the time of name resolution and redirects together.
+    Runs on a thread of its own, because nothing else bounds the time of name resolution and redirects together.
     """
     answers: SimpleQueue[str | None] = SimpleQueue()
     arguments = (hub_id, revision, timeout_s, answers)

@@ -1,8 +1,8 @@
 """Weights of linear layers in bfloat16 as a CPU reads them fastest.
 
 A matrix product of few rows, which is what every layer of a decode step is, spends much of its time reordering the
-weight on its way into the processor. oneDNN can do that once, ahead. A packed weight replaces the one it was made from.
-In float32 it does not pay: for a single row the product that PyTorch takes otherwise is faster.
+weight on its way into the processor. oneDNN can do that once, ahead. A packed weight replaces the original. In
+float32 it does not pay: for a single row PyTorch's other product is faster.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 # Greatest difference from the plain product, of the largest result. Beyond it a layer stays as it is.
 TOLERANCE = 2e-2
-# How many rows oneDNN is told to expect. What it packs for 16 is also right for 1 and for 2,048.
+# The number of rows that oneDNN packs for. The packing for 16 also suits 1 and 2,048.
 EXPECTED_ROWS = 16
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is packed; same arguments and results as nn.Linear, inference only.
+    """A linear layer with a packed weight; same arguments and results as nn.Linear, inference only.
 
     input [..., K], dtype of the weight; returns [..., N]. `weight` has shape and dtype, but its elements can't be read.
     """

@@ -23,5 +23,5 @@ class PastPositions:
         return self._offsets
 
     def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """What was given."""
+        """Return the arguments."""
         return key, value

@@ -1,4 +1,4 @@
-"""What the largest step takes of a GPU's memory, found by running it before there is a pool."""
+"""The GPU memory of the largest step, measured by running it before there is a pool."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _run_step(
 ) -> None:
     """Run counts[i] tokens from position starts[i] of each sequence.
 
-    All of them read and write one block of a pool that has no other: what they compute is of no interest.
+    All of them read and write one block of a pool that has no other: their results are not used.
     """
     device, num_seqs = model.device, len(counts)
     pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=device)
@@ -93,7 +93,7 @@ def largest_counts(max_step_tokens: int, *, max_num_seqs: int, max_model_len: in
 
 
 def peak_memory_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """How much more of a GPU's memory is in use at the peak of `work` than before it. Waits for the device."""
+    """The additional memory of a GPU in use at the peak of `work`. Waits for the device."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

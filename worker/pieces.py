@@ -1,13 +1,13 @@
 """Steps in which some sequences run several tokens, with everything but their attention replayed as CUDA graphs.
 
-The model's forward runs once while it is captured. Where a layer asks for attention, one graph ends and the next one
-begins, so nothing here depends on how the model is made:
+The model's forward runs once while it is captured. Where a layer calls attention, one graph ends and the next one
+begins, so nothing here depends on the architecture of the model:
 
     piece 0         the embedding, and the first layer up to its attention: also its keys and values to the pool
     attention 0     as in a step without graphs, of the sequences that the step has
     piece 1         the rest of the first layer, and the second one up to its attention
     ...
-    piece L         the rest of the last layer, and the norm behind it
+    piece L         the rest of the last layer, and the norm after it
     head            as in a step without graphs: logits of each sequence's last token
 
 A piece depends on the number of tokens alone, which is padded to the next bucket. A padded token has slot -1, so its
@@ -90,13 +90,13 @@ class _Attention:
 
 
 class _Buffers:
-    """Memory between pieces, by name and shape of a row. Each has as many rows as the first that asks for it."""
+    """Memory between pieces, by name and shape of a row. Each has as many rows as its first use needs."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def take(self, name: str, num_rows: int, row_shape: Sequence[int], like: Tensor) -> Tensor:
-        """The first rows of a buffer, zero when it is new. The largest bucket has to ask first."""
+        """The first rows of a buffer, zero when it is new. The largest bucket has to be the first."""
         key = (name, tuple(row_shape), like.dtype)
         if key not in self._buffers:
             with torch.inference_mode(False):  # a tensor made in inference mode could never be written outside of it
@@ -196,7 +196,7 @@ class StaticPieces:
     def __init__(self, model: PagedModel, pool: KVPool, *, buckets: Sequence[int], memory: Any = None) -> None:
         """`memory` is a torch.cuda.graph_pool_handle() to share, or None for one of its own.
 
-        Raises CannotCapture if the attention of a layer depends on numbers that the host knows, or if there is nothing
+        Raises CannotCapture if the attention of a layer depends on numbers on the host, or if there is nothing
         to tell a model's output layer from the rest.
         """
         if not model.step_kind.reads_lengths_on_device(model.attention_specs):
@@ -260,7 +260,7 @@ class StaticPieces:
         self._hidden_states[:bucket].copy_(hidden_states)
 
     def _batch(self, bucket: int) -> StepBatch:
-        """The inputs as a batch. Pieces do not read block tables and lengths: who asks for them can't be captured."""
+        """The inputs as a batch, without block tables and lengths: a module that reads them can't be captured."""
         return StepBatch(
             input_ids=self._inputs[_TOKEN, :bucket],
             positions=self._inputs[_POSITION, :bucket],
@@ -277,14 +277,14 @@ class StaticPieces:
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture the pieces of every bucket, or of those of `sizes`. Needs a GPU.
 
-        Raises CannotCapture if the model's forward waits for the device, or whatever else a graph cannot hold; then no
+        Raises CannotCapture if the model's forward waits for the device, or does anything a graph can't hold; then no
         bucket is captured. Cost: two forwards per bucket and two more; memory of the largest.
         """
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         try:
             largest = self.buckets[-1]
-            self._warm_up(largest)  # what is done once only may wait
+            self._warm_up(largest)  # work that is done only once may wait
             with waits_refused():
                 self._run(largest, _skip)
             for bucket in sorted(sizes or self.buckets, reverse=True):
@@ -298,21 +298,21 @@ class StaticPieces:
             raise cannot_capture(error) from error
 
     def _warm_up(self, bucket: int) -> None:
-        """Run padding alone, without attention. Compiles, and lets libraries allocate what they keep."""
+        """Run padding alone, without attention. Compiles, and lets libraries allocate their memory."""
         self._inputs.copy_(self._padding)
         with on_capture_stream():
             self._run(bucket, _skip)
 
 
 def _skip(_: _Attention) -> None:
-    """Leave the attention out: its result is what the buffer holds."""
+    """Leave the attention out: its result is the buffer's content."""
 
 
 def capture_pieces(model: PagedModel, pool: KVPool, *, max_tokens: int, memory: Any) -> StaticPieces | None:
-    """The pieces of steps of up to max_tokens on this pool, or None, with a line in the log, if they can't be captured
-    or go wrong. They share `memory` with other graphs.
+    """The pieces of steps of up to max_tokens on this pool, or None, with a line in the log, if they can't be
+    captured or give wrong results. They share `memory` with other graphs.
 
-    Whether replays say what the model says is asked first, of graphs on a small pool.
+    First, graphs on a small pool are checked against the model's results.
     """
     try:
         _check_pieces(model, max_tokens)

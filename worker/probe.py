@@ -1,4 +1,4 @@
-"""What attention a model asks for, learned by asking it.
+"""The attention parameters of a model, learned from a forward.
 
 One forward of one token runs under a throw-away name that is registered in both of transformers' interfaces. The mask
 interface hands over the symbolic mask function instead of a mask; a tag tensor carries it through the model to the
@@ -27,7 +27,7 @@ PROBE_NAME = "quire_probe"
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Masks are classified on positions 0 .. MASK_POSITIONS - 1. A window at least this wide counts as causal unless the
-# layer's sliding_window says otherwise, which _agreed_mask believes.
+# layer's sliding_window gives a size, which _agreed_mask then uses.
 MASK_POSITIONS = 1 << 16
 
 
@@ -104,7 +104,7 @@ class _AttentionCall:
 
 
 class _Recorder:
-    """Both halves of the throw-away implementation, and what they were called with."""
+    """Both halves of the temporary implementation, and the recorded calls."""
 
     def __init__(self) -> None:
         self.calls: list[_AttentionCall] = []
@@ -135,10 +135,10 @@ class _Recorder:
 
 
 def probe(model: Any) -> dict[int, LayerSpec]:
-    """Return what each layer of a causal language model asks of its attention, by layer index.
+    """Return the attention parameters of each layer of a causal language model, by layer index.
 
     Raises OffTheInterface if a layer makes no attention call through transformers' AttentionInterface, and
-    UnsupportedModel if one makes more than one, or asks for a mask other than causal, sliding or chunked. The model's
+    UnsupportedModel if one makes more than one, or has a mask other than causal, sliding or chunked. The model's
     attention implementation is the same after the call as before. Cost: one forward of one token, and a few
     milliseconds per distinct mask.
     """
@@ -237,9 +237,9 @@ def _agreed_mask(mask: Mask, call: _AttentionCall, model_class: str) -> Mask:
 def classify_mask(
     function: MaskFunction, *, positions: int = MASK_POSITIONS, device: torch.device | str = "cpu"
 ) -> Mask | None:
-    """Return what a mask function shows on positions 0 .. positions - 1, or None if it is of no known kind.
+    """Return the mask that a mask function makes on positions 0 .. positions - 1, or None if it is of no known kind.
 
-    A function may hold tensors of the model's device, so it is asked there. Two queries suggest the kind and its size;
+    A function may hold tensors of the model's device, so it is called there. Two queries suggest the kind and its size;
     the suggestion must then hold for every key of about twenty queries, those next to a boundary among them. Cost:
     about twenty evaluations over `positions` keys.
     """

@@ -66,7 +66,7 @@ MAX_BLOCKS = 2**24  # that a pool can be registered with
 # From which GPUs convert float8 themselves: Ada and Hopper.
 FLOAT8_CAPABILITY = (8, 9)
 
-# By default, of what is free on a CPU, and of all that a GPU has.
+# Default shares: of the free memory on a CPU, and of all memory on a GPU.
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
@@ -184,7 +184,7 @@ def make_watchdog(
 
 
 async def write_profile(profiler: StepProfiler, steps: Steps, thread: ModelThread) -> None:
-    """Write what was recorded, if the process ends before all steps of it have run; not behind a step that is stuck."""
+    """Write the recorded steps, if the process ends before all of them have run; do not wait for a stuck step."""
     if steps.oldest() is None:
         await thread.submit(profiler.stop)
 
@@ -230,7 +230,7 @@ def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
 
 
 def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
-    """Run the steps of warm_up on what was loaded. Raises ValueError if one fails."""
+    """Run the steps of warm_up on the loaded parts. Raises ValueError if one fails."""
     model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
     executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
     sizes = StepSizes(
@@ -377,7 +377,7 @@ def quiet_transformers() -> None:
 
 
 def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:
-    """What runs attention. Raises ValueError if Triton is asked for and can't run, or not with this block size."""
+    """The attention kernels. Raises ValueError if Triton is requested and can't run, or not with this block size."""
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return AttentionStep
     if not kernels_run_on(device):
@@ -420,7 +420,7 @@ def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
 def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> tuple[Budget, int]:
     """Bytes for the pool by --memory-share, and bytes that it could take at most.
 
-    On a GPU runs the largest step, and captures some decode steps, to measure what they take.
+    On a GPU runs the largest step, and captures some decode steps, to measure their memory.
     """
     device = model.device
     share = MEMORY_SHARE.get(device.type, MEMORY_SHARE["cpu"]) if config.memory_share is None else config.memory_share
@@ -458,7 +458,7 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, 
 
 
 def most_graph_tokens(config: WorkerConfig) -> int:
-    """Tokens of the largest step whose pieces are graphs: no step has more than --max-step-tokens."""
+    """Tokens of the largest step with pieces as graphs: no step has more than --max-step-tokens."""
     return min(config.max_graph_tokens, config.max_step_tokens)
 
 

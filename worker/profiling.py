@@ -1,4 +1,4 @@
-"""A Chrome trace of some steps: what the model thread and the device did in each of their phases.
+"""A Chrome trace of some steps: the phases of the model thread and the device.
 
 Ranges are named by `phase`, which costs next to nothing while nothing is recorded:
 
@@ -58,7 +58,7 @@ class StepProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """Writes what was recorded; nothing if that is none, or it is written."""
+        """Writes the recording; nothing if it is empty or written already."""
         global _recording
         if self._profile is None:
             return

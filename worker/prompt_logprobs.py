@@ -27,7 +27,7 @@ _Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Of one run: the token that follows each of its tokens, and how many of the likeliest to tell."""
+    """For one run: the token that follows each of its tokens, and the number of the likeliest to report."""
 
     next_token_ids: _Ints
     num_top: int
@@ -82,7 +82,7 @@ class HiddenStates:
 
 @contextmanager
 def kept_hidden_states(model: Any, order: Sequence[int] | None = None) -> Iterator[HiddenStates]:
-    """Keep what the base model gives in the forwards within.
+    """Keep the base model's output of the forwards in this context.
 
     `order` are indexes in the step, of the tokens in the order in which forwards have them; None: that of the step.
     """
@@ -131,7 +131,7 @@ def score_tokens(
 
 
 def read_scores(scores: Scores, asked: Sequence[tuple[int, ScoredTokens]]) -> list[PromptLogprobs]:
-    """Of each sequence what it asked for, in this order, from the scores of all of them on the host."""
+    """The scores for each sequence, in this order, from the scores of all of them on the host."""
     found, start = [], 0
     for seq_id, tokens in asked:
         rows, start = slice(start, start + len(tokens.next_token_ids)), start + len(tokens.next_token_ids)

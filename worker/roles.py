@@ -1,6 +1,6 @@
 """The methods of a worker: the roles that may call each, and the size of its messages.
 
-Roles are asked only where callers have to say who they are.
+Roles are checked only if the server authenticates callers.
 """
 
 from __future__ import annotations

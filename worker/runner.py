@@ -1,8 +1,8 @@
-"""The model thread: runs what it is given in order, so that the gRPC loop never waits for the device.
+"""The model thread: runs submitted work in order, so that the gRPC loop never waits for the device.
 
-Work that a device does by itself once it is launched goes through two threads: the model thread launches it and turns
-to the next, and the collector waits for it to end. So a GPU has its next step before it is done with one, however long
-the host takes to tell. Whatever is not launched in this way begins when all that was launched has ended.
+Work that a device does by itself once it is launched uses two threads: the model thread launches it and takes the
+next, and the collector waits for its end. So a GPU has its next step before it has finished one, however slow the
+host is. Other work begins when all launched work has ended.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class ModelThread:
         return future
 
     def submit_ahead(self, launch: Callable[[], Callable[[], Result]]) -> asyncio.Future[Result]:
-        """As submit(), for work in two halves: `launch`, on the model thread, returns what waits for the result.
+        """As submit(), for work in two halves: `launch`, on the model thread, returns a function that waits for the
+        result.
 
-        That runs on the collector, while the model thread launches what was submitted next, at most MAX_UNCOLLECTED.
+        That runs on the collector, while the model thread launches the next submission, at most MAX_UNCOLLECTED.
         """
         future = self._expect(self._loop.create_future())
 

@@ -1,13 +1,13 @@
 """From logits to tokens, for a batch in which every row has parameters of its own.
 
-First what a grammar does not allow is masked. Order and meaning of the rest are those of transformers' logits
+First tokens that a grammar does not allow are masked. Order and meaning of the rest are those of transformers' logits
 processors: constraints (constraints.py), repetition penalty over prompt and output, presence and frequency penalty over
-output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens whose logit is at least some
+output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens with a logit of at least some
 threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
 
 A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
 (seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
-themselves depend on the shape of the batch by rounding: on who shares it, how a prompt was cut, and preemptions. So the
+themselves depend on the shape of the batch by rounding: on other rows, chunks of prompts, preemptions. So the
 same seed can give another token (docs/architecture.md, Seeds).
 """
 
@@ -55,7 +55,7 @@ class SamplingOutOfRange(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence's tokens are chosen. The defaults are greedy, and change nothing else.
+    """The choice of one sequence's tokens. The defaults are greedy, and change nothing else.
 
     temperature             0 is greedy: the greatest logit, and no filter matters
     top_k                   0 keeps all; ties with the k-th are kept
@@ -63,11 +63,11 @@ class SamplingParams:
     min_p                   keep tokens at least p times as likely as the likeliest
     repetition_penalty      divides positive logits of tokens in prompt or output, multiplies others
     presence_penalty        subtracted from logits of tokens seen in the output
-    frequency_penalty       likewise, once for each time that the token was seen
+    frequency_penalty       subtracted once for each time that the token was seen
     seed                    0 .. 2**63 - 1
     num_logprobs            0 .. 20 or None: how many of the likeliest tokens to report besides the chosen one; None: no
                             log-probabilities at all
-    constraints             what is forbidden, and added to logits; None: nothing
+    constraints             forbidden tokens, and biases of logits; None: none
     The ranges of the others are in sampling_ranges.
     """
 
@@ -134,13 +134,13 @@ class Sampled:
 
 
 class Way(StrEnum):
-    """How the kernels choose the tokens of a batch."""
+    """The kernels' way to choose the tokens of a batch."""
 
     GREEDY = "greedy"
     DRAWN = "drawn"
 
 
-# What a kernel needs to draw a row's token: 8 bytes each.
+# The kernels' inputs to draw a row's token: 8 bytes each.
 DRAW_COLUMNS = {
     "seed": torch.int64,
     "top_k": torch.int64,
@@ -152,7 +152,7 @@ DRAW_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """A batch whose tokens the kernels can choose: how, and the DRAW_COLUMNS of its rows as they lie in memory."""
+    """A batch for the kernels' choice of tokens: the way, and the DRAW_COLUMNS of its rows as they lie in memory."""
 
     way: Way
     columns: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -233,7 +233,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """num_top is the most that one of the rows asks for."""
+    """num_top is the largest number of any row."""
 
     subset: _Subset
     num_top: int
@@ -241,7 +241,7 @@ class _Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What one batch of rows needs, on the device; it serves until the rows or their parameters change."""
+    """One batch's tensors on the device; valid until the rows or their parameters change."""
 
     constraints: ConstraintPlan | None
     penalties: _Penalties | None
@@ -279,7 +279,7 @@ class Sampler:
         output_token_ids: TokenIds = (),
         last_token_ids: TokenIds = (),
     ) -> None:
-        """Set how a row is sampled from now on, and forget what was known of it.
+        """Set the sampling of a row from now on, and clear its state.
 
         The token ids are what its sequence holds already; the last ones matter only to bad words, the others only to
         penalties. Raises ValueError for parameters out of range, constraints that leave no token, a row beyond
@@ -306,7 +306,7 @@ class Sampler:
         self._forget_plans()
 
     def fork(self, row: int, child_row: int, *, seed: int | None = None) -> None:
-        """Give child_row what row has of parameters and penalty state, with another seed if one is given."""
+        """Copy a row's parameters and penalty state to child_row, with another seed if one is given."""
         self._check_row(child_row)
         params = self._params.get(row)
         if params is None:
@@ -327,7 +327,7 @@ class Sampler:
         return self._params.get(row)
 
     def draws(self, rows: Sequence[int]) -> Draws | None:
-        """How kernels choose a token of each row, or None if one has penalties, constraints or log-probabilities.
+        """The kernels' choice of a token of each row, or None if one has penalties, constraints or log-probabilities.
 
         Raises KeyError for a row without parameters.
         """
@@ -367,7 +367,7 @@ class Sampler:
             drawn = _draw(plan.draw, scores, positions)
             tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
         sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
-        if plan.penalties is not None:  # last: a step that fails leaves no token behind that nobody got
+        if plan.penalties is not None:  # last: a step that fails adds no token
             self._remember(tokens, plan.penalties)
         if plan.constraints is not None:
             self._constraints.remember(plan.constraints, tokens)

@@ -1,6 +1,6 @@
-"""Does this model, over a block pool, say what it says with its own attention? Asked once, at load.
+"""Self-check at load: compares the model's results over a block pool with those of its own attention.
 
-The failures it is for are silent: a model that ignores the registered attention function runs without a causal mask, a
+It finds silent failures: a model that ignores the registered attention function runs without a causal mask, a
 bias outside the mask is dropped, a rope that looks at the whole batch shifts every sequence. Three ragged sequences
 run over shuffled blocks of a pool full of NaN, one of them in chunks while the others decode:
 

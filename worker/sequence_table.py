@@ -110,7 +110,7 @@ class SequenceTable:
         """Keep the first num_blocks blocks of a row, and its last token. Raises ValueError if it has fewer."""
         held = self._num_blocks[row]
         if not 0 <= num_blocks <= held:
-            raise ValueError(f"num_blocks={num_blocks} is not in 0 .. {held}, what row {row} holds")
+            raise ValueError(f"num_blocks={num_blocks} is not in 0 .. {held}, the blocks of row {row}")
         self._host_tables[row, num_blocks:held] = NULL_BLOCK
         self._num_blocks[row] = num_blocks
         self._stage(row, num_blocks, held)

@@ -30,7 +30,7 @@ MAX_STEPS_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What GetModel says beside the pool's geometry."""
+    """The fields of GetModel beside the pool's geometry."""
 
     name: str
     architecture: str
@@ -101,8 +101,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_service_pb2.RunStepsResponse]:
         """Reads ahead: a step is accepted as soon as it is read, and answered when it has ended.
 
-        The answer's metadata goes when the first step has been read: whoever waits for it can send the next one on
-        another stream.
+        The answer's metadata is sent when the first step has been read: a client that waits for it can then send the
+        next one on another stream.
         """
         accepted: Accepted = asyncio.Queue(MAX_STEPS_WAITING)
         reader = asyncio.create_task(self._accept_all(request_iterator, accepted))
@@ -128,7 +128,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         requests: AsyncIterator[worker_service_pb2.RunStepsRequest],
         accepted: Accepted,
     ) -> None:
-        """Ends the queue with None, but not when it is cancelled: nobody takes from a full queue then."""
+        """Ends the queue with None, but not when it is cancelled: then nothing reads a full queue."""
         try:
             async for request in requests:
                 try:

@@ -28,7 +28,7 @@ class StateKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Of one sequence, without the batch."""
+    """The state of one sequence, without the batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,12 +39,12 @@ class StateSpec:
 
 
 class StateNotKept(RuntimeError):
-    """A sequence is to go on from a position whose state is not there."""
+    """A sequence is to continue from a position without a kept state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlotsStatistics:
-    """num_bytes is what the tensors take, num_kept how many rows hold a state."""
+    """num_bytes is the size of the tensors, num_kept the number of rows with a state."""
 
     max_num_seqs: int
     num_kept: int
@@ -56,8 +56,8 @@ class StateSlots:
 
         before, after   [R, *shape]     the states before and behind the last computed token
 
-    What a row holds does not count until store() has filled it. Without specs there is nothing to keep: load() gives
-    nothing, whatever the positions.
+    A row's content is invalid until store() has filled it. Without specs there is nothing to keep: load() returns
+    nothing, for any positions.
     """
 
     def __init__(self, specs: Mapping[StateKey, StateSpec], *, max_num_seqs: int, device: torch.device | str) -> None:
@@ -89,7 +89,7 @@ class StateSlots:
     def _slot(self, row: int, start: int) -> int:
         end = self._ends.get(row, 0)
         if start and start not in (end - 1, end):
-            raise StateNotKept(f"row {row} is to go on at position {start}, and the state kept is that of {end}")
+            raise StateNotKept(f"row {row} is to continue at position {start}, but the kept state is that of {end}")
         return row + (start == end) * self.max_num_seqs
 
     def store(

@@ -80,9 +80,9 @@ def build_step_batch(
 ) -> StepBatch:
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
 
-    Flushes the table first. Raises ValueError, before anything is sent, if the lists differ in length, a row comes
+    Flushes the table first. Raises ValueError, before anything is sent, if the lists differ in length, a row occurs
     twice, a count is not positive or not the number of tokens, a sequence has too few blocks for its last token, or
-    None is given for a row whose last sampled token takes another position than starts[i].
+    None is given for a row with its last sampled token at another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
     check_runs(table, block_size, rows, starts, counts, token_ids)
@@ -134,7 +134,7 @@ def check_runs(
         lengths = [len(rows), len(starts), len(counts), len(token_ids)]
         raise ValueError(f"rows, starts, counts and token_ids have {lengths} items; equal and at least 1 are needed")
     if len(set(rows)) != len(rows):
-        raise ValueError("a row comes twice in one step")
+        raise ValueError("a row occurs twice in one step")
     for row, start, count, ids in zip(rows, starts, counts, token_ids, strict=True):
         num_ids = 1 if ids is None else len(ids)
         if start < 0 or count < 1 or count != num_ids:

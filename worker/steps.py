@@ -1,4 +1,4 @@
-"""Steps from acceptance to report: what runs, what becomes of it, what cachemgr is told. Lives on the event loop."""
+"""Steps from acceptance to report. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPORTED_OUTCOMES = {
 
 NO_GRAMMARS = NoGrammars("this worker has no grammars")
 
-# What no new epoch of this process helps against: the next process begins one.
+# Errors that a new epoch of this process does not cure: the next process begins one.
 WHY_STOPPING: dict[type[BaseException], str] = {
     OwnershipViolation: "the worker stops: it was to break an invariant",
     DeviceLostError: "the worker stops: its device has failed",
@@ -48,7 +48,7 @@ WHY_STOPPING: dict[type[BaseException], str] = {
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step may ask for."""
+    """The limits of a step."""
 
     vocab_size: int
     max_sequence_tokens: int
@@ -58,7 +58,7 @@ class StepLimits:
 
     @classmethod
     def of(cls, geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_logprobs: int) -> Self:
-        """Of a worker whose pool has this geometry."""
+        """The limits of a worker with a pool of this geometry."""
         return cls(
             vocab_size=geometry.vocabulary_size,
             max_sequence_tokens=geometry.max_sequence_tokens,
@@ -187,7 +187,7 @@ class Steps:
         try:
             if isinstance(self._grammars, NoGrammars):
                 raise GrammarRefused(self._grammars.reason)
-            # What is too long, or no token, accept() refuses.
+            # accept() refuses lists that are too long, and ids that are no token.
             tokens = [token for token in sampling.output_token_ids if 0 <= token < self.limits.vocab_size]
             return await self._grammars.follow(
                 decode_grammar(sampling.grammar),
@@ -334,7 +334,7 @@ class Steps:
 
 
 def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.StepReport:
-    """What cachemgr is told of a step that ended."""
+    """The report to cachemgr of a step that ended."""
     report = attach_pb2.StepReport(
         lease_id=grant.lease_id, step_number=grant.step_number, outcome=REPORTED_OUTCOMES[result.outcome]
     )

@@ -1,7 +1,7 @@
-"""Between host and device: integers of a step there, sampled tokens back, and the time at which the device got where.
+"""Transfers between host and device: integers of a step there, sampled tokens back, and times of the device.
 
-On a GPU neither direction makes the host wait: memory on the host is pinned, and what comes back is there once an event
-has happened. On a CPU everything has happened by the time a call returns.
+On a GPU the host waits for neither: memory on the host is pinned, and a result is there once an event has happened.
+On a CPU everything has happened by the time a call returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def indices(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 class Readback:
-    """Tensors on their way to the host: what they hold when the device is done with all work given to it before."""
+    """Tensors on their way to the host: their content when the device has done all work submitted before."""
 
     def __init__(self, device: torch.device, *tensors: Tensor | None) -> None:
         """Cost: a copy each into pinned memory; no sync. Without tensors there is still the device to wait for.
@@ -46,7 +46,7 @@ class Readback:
             self._arrived.record()
 
     def wait(self) -> tuple[Tensor | None, ...]:
-        """The tensors, on the CPU. Raises what the device failed with since the copies were queued."""
+        """The tensors, on the CPU. Raises the device's error since the copies were queued."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensors

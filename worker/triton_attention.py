@@ -1,10 +1,10 @@
-"""Attention of a step in Triton's kernels: what quire.worker.attention is in torch.
+"""Attention of a step in Triton's kernels; quire.worker.attention is the same in torch.
 
 Sequences with one query go through the decode kernels, under a work list that all layers with the same mask share, and
-the others through the prefill kernel; a step of both is two launches a layer. Lengths are read on the device: beyond
-which sequences have one query, nothing here depends on what the host knows, so a step of fixed sizes can be captured.
+the others through the prefill kernel; a step of both is two launches a layer. Lengths are read on the device: nothing
+here depends on numbers of the host, except which sequences have one query, so a step of fixed sizes can be captured.
 
-Layers whose sizes the kernels don't take run in torch, one by one.
+Layers of sizes that the kernels don't take run in torch, one by one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Decoding:
     chunk: int | None
 
 
-# Layers whose constants are remembered: more than a model has.
+# Layers with kept constants: more than a model has.
 MAX_LAYERS = 1024
 
 
@@ -73,7 +73,7 @@ def why_torch(spec: LayerSpec) -> str | None:
 
 
 class TritonAttentionStep(AttentionStep):
-    """An AttentionStep whose pool has one of BLOCK_SIZES."""
+    """An AttentionStep for a pool with one of BLOCK_SIZES."""
 
     min_block_size = min(BLOCK_SIZES)
 
@@ -116,7 +116,7 @@ class TritonAttentionStep(AttentionStep):
         new_kv: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionStep.attend. Rows of a sequence whose length on the device is 0 become 0. No sync."""
+        """See AttentionStep.attend. Rows of a sequence of length 0 on the device become 0. No sync."""
         spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
         if why_torch(spec) is not None:
             return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv, out=out)
@@ -200,7 +200,7 @@ def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | Non
 
 
 def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part:
-    """Of sequences with others in between. Cost: one transfer, and a copy of their lengths and tables."""
+    """The part of sequences with others in between. Cost: one transfer, and a copy of their lengths and tables."""
     firsts = [0, *accumulate(batch.counts_host)]
     tokens = [token for seq in seqs for token in range(firsts[seq], firsts[seq + 1])]
     cu_seqlens = [0, *accumulate(batch.counts_host[seq] for seq in seqs)]
@@ -227,7 +227,7 @@ def _for_kernels(x: Tensor, pool_dtype: torch.dtype) -> Tensor:
 
 
 def _view(out: Tensor, part: _Part) -> Tensor | None:
-    """Where a kernel can write the part's rows of out itself."""
+    """A view of out into which a kernel can write the part's rows itself."""
     return out[part.tokens] if isinstance(part.tokens, slice) else None
 
 

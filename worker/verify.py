@@ -1,11 +1,11 @@
-"""QUIRE_VERIFY=1: ownership kept a second time, from the grants alone, and every access of a step held against it.
+"""QUIRE_VERIFY=1: a second record of ownership, from the grants alone; every access of a step is checked against it.
 
-A slot's content is what its KV stands for: a digest of the tokens from position 0 up to it, built from what the step
-that wrote it read through its block table. So a block that was handed to another owner, or is shared by a sequence with
-other tokens, shows by its content, whoever moved it and however long ago.
+A slot's content is recorded as a digest of the tokens from position 0 up to it, built from the slots that the step
+read through its block table. So a block that was given to another owner, or is shared by a sequence with other
+tokens, is found by its content, whenever that happened.
 
     before a step's copies    a target is a block that the lease was given, and no published one; a host block
-                              that is copied back was copied to for the lease, and for nobody since          I3 I5
+                              that is copied back was written for the lease, and not for another since          I3 I5
     before its forward        the device's tables and slots are those of the grants; tokens that are not
                               given are those sampled last                                                    I5
                               a block that was handed to another lease since is not written                   I5
@@ -13,12 +13,12 @@ other tokens, shows by its content, whoever moved it and however long ago.
                               every position read was computed, follows from the one before it, and is what
                               the sequence computed or found there before                                I4 I5 I6
 
-A grant does not say that a sequence was trimmed, so a table here may end in blocks that are another's by now. Hence a
-holder that loses its content is noticed when it reads it next, and not when it is overwritten. Of tenants and salts the
-worker knows nothing.
+A grant does not report that a sequence was trimmed, so a table here may end in blocks that another sequence has by
+now. Hence a lost block is found when its holder reads it next, and not when it is overwritten. The worker has no
+tenants and salts.
 
-A block counts as published, until it is handed out anew, if another lease computed what a sequence finds in it, or if a
-sequence goes on behind it under a grant that was signed when the step that filled it was known.
+A block counts as published, until it is reused, if another lease computed the content that a sequence finds in it, or
+if a sequence continues after it under a grant that was signed when the step that filled it was known.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ NOBODY: Holder = ("", -1)
 
 
 class OwnershipViolation(Exception):
-    """A step would touch what is not its sequence's. Names the invariant, the block, the lease, sequence and step."""
+    """A step would access a block of another sequence. Names the invariant, the block, the lease, sequence and step."""
 
 
 class Content(NamedTuple):
-    """What a slot's KV stands for: digests of all tokens before its own, and of all with it."""
+    """The content of a slot's KV: digests of all tokens before its own, and of all with it."""
 
     before: bytes
     upto: bytes
@@ -63,7 +63,7 @@ BEGINNING = Content(b"", b"")
 
 @dataclass(slots=True)
 class HostBlock:
-    """A block of the host tier: what was copied to it last, and for which lease."""
+    """A block of the host tier: the content copied to it last, and its lease."""
 
     slots: list[Content | None] = field(default_factory=list)
     lease_id: str = ""
@@ -75,7 +75,7 @@ class Block:
 
     slots: list[Content | None]
     given_to: Holder = NOBODY
-    """Who was given it last."""
+    """Its last holder."""
     computed_by: tuple[str, int] | None = None
     """Lease and number of the last step that computed something in it."""
     is_published: bool = False
@@ -88,14 +88,14 @@ class Block:
 
 @dataclass(slots=True)
 class HeldSequence:
-    """A sequence's blocks, and what it computed or found in them, by position."""
+    """A sequence's blocks, and the content that it computed or found in them, by position."""
 
     table: list[int] = field(default_factory=list)
     content: list[Content] = field(default_factory=list)
     sampled: tuple[int, int] | None = None
     """Position and id of the token sampled last."""
     untouched: set[int] = field(default_factory=set)
-    """Blocks given to it that no step of it has used: not known yet whether for what they hold."""
+    """Blocks given to it that no step of it has used: it is not known yet if their content is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class OwnershipVerifier:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Forgets everything: whatever the blocks hold, it is nobody's."""
+        """Drops all records: no block has a holder."""
         self._blocks = [Block([None] * self._block_size) for _ in range(self._num_blocks)]
         self._host_blocks = [HostBlock() for _ in range(self._num_host_blocks)]
         self._sequences: dict[Holder, HeldSequence] = {}
@@ -138,7 +138,7 @@ class OwnershipVerifier:
                 del sequences[holder]
 
     def apply(self, grant: grant_pb2.StepGrant) -> None:
-        """Takes over who owns what. Raises KeyError for a sequence that is not there."""
+        """Applies a grant's ownership changes. Raises KeyError for an unknown sequence."""
         if self.violation is not None:
             raise self.violation
         lease_id = grant.lease_id
@@ -160,7 +160,7 @@ class OwnershipVerifier:
     def begin_step(
         self, grant: grant_pb2.StepGrant, *, tokens: Sequence[int], slots: Sequence[int], tables: Sequence[list[int]]
     ) -> None:
-        """Checks what a step is about to do: `tokens` and `slots` of all runs, and a block table per run."""
+        """Checks a step before it runs: `tokens` and `slots` of all runs, and a block table per run."""
         runs = self._runs(grant)
         for run in runs:
             self._check_batch(grant, run, tokens, slots, tables[run.index])
@@ -168,7 +168,7 @@ class OwnershipVerifier:
             self._check_writable(grant, run)
         self._running = runs
         written: set[int] = set()
-        for run in sorted(runs, key=lambda run: run.start):  # what one reads of another's run begins before its own
+        for run in sorted(runs, key=lambda run: run.start):  # a run that reads another's content begins after it
             self._write(grant, run, tokens[run.offset : run.offset + run.end - run.start], written)
         for run in runs:
             run.sequence.content = self._read(grant, run)
@@ -186,7 +186,7 @@ class OwnershipVerifier:
             sequence = self._sequences[grant.lease_id, seq_id]
             sequence.sampled = (len(sequence.content), token)
 
-    # -- who holds what
+    # -- holders
 
     def _give(self, grant: grant_pb2.StepGrant, holder: Holder, first: int, block_ids: list[int]) -> None:
         if holder in self._offloaded:
@@ -243,7 +243,7 @@ class OwnershipVerifier:
     def _check_batch(
         self, grant: grant_pb2.StepGrant, run: Run, tokens: Sequence[int], slots: Sequence[int], table: list[int]
     ) -> None:
-        """What the device was given is what the grants say."""
+        """Checks that the device's inputs are those of the grants."""
         size, own = self._block_size, run.sequence.table
         num_blocks = -(-run.end // size)
         for index, (granted, found) in enumerate(zip(own[:num_blocks], table, strict=False)):
@@ -259,7 +259,7 @@ class OwnershipVerifier:
             raise self._violated("I5", grant, run.holder, block_id, "would get a token that was not sampled last")
 
     def _note_published(self, grant: grant_pb2.StepGrant, run: Run) -> None:
-        """Of blocks that the run reads: those that cachemgr has published for sure."""
+        """Records blocks that the run reads and cachemgr has certainly published."""
         for index, block_id in enumerate(run.sequence.table[: -(-run.start // self._block_size)]):
             block = self._blocks[block_id]
             run.sequence.untouched.discard(block_id)
@@ -300,12 +300,12 @@ class OwnershipVerifier:
             self._put(run.sequence, position, before)
 
     def _read(self, grant: grant_pb2.StepGrant, run: Run) -> list[Content]:
-        """What the run attends to, its own positions included."""
+        """The content that the run attends to, its own positions included."""
         found = list(self._slots(run.sequence, run.end))
         content = run.sequence.content[: run.start]
         for position, (slot, expected) in enumerate(zip(found, content, strict=False)):
             if slot != expected:
-                raise self._misread("I5", grant, run, position, "does not hold what the sequence had in it")
+                raise self._misread("I5", grant, run, position, "does not have the content of the sequence")
         read = []
         for position, slot in enumerate(found):
             if slot is None:
@@ -335,7 +335,7 @@ class OwnershipVerifier:
         block = self._blocks[sequence.table[position // self._block_size]]
         block.slots[position % self._block_size] = content
 
-    # -- what is wrong
+    # -- violations
 
     def _misread(
         self, invariant: str, grant: grant_pb2.StepGrant, run: Run, position: int, what: str
@@ -356,8 +356,8 @@ class OwnershipVerifier:
 
 
 class VerifyingExecutor(Executor):
-    """An Executor that refuses a step with OwnershipViolation before it touches what is not its sequences', and each
-    one after it. Waits for the device in every step: what one sampled is held against the next one."""
+    """An Executor that refuses a step with OwnershipViolation before it accesses blocks of other sequences, and each
+    step after it. Waits for the device in every step: the sampled tokens are compared with the next step's."""
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
 """Steps that run before a worker serves, so that no later step waits for a kernel to be compiled.
 
-Which kernels a step launches, and what they are compiled for, follows from a few of its sizes: the tokens of its
-prompts, the longest sequence that it may have, whether its prompts lie beside one another, whether it has decodes too.
-The steps here go through these sizes, as `quire.kernels` chooses by them:
+The kernels that a step launches, and their compiled variants, follow from a few of its sizes: the tokens of its
+prompts, the longest sequence that it may have, whether its prompts are adjacent, whether it has decodes, too. The
+steps here have all combinations of these sizes, by the choices of `quire.kernels`:
 
     prompts     of 1, 2, 4, … tokens, at the beginning of the longest sequence and at its end. Few tokens behind a
                 long prefix split the keys and merge the parts
     mixed       one prompt behind decodes, prompts with decodes in between
     decodes     one, several, all that there may be, if they don't run as graphs
     copies      within the pool, to the host tier and back
-    sampling    greedy, and with everything that sampling parameters ask for
+    sampling    greedy, and with all sampling parameters
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_BLOCK = NULL_BLOCK + 1
 MAX_MIXED_TOKENS = 512
 MAX_TOKENS_AT_END = 2048
 
-# Blocks that are moved to the host tier and back: enough for the kernel, which does what has many short runs.
+# Blocks that are moved to the host tier and back: enough for the kernel, which handles many short runs.
 MAX_MOVED_BLOCKS = 16
 
 SAMPLED = (
@@ -75,7 +75,7 @@ class StepSizes:
 
 
 def warm_up(executor: Executor, sizes: StepSizes, *, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
-    """Run the steps on the pool that will serve: afterwards its blocks hold numbers that nobody reads.
+    """Run the steps on the pool that will serve: afterwards its blocks have unused content.
 
     The executor is not used for anything else. Raises ValueError if a step fails.
     Cost: the tokens of about two largest steps, in some 60 steps.
@@ -104,7 +104,7 @@ def _batches(sizes: StepSizes) -> Iterator[list[Run]]:
 
 
 def _at_the_beginning(count: int) -> Iterator[list[Run]]:
-    """Yield the runs of steps whose prompts have so many tokens in all."""
+    """Yield the runs of steps with prompts of so many tokens in all."""
     yield [Run(0, count)]
     if 4 <= count <= MAX_MIXED_TOKENS:
         one, half = Run(0, 1), Run(0, count // 2)
@@ -113,7 +113,7 @@ def _at_the_beginning(count: int) -> Iterator[list[Run]]:
 
 
 class _Lease:
-    """A lease of the warm-up. All its sequences share one block, since what they compute is of no use."""
+    """A lease of the warm-up. All its sequences share one block, since their results are not used."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
         self._executor = executor

@@ -1,12 +1,12 @@
-"""Ends a worker whose step does not end: a kernel that hangs, or a device that does not answer.
+"""Ends a worker if a step does not end: a kernel that hangs, or a device that does not answer.
 
-    the oldest step is looked at for    what happens
+    the oldest step was checked for    what happens
     limit_s                             health NOT_SERVING, and a line in the log
     2 * limit_s                         the process ends with an error; its supervisor starts another
 
-A step that ends in between makes the worker SERVING again. Time is counted in looks, and not read from a clock: a
-process that was stopped by a signal has not looked, so its steps are no older than before. Nothing is watched before
-the worker serves, when a model may load and compile for minutes.
+A step that ends in between makes the worker SERVING again. Time is counted in checks, and not read from a clock: a
+process that was stopped by a signal has made no checks, so its steps are no older than before. Nothing is watched
+before the worker serves, when a model may load and compile for minutes.
 """
 
 from __future__ import annotations

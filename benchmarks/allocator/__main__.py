@@ -1,14 +1,14 @@
-"""What the core of cachemgr costs beside the block managers of vLLM, SGLang and transformers, in process.
+"""The cost of cachemgr's core beside the block managers of vLLM, SGLang and transformers, in process.
 
     quire bench allocator                       all rows at 1,000, 100,000 and a million blocks, and metadata
-    quire bench allocator --peers               the same, making the peers' environments first
+    quire bench allocator --peers               all rows, after making the peers' environments
     quire bench allocator --scaling             cost against pool size, leases, sequences, cached chains
     quire bench allocator --mixed 10            ten minutes of mixed load: the worst single call
     quire bench allocator --quick               everything of ours once and small, in seconds
 
-Every row is defined where it is measured: what the work is in workload.Rows, what is timed of it in core.Core and in
-each peer's driver. Block size 16. A peer that can't run here is shown by its recorded figures, times this machine's
-slowness by a fixed loop.
+Every row is defined where it is measured: the work in workload.Rows, its timed part in core.Core and in each peer's
+driver. Block size 16. A peer that can't run here is shown by its recorded figures, times this machine's slowness by a
+fixed loop.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main(
     quick: bool,
     output: Path | None,
 ) -> None:
-    """Measures, shows, and writes what was measured."""
+    """Measures, shows, and writes the results."""
     command = command_line(sys.argv[1:])
     results = tables.Results(command=command, calibration=calibrate())
     chosen = QUICK_SIZES if quick else sizes

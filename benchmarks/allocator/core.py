@@ -127,7 +127,7 @@ class Wishes:
 
 
 class Report:
-    """What the worker says of a step that it computed: everything planned, and a token for every run that samples."""
+    """The worker's report of a computed step: everything planned, and a token for every run that samples."""
 
     def __init__(self, plan: StepPlan) -> None:
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
@@ -176,7 +176,7 @@ def step(ledger: Ledger, lease_id: str, request: StepRequest) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a sequence is, in tokens."""
+    """The progress of a sequence, in tokens."""
 
     num_known: int
     num_scheduled: int
@@ -218,14 +218,14 @@ def fence_lease(ledger: Ledger, lease_id: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What else is in the ledger while something is measured."""
+    """The other contents of the ledger during a measurement."""
 
     num_leases: int = 0
     """Open leases with one sequence of two blocks each."""
     num_sequences: int = 0
     """Sequences of two blocks on the lease that is measured."""
     num_chains: int = 0
-    """Cached prompts of CHAIN_BLOCKS blocks that nobody holds."""
+    """Cached prompts of CHAIN_BLOCKS blocks without a holder."""
 
     def enter(self, ledger: Ledger) -> None:
         prompts = Prompts(seed=1)
@@ -291,8 +291,8 @@ class Core:
         self._in_flight = Report(plan(self.ledger, LEASE, extension(seq_ids))[0])
 
     def extend(self, seq_ids: list[int]) -> int:
-        """Timed: `plan` of one step, the step before in flight: its tokens are being sampled, nobody knows them yet.
-        The `settle` of the step before is outside."""
+        """Timed: `plan` of one step, with the step before in flight and its tokens unknown. The `settle` of the step
+        before is outside."""
         planned, taken = plan(self.ledger, LEASE, extension(seq_ids))
         self.settle_before(planned)
         return taken

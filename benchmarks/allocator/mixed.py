@@ -1,9 +1,9 @@
-"""Random mixed load on one ledger, every call timed: what the worst of them takes, garbage collection included.
+"""Random mixed load on one ledger, every call timed: the slowest call, garbage collection included.
 
-One client per lease, which wants of each step what comes to its mind: admissions of 1 to 32,768 tokens behind shared
-prefixes, whole or in chunks, extends of everything that runs, forks, trims with other tokens appended, releases. It
-keeps up to three steps in flight; one in fifty fails or is skipped. Now and then a client falls silent, its lease runs
-out, is fenced, and another one begins. The pool is full of cached blocks from the start. Time is simulated.
+One client per lease, with random requests in each step: admissions of 1 to 32,768 tokens after shared prefixes, whole
+or in chunks, extends of all running sequences, forks, trims with other tokens appended, releases. It keeps up to
+three steps in flight; one in fifty fails or is skipped. At random a client stops renewing its lease, which expires
+and is fenced, and another client begins. The pool is full of cached blocks from the start. Time is simulated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BINS_PER_OCTAVE = 4
 Result = TypeVar("Result")
 
 Call: TypeAlias = tuple[int, int, int, int, str]
-"""What it is ordered by, its number, nanoseconds, nanoseconds of processor time, what it was."""
+"""The sort key, the call's number, nanoseconds, nanoseconds of processor time, a description."""
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ def as_json(calls: list[Call]) -> list[dict[str, Any]]:
 
 
 class Client:
-    """One lease and what its owner believes to have. What is refused is given up."""
+    """One lease and its client's state. Refused sequences are released."""
 
     def __init__(self, load: MixedLoad, lease_id: str) -> None:
         self._load = load
@@ -145,7 +145,7 @@ class Client:
         self._ids = itertools.count(1)
 
     def wish(self) -> Wishes:
-        """What the next step is to do."""
+        """The requests for the next step."""
         random_, running = self._load.random, self.running
         wishes = Wishes(self._given_up, [], [], [], {}, [])
         self._given_up = []
@@ -169,7 +169,7 @@ class Client:
         return progress(self._load.ledger, self.lease_id, seq_id)
 
     def _to_compute(self, seq_id: int) -> int:
-        """Tokens for the next run: a chunk of what is known, or the one being sampled."""
+        """Tokens for the next run: a chunk of the known ones, or the one being sampled."""
         sequence = self._sequence(seq_id)
         if sequence is None:
             return 0
@@ -194,7 +194,7 @@ class Client:
         self.running += child_ids
 
     def give_up(self, refused_ids: set[int]) -> None:
-        """Releases what was refused with the next step."""
+        """Releases the refused sequences with the next step."""
         self.running = [seq_id for seq_id in self.running if seq_id not in refused_ids]
         self._given_up += refused_ids
 
@@ -296,7 +296,7 @@ class MixedLoad:
 
 
 def describe(wishes: Wishes) -> str:
-    """The size of what was asked."""
+    """The size of the requests."""
     num_tokens = sum(len(tokens) for _, tokens, _ in wishes.admissions)
     return (
         f"{len(wishes.releases)} releases, {len(wishes.trims)} trims, {len(wishes.forks)} forks, "

@@ -114,7 +114,7 @@ def extend_messages(rows: Rows, core: Core, pool: AttachedPool) -> list[list[int
 
 
 def metadata_per_block(num_blocks: int) -> float:
-    """Bytes of memory per block of a ledger full of cached blocks, sequences released: what a process grows by.
+    """Bytes of memory per block of a ledger full of cached blocks, sequences released: the growth of a process.
 
     The core is not in Python's memory, so it is the resident set that is read, in a process of its own.
     """
@@ -124,7 +124,7 @@ def metadata_per_block(num_blocks: int) -> float:
 
 def resident_growth(num_blocks: int) -> int:
     """Bytes that this process grows by when a pool is made and filled."""
-    fill(Core(1_000), Prompts(), 1_000)  # whatever is allocated once
+    fill(Core(1_000), Prompts(), 1_000)  # allocations that happen only once
     gc.collect()
     before = psutil.Process().memory_info().rss
     core = Core(num_blocks)

@@ -1,4 +1,4 @@
-"""What is to be reached, and what was recorded of the peers for when they can't run here."""
+"""The targets, and the peers' recorded figures for machines on which they can't run."""
 
 from __future__ import annotations
 

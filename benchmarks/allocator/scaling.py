@@ -1,4 +1,4 @@
-"""True if an operation's cost grows with what it is not about: the pool, other leases, sequences, cached chains."""
+"""The cost of operations against unrelated sizes: the pool, other leases, sequences, cached chains."""
 
 from __future__ import annotations
 

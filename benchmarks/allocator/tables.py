@@ -60,7 +60,7 @@ class Results:
         return median_us(samples) if samples else None
 
     def about(self) -> dict[str, Any]:
-        """What a reader of any of the figures has to know."""
+        """The conditions of all figures."""
         return {
             "command": self.command,
             "machine": machine(),
@@ -221,7 +221,7 @@ def show_mixed(out: Console, mixed: dict[str, Any]) -> None:
 
 
 def write(results: Results, folder: Path) -> None:
-    """allocator_rows.json and allocator.svg, allocator_scaling.json, allocator_mixed.json: whatever was measured."""
+    """Writes allocator_rows.json and allocator.svg, allocator_scaling.json, allocator_mixed.json, if measured."""
     if results.quire:
         write_json(results.rows_as_json(), folder / "allocator_rows.json")
         plot(results, folder / "allocator.svg", size=max(results.quire))
@@ -233,7 +233,7 @@ def write(results: Results, folder: Path) -> None:
 
 
 def plot(results: Results, path: Path, *, size: int) -> None:
-    """How many times longer the peers take than Quire, row by row; a mark where the bar to reach is."""
+    """The factor between the peers' times and Quire's, row by row; a mark at the target."""
     figure, axes = pyplot.subplots(figsize=(8.5, 5))
     peers = list(RECORDED_US)
     places = range(len(ROWS))

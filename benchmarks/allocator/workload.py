@@ -1,7 +1,7 @@
-"""The work that every allocator is put to, ours and the peers', and the loops that repeat it.
+"""The work of every allocator, ours and the peers', and the loops that repeat it.
 
 Needs only the standard library: a peer's driver imports it under that peer's Python. A subject times its own calls, so
-that what it is given (decoded requests, the worker's reports) is prepared outside of the timed region.
+that its inputs (decoded requests, the worker's reports) are prepared outside of the timed region.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VOCAB = 128_256
 BATCH_STEPS, STEPS_PER_REPEAT = 16, 4
 """Consecutive steps of a batch, in which each of its sequences fills one block; steps measured per repeat."""
 MIN_SAMPLES, MAX_ROW_S = 3, 30.0
-"""A row ends early if its repeats, what is done between them included, take longer than this."""
+"""A row ends early if its repeats and the work between them take longer than this."""
 GC_THRESHOLDS = (10_000, 10, 10)
 FILL_FROM_BLOCKS = 10_000
 """From this size on, half of the pool holds cached prompts before anything is timed."""
 
 CALIBRATION_BLOCKS = 128
 CALIBRATION_REFERENCE_US = 47.0
-"""What the chain of SHA-256 over 128 blocks takes on the machine of the recorded figures."""
+"""The time of the chain of SHA-256 over 128 blocks on the machine of the recorded figures."""
 
 
 class Subject(Protocol):
@@ -45,13 +45,13 @@ class Subject(Protocol):
         """Tokens to published blocks: hash, look up, allocate, and make the full blocks findable."""
 
     def release(self, seq_id: int) -> int:
-        """Gives back what a sequence holds; its full blocks stay cached."""
+        """Releases a sequence's blocks; its full blocks stay cached."""
 
     def extend(self, seq_ids: list[int]) -> int:
         """One step of a batch: a slot for one more token of each sequence."""
 
     def extend_and_publish(self, seq_ids: list[int]) -> int:
-        """The same with the token before appended, and the blocks that became full published."""
+        """Extends with the token before appended, and publishes the blocks that became full."""
 
     def begin_batch(self, seq_ids: list[int]) -> None:
         """Untimed: the sequences are running from now on."""
@@ -63,7 +63,7 @@ class Subject(Protocol):
         """More samples of a prompt that was just admitted, up to the first token of each in a block of its own."""
 
     def num_free(self) -> int:
-        """Blocks that can be handed out without evicting."""
+        """Blocks that can be allocated without evicting."""
 
     def clear(self) -> None:
         """Untimed: nothing is held or cached any more."""
@@ -85,8 +85,8 @@ class Prompts:
 
 
 def settle_garbage() -> None:
-    """What our server does once it has started, here for the peers too: what is there is out of the collector's sight,
-    and it looks seldom."""
+    """Freezes existing objects and makes collections rare, as our server does after its start; here for the peers,
+    too."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -153,7 +153,7 @@ class Rows:
         return self.repeat(once)
 
     def cached(self) -> list[float]:
-        """Admit 2,048 tokens of which all is cached and nobody holds it; the last block is computed again."""
+        """Admit 2,048 tokens, all of them cached and without a holder; the last block is computed again."""
         tokens = self.prompts.tokens(PROMPT_TOKENS)
         first = self.prompts.seq_id()
         self.require_free(4 * PROMPT_TOKENS // BLOCK_SIZE)
@@ -169,7 +169,7 @@ class Rows:
         return self.repeat(once)
 
     def release(self) -> list[float]:
-        """Release a sequence of 2,048 tokens whose blocks are all its own and published."""
+        """Release a sequence of 2,048 tokens with published blocks that it does not share."""
 
         def once() -> float:
             seq_id, _ = self.admitted()
@@ -195,7 +195,7 @@ class Rows:
         return self._batches(self.subject.extend)
 
     def extend_and_publish(self) -> list[float]:
-        """The same with tokens appended and full blocks published: one sequence in 16 fills a block in each step."""
+        """Extend with tokens appended and full blocks published: one sequence in 16 fills a block in each step."""
         return self._batches(self.subject.extend_and_publish)
 
     def _batches(self, step: Callable[[list[int]], int]) -> list[float]:
@@ -254,7 +254,7 @@ def sha256_chain() -> None:
 
 
 def allocator_loop() -> None:
-    """What an allocator does around the hashes: a dict of bytes, a free list, reference counts; 128 blocks twice."""
+    """The work of an allocator beside the hashes: a dict of bytes, a free list, reference counts; 128 blocks twice."""
     found: dict[bytes, int] = {}
     free, counts = list(range(CALIBRATION_BLOCKS)), [0] * CALIBRATION_BLOCKS
     for number in range(CALIBRATION_BLOCKS):

@@ -4,8 +4,8 @@
     python benchmarks/kernels --grid all                                    prompts and the small kernels, too
     python benchmarks/kernels --dry                                         all of it on a CPU, tiny, interpreted
 
-Every figure is a median of replays of a CUDA graph, over layers that together are three times the L2 cache. What the
-memory can do is measured in the same run: a copy, and reading alone. Peers that are not there are named.
+Every figure is a median of replays of a CUDA graph, over layers that together are three times the L2 cache. The
+memory's rate is measured in the same run: a copy, and reading alone. Peers that are not there are named.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS = (
 
 
 class Run:
-    """One run: what has been measured, and until when there is time."""
+    """One run: its results so far, and its time limit."""
 
     def __init__(self, results: tables.Results, device: torch.device, minutes: float, progress: Progress) -> None:
         self.results = results
@@ -92,7 +92,7 @@ class Run:
 @click.option("--dry", is_flag=True, help="On a CPU, tiny, in Triton's interpreter: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
 def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:
-    """Measures, shows, and writes what was measured."""
+    """Measures, shows, and writes the results."""
     if not dry and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here; --dry shows whether everything runs")
     command = shlex.join(["python", "benchmarks/kernels", *sys.argv[1:]])

@@ -15,7 +15,7 @@ from workload import Cell, Tensors
 CACHES_TO_OUTRUN = 3
 """Layers take turns until their keys and values are so many times the GPU's L2 cache."""
 MEMORY_SHARE = 0.45
-"""Of the GPU's memory that a cell's keys and values may take; a row may make a copy of them."""
+"""The part of the GPU's memory for a cell's keys and values; a row may make a copy of them."""
 CHECKED_TOKENS = 4
 
 
@@ -95,7 +95,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def error_of(tensors: Tensors) -> float:
-    """Of tensors.out against attention over the first layer in float64."""
+    """The error of tensors.out against attention over the first layer in float64."""
     k_pool, v_pool = tensors.pools[0]
     heads, size = tensors.cell.heads, tensors.cell.block_size
     difference = size_of_exact = 0.0

@@ -106,7 +106,7 @@ class Jobs:
         return torch.randn(shape, device=self._device, dtype=torch.float32).to(self._dtype)
 
     def _turns(self, num_bytes: int) -> range:
-        """How many buffers it takes to outrun the cache, at least one, at most 64."""
+        """The number of buffers that exceed the cache, at least one, at most 64."""
         return range(min(64, max(1, math.ceil(self._outrun / num_bytes))))
 
     def norms(self) -> Iterator[Job]:
@@ -159,7 +159,7 @@ class Jobs:
             yield Job("qkv_prologue", f"{tokens} tokens", 2 * qkv.nbytes, calls)
 
     def merges(self) -> Iterator[Job]:
-        """Of the results over a shared prefix and over what follows it."""
+        """Merges of the results over a shared prefix and over the tokens after it."""
         heads = self._sizes.heads
         for tokens in self._sizes.tokens:
             parts = self._random(2, tokens, heads.num_query_heads, heads.head_dim)
@@ -211,7 +211,7 @@ class Jobs:
             )
 
     def plans(self) -> Iterator[Job]:
-        """What a decode step does once for all layers."""
+        """The work that a decode step does once for all layers."""
         for num_seqs, context in self._sizes.decode:
             tensors = Tensors(uniform(self._sizes.heads, num_seqs, context), self._device, num_layers=1)
             plan = decode_plan(tensors)

@@ -44,7 +44,7 @@ def decode_cells() -> Iterator[Cell]:
         yield uniform(LLAMA, num_seqs, context)
     for name, lens in MIXED:
         yield Cell(name, LLAMA, (1,) * len(lens), lens)
-        yield uniform(LLAMA, len(lens), sum(lens) // len(lens), jitter=0.0)  # what it is compared with
+        yield uniform(LLAMA, len(lens), sum(lens) // len(lens), jitter=0.0)  # for comparison
     for num_seqs, context in SWEEP:
         yield uniform(LLAMA, num_seqs, context, block_size=64)
         yield uniform(LLAMA, num_seqs, context, kv_dtype=FP8)

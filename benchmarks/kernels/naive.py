@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""Paged decode as a tutorial writes it, to have a row of the benchmark: what the care in quire.kernels is worth.
+"""Paged decode as a tutorial writes it, as a row of the benchmark, to show the gain of quire.kernels.
 
 One program per sequence and query head, so the query heads of a group read the same keys again; the loop over the block
 table unrolled; lengths of the table, strides and scale compiled in, so each width of the table compiles anew. Its

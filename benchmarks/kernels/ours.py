@@ -14,7 +14,7 @@ from quire.kernels.paged_prefill import paged_prefill
 
 
 class Quire(Row):
-    """Sequences with one query by paged_decode, whose plan is made beforehand, as once a step; the others, which come
+    """Sequences with one query by paged_decode, with a plan made before, as once a step; the others, which come
     first, by paged_prefill."""
 
     name = "Quire"

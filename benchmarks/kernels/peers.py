@@ -1,6 +1,6 @@
-"""The same attention by others: FlashInfer, vLLM's Triton kernel, and torch's SDPA on dense keys.
+"""Attention by other engines: FlashInfer, vLLM's Triton kernel, and torch's SDPA on dense keys.
 
-Each is a row of the table. One that is not there, or can't do a cell, says why, and the report repeats it.
+Each is a row of the table. One that is missing, or can't do a cell, has a reason, which the report repeats.
 
     FlashInfer      pip install --no-deps flashinfer-python==0.6.2 apache-tvm-ffi==0.1.6; compiles its kernels with nvcc
     vLLM            triton_unified_attention.py and triton_attention_helpers.py of vllm/v1/attention/ops, in the folder
@@ -44,7 +44,7 @@ class UnfitError(Exception):
 class Row(ABC):
     name: str
     layout: str | None = None
-    """Of the memory it is measured on, or None for the cell's."""
+    """The layout of its memory, or None for the cell's."""
 
     def require(self) -> None:
         """Raises AbsentError if it can't run here at all."""
@@ -171,7 +171,7 @@ class VllmTriton(Row):
         return [lambda k=k, v=v: attend(k=k, v=v, **arguments) for k, v in tensors.pools]
 
     def _segments(self, tensors: Tensors) -> dict[str, Any]:
-        """What its split over keys writes to, padded as it wants it."""
+        """The buffers of its split over keys, padded as it needs."""
         heads = tensors.cell.heads
         shape = (tensors.q.shape[0], heads.num_query_heads, self.NUM_SEGMENTS)
         padded = triton.next_power_of_2(heads.head_dim)
@@ -187,7 +187,7 @@ class VllmTriton(Row):
 
 @cache
 def load_vllm() -> Callable[..., Any]:
-    """unified_attention of VLLM_FOLDER, with modules in place of what it imports of vLLM."""
+    """unified_attention of VLLM_FOLDER, with modules in place of its imports from vLLM."""
     platform = _Platform()
     modules = {
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
@@ -265,5 +265,5 @@ class DenseSdpa(Row):
                 q, k, v, is_causal=causal, scale=tensors.scaling, enable_gqa=heads.num_query_heads != heads.num_kv_heads
             )
 
-        out.copy_(attend(*layers[0]).transpose(1, 2))  # its calls allocate what they return
+        out.copy_(attend(*layers[0]).transpose(1, 2))  # its calls allocate their results
         return [lambda k=k, v=v: attend(k, v) for k, v in layers]

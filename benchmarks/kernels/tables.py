@@ -73,7 +73,7 @@ def gpu() -> dict[str, str | int]:
 
 
 def show(results: Results) -> None:
-    """Tables, then who was not there."""
+    """Tables, then the missing peers."""
     console = Console(width=max(Console().width, 150))
     if results.dry:
         console.print("dry run on tiny sizes: it shows that everything runs, and no figure means anything")

@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""How long a call takes on the GPU, and what the memory can do at most, both by replays of a CUDA graph."""
+"""The time of a call on the GPU, and the memory's best rate, both by replays of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Call = Callable[[], object]
 MIN_CALLS = 16
 """In a graph, so that starting it is a small part of its time."""
 SAMPLE_SECONDS = 0.03
-"""Of replays per measurement, at least."""
+"""The least time of replays per measurement."""
 MIN_SAMPLES, MAX_SAMPLES = 7, 50
 
 

@@ -1,4 +1,4 @@
-"""What is measured: shapes of attention, batches of lengths, and the tensors for them."""
+"""The measured work: shapes of attention, batches of lengths, and the tensors for them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        """Of the two matrix products, a multiplication and an addition each, over the keys that causality shows."""
+        """The operations of the two matrix products, a multiplication and an addition each, over the visible keys."""
         pairs = sum(
             count * (length - count) + count * (count + 1) // 2
             for count, length in zip(self.query_lens, self.seq_lens, strict=True)
@@ -61,12 +61,12 @@ class Cell:
 
     @property
     def num_blocks(self) -> int:
-        """Of all sequences and the null block."""
+        """The blocks of all sequences and the null block."""
         return 1 + sum(math.ceil(length / self.block_size) for length in self.seq_lens)
 
     @property
     def pool_bytes(self) -> int:
-        """Of one layer."""
+        """The bytes of one layer."""
         return self.kv_bytes // sum(self.seq_lens) * self.num_blocks * self.block_size
 
     def describe(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The worker's step against what the device can do: decode and prompt steps, and whole workloads on a GPU.
+"""The worker's step against the device's limits: decode and prompt steps, and whole workloads on a GPU.
 
     quire bench step --output benchmarks/results        on a GPU if there is one, else on the CPU
 
@@ -33,7 +33,7 @@ from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B
 from workloads import Served, Work, equal_lengths, mixed_lengths, serve
 
 GRID = tuple(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256))
-# What a decode step is to take on an H200, ms: must and goal.
+# The targets of a decode step on an H200, ms: must and goal.
 TO_REACH_MS = {
     ("Llama-3.1-8B", 1, 1024): (5.0, 4.4),
     ("Llama-3.1-8B", 32, 1024): (6.0, 5.4),
@@ -49,7 +49,7 @@ PROMPTS = (Cell(1, 0, 512), Cell(1, 0, 2048), Cell(1, 0, 8192), Cell(1, 8192, 10
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured on a kind of device. copy_bytes and product_size are for the ceilings."""
+    """The measurements on a kind of device. copy_bytes and product_size are for the ceilings."""
 
     shapes: Sequence[Shape]
     dtypes: Sequence[torch.dtype]
@@ -129,7 +129,7 @@ def longest(cells: Sequence[Cell]) -> int:
 
 
 def free(device: torch.device) -> None:
-    """Gives memory of what is gone back before the next piece asks what is free."""
+    """Frees unused memory before the next piece reads the free memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ WARM_UP_STEPS = 3
 class Cell:
     """num_seqs sequences with `cached` tokens in the pool and `new` to compute: 1 is a decode step.
 
-    must_ms and goal_ms are what a step is to take on an H200 in bfloat16, if that was said.
+    must_ms and goal_ms are the targets of a step on an H200 in bfloat16, if there are any.
     """
 
     num_seqs: int
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def num_blocks(self) -> int:
-        """Of all sequences, with room for the steps that are measured."""
+        """The blocks of all sequences, with room for the measured steps."""
         return self.num_seqs * -(-(self.cached + self.new + 64) // BLOCK_SIZE)
 
     def bound_s(self, shape: Shape, dtype: torch.dtype, ceilings: Ceilings) -> float:
@@ -89,7 +89,7 @@ class Timing:
 
 
 def fits(cell: Cell, model: PagedModel) -> bool:
-    """True if its pool fits what is free on the model's device."""
+    """True if its pool fits the free memory of the model's device."""
     if model.device.type != "cuda":
         return True
     needed = (cell.num_blocks + 1) * bytes_per_block(model.specs, BLOCK_SIZE, model.dtype)

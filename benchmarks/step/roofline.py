@@ -1,4 +1,4 @@
-"""What a device can do at most, measured in the same run, and the least time that a step can take with that."""
+"""A device's ceilings, measured in the same run, and the least time of a step with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """bytes_per_s of a copy, what it reads and what it writes counted; flops_per_s of a large matrix product."""
+    """bytes_per_s of a copy, reads and writes counted; flops_per_s of a large matrix product."""
 
     bytes_per_s: float
     flops_per_s: float

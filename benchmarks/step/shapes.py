@@ -1,4 +1,4 @@
-"""Models that are measured: shapes with random weights, for speed does not depend on what the weights are."""
+"""The measured models: shapes with random weights, since speed does not depend on the weights."""
 
 from __future__ import annotations
 

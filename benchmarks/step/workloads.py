@@ -33,7 +33,7 @@ class Work:
 
     @property
     def num_blocks(self) -> int:
-        """Of a pool in which all of them fit."""
+        """The blocks of a pool in which all of them fit."""
         tokens = (len(prompt) + new for prompt, new in zip(self.prompts, self.num_new, strict=True))
         return 2 + sum(count // BLOCK_SIZE + 2 for count in tokens)
 
@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One row: generated tokens per second, prompts included, and what the device could do at most."""
+    """One row: generated tokens per second, prompts included, and the device's limit."""
 
     work: str
     row: str

@@ -12,7 +12,7 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Runs the command line; does not return."""
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -31,15 +31,15 @@ def raise_on_interrupt() -> None:
 
 
 def end_process(code: str | int | None) -> NoReturn:
-    """Ends the process without an orderly exit, which gRPC, once interrupted, can hold up for ever.
+    """Ends the process without an orderly exit, which gRPC, once interrupted, can block for ever.
 
-    Whatever had to be undone has been: call it while the exception that ends the command still keeps gRPC's objects
-    from being destroyed.
+    Call it when all cleanup is done, while the exception that ends the command still keeps gRPC's objects from being
+    destroyed.
     """
     if isinstance(code, str):
         print(code, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it was closed
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 

@@ -1,4 +1,4 @@
-"""`quire leases`, `lookup`, `explain`, `pin`, `reset` and `audit`: what people ask who administer a pool."""
+"""`quire leases`, `lookup`, `explain`, `pin`, `reset` and `audit`: commands for administrators of a pool."""
 
 import asyncio
 import json
@@ -153,7 +153,7 @@ def run_audit(place: Place, *, as_json: bool) -> bool:
 
 
 def _ask(place: Place, question: Callable[[CacheClient], Awaitable[Answer]]) -> Answer:
-    """Return the answer of a cachemgr. Raises UnreachableError if it is away, and QuireError."""
+    """Return the answer of a cachemgr. Raises UnreachableError if it is unavailable, and QuireError."""
 
     async def ask() -> Answer:
         cache = CacheClient(place.cachemgr, credentials=place.credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
@@ -177,7 +177,7 @@ async def _tokens_of(place: Place, prefix: Prefix) -> list[int]:
         return Tokenizer.load(source).encode(prefix.prompt)
     except (OSError, ValueError) as error:
         raise UnreachableError(
-            f"the tokenizer at {source} can't be read here ({error}): say where it is, with --tokenizer, "
+            f"the tokenizer at {source} can't be read here ({error}): give its path with --tokenizer, "
             "or give token ids, with --token-ids."
         ) from error
 

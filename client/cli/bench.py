@@ -29,7 +29,7 @@ NAMES = (
 )
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _RESULTS = Path("build", "bench")
-# What they need beside the services themselves.
+# Packages that the benchmarks need beside the services' own.
 _NEEDED = ("matplotlib", "psutil", "rich")
 _ENVIRONMENT = {
     # Two processes with OpenMP threads that spin while they wait take each other's cores.
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 
 def list_benches() -> str:
-    """Names and what each measures, a line each. Raises click.ClickException outside of a checkout."""
+    """Return the benchmarks' names and topics, a line each. Raises click.ClickException outside of a checkout."""
     folder = benchmarks_folder()
     width = max(map(len, NAMES))
     return "\n".join(f"{name:<{width}}  {_first_line(script_of(folder, name))}" for name in NAMES)
@@ -63,7 +63,7 @@ def run_bench(name: str, flags: Sequence[str], *, quick: bool, output: Path | No
 
 
 def benchmarks_folder() -> Path:
-    """Of the checkout. Raises click.ClickException if this is an installed package."""
+    """The checkout's folder of benchmarks. Raises click.ClickException if this is an installed package."""
     for root in (_CHECKOUT, Path.cwd()):
         if (root / "benchmarks" / "report.py").is_file():
             return root / "benchmarks"
@@ -81,6 +81,6 @@ def script_of(folder: Path, name: str) -> Path:
 
 
 def _first_line(script: Path) -> str:
-    """Of the benchmark's docstring, without running it."""
+    """The first line of a benchmark's docstring, without running it."""
     source = (script / "__main__.py" if script.is_dir() else script).read_text()
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]

@@ -124,7 +124,7 @@ def _message_of(error: urllib.error.HTTPError) -> str:
 
 
 def run_chat(conversation: Conversation) -> None:
-    """Ask and answer until the input ends. Raises GatewayError if the gateway is away at the start."""
+    """Ask and answer until the input ends. Raises GatewayError if the gateway is unavailable at the start."""
     with contextlib.suppress(ImportError):  # not everywhere; then lines are edited as the terminal does it
         import readline  # noqa: F401
     console = Console(highlight=False)

@@ -1,6 +1,6 @@
-"""The commands of `quire`: flags and help. What a command does is in the module that it imports when it runs.
+"""The commands of `quire`: flags and help. Each command's code is in the module that it imports when it runs.
 
-Nothing else is imported up here: `quire --help` answers at once. Exit statuses: 0; 1 for what went wrong; 2 for a wrong
+Nothing else is imported up here: `quire --help` answers at once. Exit statuses: 0; 1 for an error; 2 for a wrong
 command line or value; 130 for Ctrl-C.
 """
 
@@ -34,7 +34,7 @@ from quire.serving.flags import (
 )
 from quire.serving.runtime_folder import default_cachemgr, serving_folder
 
-# A package of each extra that tells whether it is installed.
+# For each extra, a package that shows if it is installed.
 _MARKS = {
     "client": "rich",
     "cachemgr": "grpc_reflection",
@@ -60,7 +60,7 @@ class CommandLine(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. What is no defect ends without a traceback."""
+        """Runs a command. Expected errors end without a traceback."""
         try:
             raise_on_interrupt()
             return super().invoke(ctx)
@@ -89,16 +89,16 @@ def explain(error: QuireError, *, flags: Mapping[str, str] = MappingProxyType({}
 
 
 def _describe_away(error: QuireError, away: Unavailable) -> str:
-    """One line on a service that went away in the midst; gRPC's own text is cut down to its cause."""
+    """One line on a service that failed meanwhile; gRPC's own text is cut down to its cause."""
     from quire.client.cli.snapshot import cause_of
 
     cause = "no answer in time" if away.reason == "DEADLINE_EXCEEDED" else cause_of(away)
     told = error.message.replace(str(away), cause).replace(away.message, cause)
-    return f"a service is away: {told}. `quire stats` says whether cachemgr answers, and which worker is attached."
+    return f"a service is unavailable: {told}. `quire stats` shows if cachemgr answers, and which worker is attached."
 
 
 def _require(*extras: str) -> None:
-    """Raises click.ClickException if what they install is not there."""
+    """Raises click.ClickException if the extras' packages are not installed."""
     lacking = sorted(extra for extra in extras if not _is_installed(_MARKS[extra]))
     if lacking:
         raise click.ClickException(
@@ -109,7 +109,7 @@ def _require(*extras: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # what it is in is not there
+    except ImportError:  # its parent package is not installed
         return False
 
 
@@ -118,7 +118,7 @@ def _as_written(_: click.Context, __: click.Parameter, given: tuple[Address, ...
 
 
 def _known_ports(_: click.Context, __: click.Parameter, given: str | tuple[str, ...] | None) -> Any:
-    """Refuse port 0: nobody would be told which port it became."""
+    """Refuse port 0: the command would not print the port that it becomes."""
     for address in (given,) if isinstance(given, str) else given or ():
         if not address.startswith("unix:") and address.endswith(":0"):
             raise click.BadParameter(f"{address} leaves the port open; name one")
@@ -216,7 +216,7 @@ def _credentials_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def with_credentials(*args: Any, **values: Any) -> Any:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it writes of a failed handshake; we say it ourselves
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a failed handshake is reported below
         from quire.client.credentials import Credentials
 
         credentials = Credentials(**{name: values.pop(name) for name in DIAL_FLAGS})
@@ -233,8 +233,8 @@ def _credentials_options(command: Any) -> Any:
 def quire() -> None:
     """Quire: a paged KV cache as a service.
 
-    Two processes: cachemgr decides who owns which KV block, a worker holds the blocks and the model. Clients speak gRPC
-    to both, or HTTP to a gateway, which is such a client.
+    Two processes: cachemgr assigns KV blocks to sequences, a worker holds the blocks and the model. Clients use gRPC
+    with both, or HTTP with a gateway, which is such a client.
 
     \b
     See it work, in a checkout:
@@ -245,7 +245,7 @@ def quire() -> None:
       quire generate "Once upon a time"
       quire stats --watch
 
-    Every flag is an environment variable too; each command's --help names it.
+    Every flag is an environment variable, too; each command's --help names it.
     """
 
 
@@ -295,11 +295,11 @@ def up(
 ) -> None:
     """Start both services and an HTTP gateway on this machine, and keep them until Ctrl-C.
 
-    They serve on unix sockets in a runtime folder, and also where --cachemgr-listen, --worker-listen and --http-listen
-    say. Prints where they are once all are ready, and a curl line. Flags that are not listed here go to the worker:
-    see `quire worker --help`. All check their flags before anything starts. With --token-file the worker needs a
-    --cachemgr-token-file. If one of them dies, the others are ended and the status is 1. At the end each service has
-    10 seconds at most, whatever --drain-timeout says.
+    They serve on unix sockets in a runtime folder, and also on --cachemgr-listen, --worker-listen and --http-listen.
+    Prints the addresses once all are ready, and a curl line. Flags that are not listed here go to the worker: see
+    `quire worker --help`. All check their flags before anything starts. With --token-file the worker needs a
+    --cachemgr-token-file. If one of them ends, the others are stopped and the status is 1. At the end each service
+    has 10 seconds at most, whatever its --drain-timeout.
 
     \b
     Examples:
@@ -360,7 +360,7 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
     metavar="URL",
     help="Where the gateway is: that of `quire up` or `quire serve`.",
 )
-@option("--api-key", envvar="QUIRE_API_KEY", metavar="KEY", help="The key to show, if the gateway asks for one.")
+@option("--api-key", envvar="QUIRE_API_KEY", metavar="KEY", help="The key to send, if the gateway requires one.")
 @option("--model", metavar="NAME", show_default="the first one", help="The model to talk to.")
 @option("--system", metavar="TEXT", help="A system message to begin with.")
 @option("--max-tokens", type=click.IntRange(min=1), metavar="COUNT", help="Most tokens of an answer.")
@@ -375,8 +375,8 @@ def chat(
 ) -> None:
     """Talk to a model that a gateway serves.
 
-    Reads a line, shows the answer as it comes, and goes on with the whole conversation, whose beginning is in the
-    cache. Reads questions from a pipe as well, one a line.
+    Reads a line, prints the answer as it is generated, and continues with the whole conversation; its beginning is
+    cached. Reads questions from a pipe, too, one a line.
 
     \b
     Examples:
@@ -396,9 +396,9 @@ def chat(
 @option("--json", "as_json", envvar="QUIRE_GENERATE_JSON", is_flag=True, help="Write one JSON object instead of text.")
 @_cachemgr_option
 @_credentials_options
-@option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="Where the worker is. Default: as cachemgr says.")
+@option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="The worker's address. Default: from cachemgr.")
 @option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several.")
-@option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says.")
+@option("--tokenizer", metavar="PATH_OR_HUB_ID", help="The tokenizer. Default: the worker's.")
 @option(
     "--otlp-endpoint",
     metavar="URL",
@@ -459,7 +459,7 @@ def _read_prompt(argument: str) -> str:
 @_cachemgr_option
 @_credentials_options
 def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str, credentials: Any) -> None:
-    """Show what the pools hold: blocks by state, sequences, what the prefix cache found, copies.
+    """Show the pools' content: blocks by state, sequences, prefix cache hits, copies.
 
     \b
     Examples:
@@ -480,13 +480,13 @@ def stats(pool: str, as_json: bool, watch: bool, interval: float, cachemgr: str,
 @_cachemgr_option
 @_credentials_options
 def top(pool: str, once: bool, interval: float, cachemgr: str, credentials: Any) -> None:
-    """Watch the pools live: blocks, leases, sequences, tenants, what the prefix cache finds, steps per second.
+    """Watch the pools live: blocks, leases, sequences, tenants, prefix cache hits, steps per second.
 
     \b
     Keys: q quit      p next pool     tab sequences, leases, tenants     / filter by tenant or lease
           ? help      b block map     j k arrows select                  enter open, esc back
 
-    Where callers are asked who they are it needs an operator's token.
+    If the servers authenticate callers it needs an operator's token.
 
     \b
     Examples:
@@ -531,7 +531,7 @@ def _prefix_options(command: Any) -> Any:
 def _prompt_options(command: Any) -> Any:
     """Adds how a prompt is to be read, and its salt."""
     decorated = command
-    text = "Where the tokenizer is. Default: as the worker says."
+    text = "The tokenizer. Default: the worker's."
     decorated = option("--tokenizer", metavar="PATH_OR_HUB_ID", help=text)(decorated)
     text = "The salt of the admissions that it is about."
     decorated = option("--salt", metavar="TEXT", default="", show_default="none", help=text)(decorated)
@@ -655,9 +655,10 @@ def reset(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Make cached content unfindable: what begins with PROMPT, what is under a salt, a tenant's, or all.
+    """Remove content from the prefix cache: content that begins with PROMPT, content under a salt, a tenant's, or
+    all.
 
-    Only the full blocks of PROMPT count. Sequences that run keep their blocks.
+    Only the full blocks of PROMPT count. Running sequences keep their blocks.
 
     \b
     Examples:
@@ -670,7 +671,7 @@ def reset(
 
     is_part = prompt is not None or bool(salt) or tenant is not None
     if is_part == everything:
-        raise click.UsageError("say what to reset: PROMPT, --salt or --tenant; or --all")
+        raise click.UsageError("give a scope to reset: PROMPT, --salt or --tenant; or --all")
     prefix = None if prompt is None else Prefix(_read_prompt(prompt), are_token_ids, salt, tokenizer)
     run_reset(place, prefix, tenant=tenant, salt=salt or None, as_json=as_json)
 
@@ -700,7 +701,7 @@ def audit(place: Any, as_json: bool) -> None:
     type=click.Choice(("client", "worker", "operator", "content", "gateway")),
     multiple=True,
     required=True,
-    help="What who has it may do. May be given several times.",
+    help="A role of the token's owner. May be given several times.",
 )
 @option(
     "--out",
@@ -753,11 +754,11 @@ def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
     help="Fixes the random numbers that choose the tokens.",
 )
 def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int, num_blocks: int, seed: int) -> None:
-    """Start both services, generate, and show what the cache did.
+    """Start both services, generate, and show the use of the cache.
 
-    Prompts that share a system prompt, several samples each, all at once through two real processes. Then: the pool's
-    blocks by state, what was found in the cache, what was shared and what was copied, and the memory it took. Ctrl-C
-    at any time leaves nothing behind.
+    Sends prompts with a common system prompt, several samples each, all at once through two real processes. Then
+    shows the pool's blocks by state, the cached, shared and copied blocks, and their memory. Ctrl-C at any time
+    removes everything.
 
     \b
     Examples:
@@ -786,7 +787,7 @@ def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | 
     """Run a benchmark of the checkout; without a NAME, list them.
 
     Prints a table, and writes JSON with the raw samples and a plot. Some have flags of their own: `quire bench NAME --
-    --help` lists them. What was measured so far, and where, is in docs/reference/benchmarks.md.
+    --help` lists them. Recorded results are in docs/reference/benchmarks.md.
 
     \b
     Examples:

@@ -82,7 +82,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the file says: the prompts, each behind the same system prompt."""
+    """Return the prompts of the file, each after the one system prompt."""
 
     system: str
     join: str
@@ -90,12 +90,12 @@ class Prompts:
     repetition_penalty: float
 
     def full(self, index: int) -> str:
-        """What is sent for a prompt."""
+        """Return the text that is sent for a prompt."""
         return self.system + self.join + self.prompts[index]
 
 
 class DemoConsole(Console):
-    """A console whose reader may go away: then printing raises BrokenPipeError, which click answers."""
+    """A console with a reader that may end: then printing raises BrokenPipeError, which click handles."""
 
     def on_broken_pipe(self) -> None:
         """Instead of SystemExit, which must not come out of a task."""
@@ -201,7 +201,7 @@ def _describe_start(services: LocalServices, seconds: float) -> Text:
 
 
 def show_prompts(console: Console, prompts: Prompts, num_samples: int) -> None:
-    """The system prompt, and what will be done."""
+    """Show the system prompt, and the requests to come."""
     title = f"{len(prompts.prompts)} prompts share this beginning, {counted(num_samples, 'sample')} of each"
     text = Text(printable(prompts.system).strip(), style="dim")
     console.print(Panel(text, title=title, title_align="left", border_style="dim", box=box.ROUNDED))
@@ -244,7 +244,7 @@ class SampleGrid:
         return sum(sample.finish_reason is not None for sample in self.all)
 
     def add(self, prompt_index: int, chunk: Chunk) -> SampleText:
-        """Take what is new of a sample; returns it."""
+        """Add the new content of a sample; returns it."""
         sample = self.samples[prompt_index][chunk.index]
         sample.text += chunk.text
         sample.num_tokens += len(chunk.token_ids)
@@ -320,11 +320,11 @@ def _grid(panels: Sequence[RenderableType], num_columns: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What happened.
+    """The results of a run.
 
-    fullest     the moment of most sequences, of those one seen whole, of those the one of most tokens
-    final       when everything was released
-    audit       what cachemgr found wrong with its books at the end: nothing
+    fullest     the moment of most sequences; of these, the complete one with the most tokens
+    final       after the release of all blocks
+    audit       violations that cachemgr found in its books at the end: none
     generate_s  from the first prompt sent to the last token
     """
 
@@ -455,14 +455,14 @@ async def _when_quiet(cache: CacheClient) -> Snapshot:
         await asyncio.sleep(_LOOK_INTERVAL_S)
 
 
-# What the cache did.
+# The use of the cache.
 
 
 def report(run: DemoRun, samples: SampleGrid) -> RenderableType:
     """The blocks by state, the cache's numbers, the memory."""
     num_sequences = run.fullest.statistics.sequence_count
     fullest = map_panel(run.fullest, f"The pool's blocks while {counted(num_sequences, 'sequence')} ran")
-    final = map_panel(run.final, "At the end: nobody holds a block, what was computed can be found again")
+    final = map_panel(run.final, "At the end: no block is held, and the computed blocks are cached")
     return Group(_SideBySide(fullest, final), Text(), _cache_table(run, samples), Text(), memory_table(run.fullest))
 
 
@@ -488,7 +488,7 @@ def _cache_table(run: DemoRun, samples: SampleGrid) -> Table:
         ("tokens generated", f"{samples.num_tokens:,} in {run.generate_s:.1f} s, {rate:,.0f} per second"),
         ("ownership audit at the end", _audit(run.audit)),
     ]
-    return number_table("What the cache did", rows, justify="left")
+    return number_table("Prefix cache", rows, justify="left")
 
 
 def _with_ratio(count: int, of_all: float | None) -> str:

@@ -47,11 +47,11 @@ UNFINISHED = "not finished"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to generate.
+    """The services for a request.
 
-    worker     overrides the address that cachemgr says; None: as it says
-    pool       "" is the only one there is
-    tokenizer  path or hub id; None: as the worker says
+    worker     address of the worker; None: from cachemgr
+    pool       "": the only pool
+    tokenizer  path or hub id; None: the worker's
     credentials  for both services
     """
 
@@ -71,10 +71,10 @@ def run_generate(
     as_json: bool,
     otlp_endpoint: str | None = None,
 ) -> None:
-    """Prints the samples; sends traces of it to a collector if there is one, for 2 s after the end at most.
+    """Prints the samples; sends traces to a collector if there is one, for 2 s after the end at most.
 
-    Raises QuireError, UnreachableError if a service is away, InvalidRequest for the prompt; ImportError if traces are
-    asked for without the extra `otel`.
+    Raises QuireError, UnreachableError if a service is unavailable, InvalidRequest for the prompt; ImportError for
+    traces without the extra `otel`.
     """
     if otlp_endpoint is None:
         asyncio.run(_generate(prompt, params, cache, target, None, as_json=as_json))
@@ -106,7 +106,7 @@ async def _generate(
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise UnreachableError(
-                f"the tokenizer at {engine.model.tokenizer} can't be read here: say where it is, with --tokenizer."
+                f"the tokenizer at {engine.model.tokenizer} can't be read here: give its path with --tokenizer."
             )
         async with contextlib.aclosing(engine.generate(prompt, params, cache=cache)) as chunks:
             if as_json:
@@ -186,7 +186,7 @@ class SampleTexts:
         self._reasons: list[str] = [""] * count
 
     def add(self, chunk: Chunk) -> None:
-        """Take what is new of a sample."""
+        """Add the new content of a sample."""
         self._texts[chunk.index] += chunk.text
         if chunk.finish_reason is not None:
             self._reasons[chunk.index] = chunk.finish_reason.value
@@ -226,7 +226,7 @@ async def _stream_live(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
             async for chunk in chunks:
                 seen.append(chunk)
                 texts.add(chunk)
-    finally:  # also if Ctrl-C or an error ends it: what was drawn live has been taken away
+    finally:  # also after Ctrl-C or an error: the live display is removed by then
         console.print(*texts.whole(), sep="")
     return seen
 

@@ -2,9 +2,9 @@
 
     python -P guarded.py FD MODULE_OR_FILE [ARGUMENT...]
 
-FD is the reading end of a pipe whose other end only the starting process holds. When that one dies, however it dies,
-the pipe ends, and a thread here sends this process SIGTERM and, if it is still there 5 s later, SIGKILL. The kernel's
-own way, PR_SET_PDEATHSIG, watches the thread that started the process and not the process, and only Linux has it.
+FD is the reading end of a pipe; only the starting process holds the other end. When that process ends in any way, the
+pipe ends, and a thread here sends this process SIGTERM and, if it still runs 5 s later, SIGKILL. The kernel's own
+way, PR_SET_PDEATHSIG, watches the thread that started the process and not the process, and only Linux has it.
 """
 
 import os

@@ -71,12 +71,12 @@ class ServiceTimeoutError(LaunchError):
 
 
 class ServiceProcess:
-    """One service: a command, the address it is told to listen on, and its process if it runs.
+    """One service: a command, its address, and its process if it runs.
 
     name      for messages ("cachemgr")
     target    module or .py file to run with this interpreter
-    address   where its health is asked ("unix:/run/q/worker.sock")
-    log_path  file that gets its stdout and stderr; None: they go where ours go
+    address   the address of its health check ("unix:/run/q/worker.sock")
+    log_path  file that gets its stdout and stderr; None: they go to ours
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class ServiceProcess:
         finally:
             watch.cancel()
         timed_out = watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        # A stream that broke otherwise is what a process that is about to end leaves.
+        # A stream that broke otherwise means that the process is about to end.
         self._raise_not_serving(timeout_s, "" if timed_out else f"answered {watch.code()}")
 
     def _raise_not_serving(self, timeout_s: float, answered: str = "") -> NoReturn:
@@ -257,7 +257,7 @@ class ServiceProcess:
 
 
 class GatewayProcess(ServiceProcess):
-    """The gateway, whose health is asked over HTTP on its unix socket."""
+    """The gateway, with its health check over HTTP on its unix socket."""
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__(name, **options)
@@ -309,12 +309,12 @@ class LocalServices:
     num_blocks            size of its pool; None: the worker decides
     extra_cachemgr_args, extra_worker_args, extra_gateway_args
                           further flags
-    http_listen           where a gateway serves HTTP, beside its unix socket; None: there is no gateway
+    http_listen           the gateway's address for HTTP, beside its unix socket; None: there is no gateway
     runtime_dir           folder for sockets and logs. None: one is made, and removed at the end. One that is given is
                           made if missing, and keeps the logs
-    output                "files": a log file per service in the folder; "inherit": where ours goes
+    output                "files": a log file per service in the folder; "inherit": to ours
     cachemgr_target, worker_target
-                          what to run: module or .py file
+                          module or .py file to run
     """
 
     def __init__(
@@ -384,12 +384,12 @@ class LocalServices:
 
     @property
     def cachemgr_address(self) -> str:
-        """Where clients reach cachemgr."""
+        """The address of cachemgr for clients."""
         return self.cachemgr.address
 
     @property
     def worker_address(self) -> str:
-        """Where clients reach the worker."""
+        """The address of the worker for clients."""
         return self.worker.address
 
     @property
@@ -401,7 +401,7 @@ class LocalServices:
         return folder
 
     def check_commands(self) -> dict[str, list[str]]:
-        """Return by service a command that checks the service's flags, starts nothing, and says what is wrong."""
+        """Return by service a command that checks the service's flags, starts nothing, and reports errors."""
         with_folder = self._given_dir or Path(short_temporary_folder())
         return {
             name: [sys.executable, "-P", "-m", target, *arguments, "--check"]
@@ -494,7 +494,7 @@ class LocalServices:
         ]
 
     def _targets(self, folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Return by service, cachemgr first, what to run and its arguments with sockets in `folder`."""
+        """Return by service, cachemgr first, the target and its arguments with sockets in `folder`."""
         cachemgr, worker = _address_of("cachemgr", folder), _address_of("worker", folder)
         own = ("--cachemgr", cachemgr, "--model", self._model, *self._pool_arguments)
         targets: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -524,7 +524,7 @@ class LocalServices:
     def _remove_files(self) -> None:
         for service in self._services:
             path = Path(service.address.removeprefix("unix:"))
-            if not is_answered(path):  # a service of somebody else that was there first
+            if not is_answered(path):  # another user's service that was started before
                 path.unlink(missing_ok=True)
         if self._own_dir is not None:
             shutil.rmtree(self._own_dir, ignore_errors=True)

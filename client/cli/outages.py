@@ -16,10 +16,10 @@ _ERASE_LINE = "\r\x1b[K"
 
 @contextlib.asynccontextmanager
 async def outages_shown(engine: Engine, *, in_place: bool) -> AsyncIterator[None]:
-    """Say every outage within the block: a line for each, or, in place, one that counts down and goes away.
+    """Report every outage within the block: a line for each, or, in place, one that counts down and is then removed.
 
-    sys.stderr is looked up for each line: a live display replaces it. The engine's own warnings, which Python prints if
-    nobody takes them, are not printed beside.
+    sys.stderr is looked up for each line: a live display replaces it. The engine's own warnings, which Python prints
+    if no handler takes them, are not printed in addition.
     """
     logging.getLogger("quire.client").addHandler(logging.NullHandler())
     showing = asyncio.create_task(_count_down(engine) if in_place else _say_each(engine))
@@ -44,7 +44,7 @@ async def _say_each(engine: Engine) -> None:
 async def _count_down(engine: Engine) -> None:
     while True:
         outage = await engine.next_outage(None)
-        _write("\n")  # what was generated so far stays in the line above
+        _write("\n")  # the text generated so far stays in the line above
         try:
             while outage is not None:
                 _write(f"{_ERASE_LINE}{_text_of(outage)}")

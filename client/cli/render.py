@@ -1,6 +1,6 @@
-"""What a person sees of a pool: the map of its blocks by state, and its numbers in tables. Draws, asks nobody.
+"""Terminal views of a pool: the map of its blocks by state, and its numbers in tables. Draws only, makes no calls.
 
-Colours say what glyphs say too, so nothing is lost without them; where the terminal has ASCII only, so have the glyphs.
+Colours only repeat the glyphs, so nothing is lost without them; on a terminal with ASCII only the glyphs are ASCII.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +22,13 @@ from quire.client.cli.snapshot import Snapshot, ratio
 MAX_MAP_ROWS = 16
 BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# Of control characters only these reach a terminal.
+# The only control characters that reach a terminal.
 _HARMLESS_CONTROLS = "\n\t"
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a kind is drawn, and what it is called."""
+    """The glyph, colour and name of a kind of block."""
 
     label: str
     glyph: str
@@ -67,7 +67,7 @@ def kind_counts(statistics: pb.PoolStatistics) -> dict[BlockKind, int]:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a pool's blocks are laid out: cells in a row, blocks in a cell, columns of a cell."""
+    """The layout of a pool's blocks: cells in a row, blocks in a cell, columns of a cell."""
 
     per_row: int
     per_cell: int
@@ -120,7 +120,7 @@ def _cell(kinds: bytes | bytearray, options: ConsoleOptions) -> tuple[str, str]:
 
 
 def glyph_of(kind: BlockKind, options: ConsoleOptions, *, per_cell: int = 1) -> str:
-    """How a cell of blocks of this kind alone is drawn."""
+    """The glyph of a cell that has only blocks of this kind."""
     if options.ascii_only:
         return LOOKS[kind].ascii_glyph
     return LOOKS[kind].glyph if per_cell == 1 or kind is BlockKind.FREE else BARS[-1]
@@ -158,7 +158,7 @@ def cell_note(per_cell: int, options: ConsoleOptions) -> str:
     """A sentence on cells of several blocks."""
     if options.ascii_only:
         return f"A cell is {per_cell:,} blocks: the most common kind that is not free."
-    return f"A cell is {per_cell:,} blocks. Height: the part not free. Colour: what most of it is."
+    return f"A cell is {per_cell:,} blocks. Height: the part not free. Colour: the most frequent state."
 
 
 def map_panel(snapshot: Snapshot, title: str, *, rows: int = MAX_MAP_ROWS) -> Panel:
@@ -190,7 +190,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that a model made, without what a terminal would obey."""
+    """A model's text without characters that control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _HARMLESS_CONTROLS else "\ufffd" for c in text)
@@ -339,7 +339,7 @@ def _rows_steps(statistics: pb.PoolStatistics) -> list[Row]:
 
 
 def memory_table(snapshot: Snapshot) -> Table:
-    """What the sequences of this moment take in blocks, beside one buffer of the longest length for each."""
+    """The memory of this moment's sequences in blocks, beside one buffer of the longest length for each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.add_column("KV memory at that moment")
     for name in ("tokens", "slots", "used", "memory"):

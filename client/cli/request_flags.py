@@ -131,9 +131,9 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             help="End a sample at this token. May be given several times.",
         ),
         option("--ignore-eos", is_flag=True, help="Go on at the model's end tokens."),
-        option("--timeout", type=float, metavar="SECONDS", help="End with what there is after so long."),
+        option("--timeout", type=float, metavar="SECONDS", help="End with the tokens generated until then."),
     ),
-    "What the text has to match, one at most": (
+    "The form of the text, one at most": (
         option("--json-schema", type=FILE, metavar="FILE", help="A JSON schema."),
         option("--json-object", is_flag=True, help="Any JSON object."),
         option("--regex", metavar="PATTERN", help="A regular expression for the whole text."),
@@ -141,7 +141,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
         option("--ebnf", type=FILE, metavar="FILE", help="A grammar in the EBNF of llama.cpp (GBNF)."),
         option("--choice", multiple=True, metavar="TEXT", help="One of these texts: give it several times."),
     ),
-    "What is shown": (
+    "Output": (
         option("--n", default=1, metavar="COUNT", help="Samples of the prompt. They share its blocks."),
         option("--best-of", type=int, metavar="COUNT", help="Generate so many samples; show the n most probable ones."),
         option("--include-stop-str-in-output", is_flag=True, help="Show the text or token at which a sample ends."),
@@ -150,7 +150,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
         option("--prompt-logprobs", type=int, metavar="COUNT", help="The same for the tokens of the prompt."),
     ),
     "Tenant, priority and cache": (
-        option("--tenant", default="", metavar="NAME", help="Whose request it is; another's needs the role gateway."),
+        option("--tenant", default="", metavar="NAME", help="The tenant; another one needs the role gateway."),
         option(
             "--priority",
             default=0,
@@ -183,7 +183,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
 }
 REQUEST_FLAGS = [flag for flags in SECTIONS.values() for flag in flags]
 
-# Parameters whose flag has another name than the field.
+# Parameters with a flag that is not named as the field.
 _RENAMED = {
     "timeout": "timeout_s",
     "bad_word": "bad_words",
@@ -212,7 +212,7 @@ def flag_names(values: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def request_of(values: Mapping[str, Any]) -> tuple[SamplingParams, CacheParams]:
-    """Return what the values of REQUEST_FLAGS ask for. Raises InvalidRequest, click.ClickException."""
+    """Return the parameters that the values of REQUEST_FLAGS describe. Raises InvalidRequest, click.ClickException."""
     from quire.client.engine.caching import CacheParams, CacheUse, Retention
     from quire.client.engine.sampling import SamplingParams
 
@@ -249,7 +249,7 @@ def _flag_of(name: str) -> str:
 
 
 class RequestCommand(click.Command):
-    """A command whose help has the flags of a request in sections."""
+    """A command with a help that lists the flags of a request in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections, then the other flags."""

@@ -18,13 +18,13 @@ from quire.client.errors import NotFound, QuireError, Unavailable
 MAX_LISTED_BLOCKS = 65_536
 REACH_TIMEOUT_S = 5.0
 _MAX_ATTEMPTS = 4
-# Parts of what gRPC says when a connection fails, and what they mean.
+# Parts of gRPC's messages for failed connections, and their explanation.
 _CAUSES = {
     "CERTIFICATE_VERIFY_FAILED": "CERTIFICATE_VERIFY_FAILED: its certificate is of no authority in --tls-ca, or old",
-    "Hostname Verification Check failed": "its certificate is another host's; --tls-server-name says whose is expected",
-    "WRONG_VERSION_NUMBER": "what answers there does not speak TLS",
-    "Socket closed": "Socket closed: it may want TLS, --tls-ca, or a client certificate, --tls-cert",
-    "Expected SETTINGS frame": "what answers there does not speak gRPC, or wants TLS: --tls-ca",
+    "Hostname Verification Check failed": "its certificate is for another host; --tls-server-name sets the name",
+    "WRONG_VERSION_NUMBER": "the server there does not use TLS",
+    "Socket closed": "Socket closed: it may require TLS (--tls-ca) or a client certificate (--tls-cert)",
+    "Expected SETTINGS frame": "the server there does not use gRPC, or requires TLS: --tls-ca",
     "before receiving SETTINGS frame": "it took the connection and did not answer in time",
 }
 
@@ -33,11 +33,11 @@ _CAUSES = {
 class Snapshot:
     """A pool at one moment.
 
-    pool           what it is made of
+    pool           its sizes and identity
     statistics     its counters
     sequences      without their block tables
     blocks         all of them by id; none if there are more than MAX_LISTED_BLOCKS
-    is_consistent  whether nothing changed between the first and the last of the calls this is made of
+    is_consistent  True if nothing changed between the first and the last of its calls
     """
 
     pool: pb.Pool
@@ -130,14 +130,14 @@ async def _statistics_of(cache: CacheClient, pool: str) -> pb.PoolStatistics:
 
 
 class UnreachableError(QuireError):
-    """A service can't be reached, or has nothing to serve with; the message says which, where and what to do."""
+    """A service can't be reached, or has no pool; the message names it and has advice."""
 
     default_reason = "UNREACHABLE"
 
 
 @contextlib.contextmanager
 def answering(cachemgr: str) -> Iterator[None]:
-    """A cachemgr that does not answer within the block is an UnreachableError that says what to do."""
+    """Turns the errors of an unreachable cachemgr within the block into an UnreachableError with advice."""
     try:
         yield
     except QuireError as error:
@@ -145,13 +145,13 @@ def answering(cachemgr: str) -> Iterator[None]:
             raise
         raise UnreachableError(
             f"no cachemgr answers at {cachemgr} ({cause_of(error)}).\n"
-            "Start both services with `quire up --model PATH_OR_HUB_ID`, or say where cachemgr is: --cachemgr ADDRESS, "
+            "Start both services with `quire up --model PATH_OR_HUB_ID`, or set its address: --cachemgr ADDRESS, "
             "or QUIRE_CACHEMGR=ADDRESS in the environment."
         ) from error
 
 
 def is_silent(error: QuireError) -> bool:
-    """Return whether the service itself said nothing: it is away, or another one is at its address."""
+    """Return True if the error is not the service's own: it is unavailable, or another one is at its address."""
     return isinstance(error, Unavailable) or error.reason == "UNIMPLEMENTED"
 
 
@@ -172,7 +172,7 @@ def check_pool(pools: Sequence[pb.Pool], name: str, *, cachemgr: str) -> pb.Pool
         raise UnreachableError(f"the cachemgr at {cachemgr} has no pool: no worker is attached to it.\n{start}")
     names = ", ".join(sorted(pool.name for pool in pools))
     if not name and len(pools) > 1:
-        raise UnreachableError(f"the cachemgr at {cachemgr} has several pools ({names}): say which, with --pool NAME.")
+        raise UnreachableError(f"the cachemgr at {cachemgr} has several pools ({names}): choose one with --pool NAME.")
     found = next((pool for pool in pools if pool.name == (name or pools[0].name)), None)
     if found is None:
         raise UnreachableError(f"the cachemgr at {cachemgr} has no pool {name!r}; it has: {names}.")
@@ -194,11 +194,11 @@ def cause_of(error: QuireError) -> str:
 
 
 def describe_trouble(cachemgr: str, error: QuireError | None, age_s: float) -> str:
-    """One line for a screen that goes on: why what it shows is age_s old. None: no answer, and no error so far."""
+    """One line for a screen: the reason why its content is age_s old. None: no answer, and no error so far."""
     if error is None or is_silent(error):
         cause = "" if error is None else f" ({cause_of(error)})"
         return f"no answer for {age_s:.0f} s{cause}, trying again: {cachemgr}"
-    return f"{error.message.partition(chr(10))[0]} Shown is what was so {age_s:.0f} s ago."
+    return f"{error.message.partition(chr(10))[0]} The screen shows the state of {age_s:.0f} s ago."
 
 
 def as_dict(message: Message) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`quire stats`: what the pools of a cachemgr hold, once or again and again."""
+"""`quire stats`: the content of a cachemgr's pools, once or repeatedly."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list
 
 @contextlib.asynccontextmanager
 async def _reached(cachemgr: str, credentials: Credentials) -> AsyncIterator[CacheClient]:
-    """A client of a cachemgr that answers. Each call is tried once: who looks again tries again."""
+    """A client of a cachemgr that answers. Each call is made once: the next look is the retry."""
     await check_reachable(cachemgr, credentials)
     cache = CacheClient(cachemgr, credentials=credentials, timeout_s=REACH_TIMEOUT_S, retry=ONCE)
     try:
@@ -68,7 +68,7 @@ async def _reached(cachemgr: str, credentials: Credentials) -> AsyncIterator[Cac
 async def _watch(
     cachemgr: str, pool: str, console: Console, *, as_json: bool, interval_s: float, credentials: Credentials
 ) -> None:
-    """Looks until it is cancelled. A look that fails is told; what was seen before stays."""
+    """Looks until it is cancelled. A look that fails is reported; the last result stays."""
     async with _reached(cachemgr, credentials) as cache:
         with answering(cachemgr):
             snapshots = await _look(cache, pool, cachemgr)
@@ -104,12 +104,12 @@ class _Drawn:
         self._snapshots: Sequence[Snapshot] = ()
 
     def show(self, snapshots: Sequence[Snapshot]) -> None:
-        """Draw what is so now."""
+        """Draw the present state."""
         self._snapshots = snapshots
         self._draw("")
 
     def tell(self, trouble: str) -> None:
-        """Draw what was so last, below what is wrong."""
+        """Draw the last known state, below the error."""
         self._draw(trouble)
 
     def _draw(self, trouble: str) -> None:
@@ -122,7 +122,7 @@ class _Drawn:
 
 
 class _Printed:
-    """Snapshots one below the other, or as JSON; what is wrong goes to standard error, once until it is over."""
+    """Prints snapshots one after the other, or as JSON; an error goes to standard error, once until it is over."""
 
     def __init__(self, console: Console, cachemgr: str, *, as_json: bool) -> None:
         self._console = console
@@ -131,7 +131,7 @@ class _Printed:
         self._is_in_trouble = False
 
     def show(self, snapshots: Sequence[Snapshot]) -> None:
-        """Print what is so now."""
+        """Print the present state."""
         if self._is_in_trouble:
             self._is_in_trouble = False
             print(f"cachemgr answers again: {self._cachemgr}", file=sys.stderr)
@@ -141,7 +141,7 @@ class _Printed:
             self._console.print(_view(snapshots, self._cachemgr))
 
     def tell(self, trouble: str) -> None:
-        """Print what is wrong."""
+        """Print the error."""
         if not self._is_in_trouble:
             self._is_in_trouble = True
             print(trouble, file=sys.stderr, flush=True)

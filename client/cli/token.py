@@ -14,7 +14,7 @@ NUM_RANDOM_BYTES = 32
 
 
 def make_token() -> str:
-    """256 random bits, with a beginning by which scanners for leaked secrets can tell it."""
+    """256 random bits, with a prefix that scanners for leaked secrets recognise."""
     return PREFIX + secrets.token_urlsafe(NUM_RANDOM_BYTES)
 
 

@@ -1,7 +1,7 @@
-"""`quire top`: a cachemgr's pools, live. What is known and where the user is: top_model; what it looks like: top_view.
+"""`quire top`: a cachemgr's pools, live. top_model has the state of pools and user, top_view the screen.
 
-Three tasks: one asks for a look again and again, one follows the blocks of the pool that is looked at, and the main one
-draws. A key is answered at once, with what is known.
+Three tasks: one requests statistics repeatedly, one follows the blocks of the selected pool, and the main one draws.
+A key has its effect at once, on the known state.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from quire.client.errors import LeaseLost, NotFound, QuireError
 Response = TypeVar("Response")
 
 PAGE_SIZE = 500
-"""Of each list that is asked for."""
+"""The page size of each list."""
 _BLOCK_PAGE_SIZE = 10_000
 _SCAN_PAUSE_S = 0.1
 _RETRY_PAUSE_S = 0.5
@@ -44,7 +44,7 @@ _OLD_S = 3.0
 def run_top(
     cachemgr: str, pool: str, *, once: bool, interval_s: float, credentials: Credentials = NO_CREDENTIALS
 ) -> None:
-    """The screen until a key or a signal ends it; one frame, printed, if `once` or if nobody can see a screen.
+    """The screen until a key or a signal ends it; one frame, printed, if `once` or without a terminal.
 
     Raises UnreachableError if cachemgr does not answer at the start, or has no such pool; QuireError.
     """
@@ -60,7 +60,7 @@ def run_top(
 async def look_once(
     cachemgr: str, pool: str, *, interval_s: float, num_looks: int = 2, credentials: Credentials = NO_CREDENTIALS
 ) -> Shown:
-    """What one frame shows: several looks, so that there are rates, then the blocks. Raises what run_top raises."""
+    """The state for one frame: several looks, so that there are rates, then the blocks. Raises as run_top."""
     source = await _reach(cachemgr, pool, credentials)
     try:
         top = _Top(source, Place(pool=pool))
@@ -105,7 +105,7 @@ async def _reach(cachemgr: str, pool: str, credentials: Credentials) -> "_Source
 
 
 class _Source:
-    """What is asked of cachemgr. Each question is asked once: the next look asks again."""
+    """The requests to cachemgr. Each is made once: the next look is the retry."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
@@ -188,7 +188,7 @@ class _Source:
                 yield
 
     async def _scan(self, pool: str, book: BlockBook) -> AsyncGenerator[None, None]:
-        """A page at a time, over and over: of a big pool a watch would tell more than a map can show."""
+        """Reads a page at a time, in a loop: for a big pool a watch would send more than a map can show."""
         request = pb.ListBlocksRequest(pool=pool, page_size=_BLOCK_PAGE_SIZE)
         while True:
             page = await self._ask(self._stub.ListBlocks, request)
@@ -202,7 +202,7 @@ class _Source:
 
 
 class _Top:
-    """What is known, and where the user is. A question that fails leaves the last look as it is."""
+    """The known state, and the user's position. A request that fails leaves the last look unchanged."""
 
     def __init__(self, source: _Source, place: Place) -> None:
         self.place = place
@@ -248,7 +248,7 @@ class _Top:
             await asyncio.sleep(_RETRY_PAUSE_S)
 
     def shown(self) -> Shown:
-        """What a frame is made of, now."""
+        """The content of a frame, now."""
         trend = self._trends.get(self.look.pool, Trend())
         return Shown(
             address=self._source.address,

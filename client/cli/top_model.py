@@ -1,4 +1,4 @@
-"""What `quire top` knows, and where its user is: looks at cachemgr, rates between them, blocks, keys. Pure."""
+"""The state of `quire top`: looks at cachemgr, rates between them, blocks, keys, the user's position. Pure."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ MAX_TREND = 120
 """Looks that a trend remembers."""
 
 
-# What cachemgr said.
+# Answers of cachemgr.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,17 @@ class Look:
         return next((pool for pool in self.pools if pool.name == self.pool), None)
 
     def tenant_of(self, lease_id_prefix: str) -> str:
-        """Whose a lease of the page is; "" if it is not on it."""
+        """The tenant of a lease of the page; "" if it is not on it."""
         return next((lease.tenant for lease in self.leases if lease.lease_id_prefix == lease_id_prefix), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The activity of late. hit_ratio is None if no prompt came; speeds are per second, the oldest first.
+    """The recent activity. hit_ratio is None if no prompt was admitted; speeds are per second, the oldest first.
 
     prompt     tokens of admitted prompts, those found in the cache included
     generated  tokens that steps added to sequences
-    computed   tokens whose keys and values steps computed: of prompts, and generated ones
+    computed   tokens with keys and values that steps computed: of prompts, and generated ones
     """
 
     steps_per_s: float = 0.0
@@ -116,19 +116,19 @@ class Trend:
 
 
 class BlockBook:
-    """A pool's blocks as they were last told of: by events, or a page at a time.
+    """A pool's blocks by the last events, or by the last page of each part.
 
-    Holds the blocks themselves only if told by events; a pool that is too big for that has its kinds.
+    Keeps the blocks themselves only with events; a pool that is too big for that has its kinds.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """num_blocks without the null block. Until they are told of, all are free."""
+        """num_blocks without the null block. All are free at first."""
         self.kinds = bytearray(num_blocks)
         self.is_whole = False
         self._blocks: dict[int, pb.Block] = {}
 
     def apply(self, answer: pb.WatchBlocksResponse) -> None:
-        """What WatchBlocks says."""
+        """Apply an answer of WatchBlocks."""
         if answer.cleared:
             self.kinds = bytearray(len(self.kinds))
             self._blocks.clear()
@@ -143,7 +143,7 @@ class BlockBook:
         self.is_whole |= bool(answer.cursor)
 
     def apply_page(self, blocks: Iterable[pb.Block], *, is_last: bool) -> None:
-        """What a page of ListBlocks says."""
+        """Apply a page of ListBlocks."""
         for block in blocks:
             self._put(block)
         self.is_whole |= is_last
@@ -157,11 +157,11 @@ class BlockBook:
             self.kinds[block.block_id - 1] = kind_of(block)
 
 
-# Where the user is.
+# The user's position.
 
 
 class Tab(Enum):
-    """What the list shows."""
+    """The kind of the list."""
 
     SEQUENCES = "sequences"
     LEASES = "leases"
@@ -169,7 +169,7 @@ class Tab(Enum):
 
 
 class Action(Enum):
-    """What a key asks of the program, beside drawing anew."""
+    """An action of the program for a key, beside drawing."""
 
     QUIT = "quit"
     ASK = "ask"
@@ -177,13 +177,13 @@ class Action(Enum):
 
 @dataclass(slots=True)
 class Place:
-    """Where the user is: which pool, which list, which row of it, which filter.
+    """The user's position: pool, list, row, filter.
 
     pool      "": the first
-    selected  the row; while it is away, the one at its place
-    filter    what rows must have in their tenant's or lease's name
+    selected  the row; while it is missing, the one at its place
+    filter    a text that rows must have in their tenant's or lease's name
     typed     the filter that is being typed; None if none is
-    opened    the sequence that is looked at
+    opened    the sequence that is open
     offset    the first line shown of its block table
     """
 
@@ -305,7 +305,7 @@ _NEXT_TAB = {Tab.SEQUENCES: Tab.LEASES, Tab.LEASES: Tab.TENANTS, Tab.TENANTS: Ta
 
 
 def key_of(entry: Entry) -> Key:
-    """What names a row."""
+    """The identity of a row."""
     match entry:
         case pb.Sequence():
             return entry.lease_id_prefix, entry.sequence_id
@@ -316,7 +316,7 @@ def key_of(entry: Entry) -> Key:
 
 
 def rows_of(look: Look, tab: Tab, wanted: str) -> list[Entry]:
-    """The entries of a list that have `wanted` in their tenant's or lease's name, in whatever case."""
+    """The entries of a list with `wanted` in their tenant's or lease's name, in any case."""
     pages: dict[Tab, Sequence[Entry]] = {
         Tab.SEQUENCES: look.sequences,
         Tab.LEASES: look.leases,
@@ -361,7 +361,7 @@ _NAMED_BYTES = {
 
 
 class KeyDecoder:
-    """What a terminal sends, as keys: characters, and names for the others. Unknown ones are passed over."""
+    """A terminal's input as keys: characters, and names for the others. Unknown ones are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -382,7 +382,7 @@ class KeyDecoder:
         return keys
 
     def flush(self) -> list[str]:
-        """Nothing more came for a while: what is left of an escape sequence is the escape key."""
+        """After a pause in the input, the remainder of an escape sequence is the escape key."""
         rest, self._rest = self._rest, b""
         return ["escape"] if rest[:1] == b"\x1b" else []
 

@@ -1,4 +1,4 @@
-"""The screen of `quire top`: a frame of what was seen, for any width and height. Draws, asks nobody."""
+"""The screen of `quire top`: a frame of the known state, for any width and height. Draws only, makes no calls."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,8 +40,8 @@ _KEYS = (
     ("tab", "list", "Sequences, leases, tenants."),
     ("jk", "move", "The next row, the one before; arrows, page up and down, home, end."),
     ("enter", "open", "A sequence: its block table. A lease or a tenant: its sequences."),
-    ("esc", "back", "Out of a sequence; else the filter is taken away."),
-    ("/", "find", "Only what has a text in its lease's or tenant's name."),
+    ("esc", "back", "Close a sequence; else clear the filter."),
+    ("/", "find", "Only rows with this text in their lease or tenant."),
     ("b", "map", "The block map, on or off."),
     ("?", "help", "This page."),
 )
@@ -49,12 +49,12 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a frame is made of.
+    """The content of a frame.
 
     address    of cachemgr
     clock      the time of day, for people
-    now_s      seconds since 1970, which leases' ends are held against
-    trouble    why the look is an old one; "" if it is not
+    now_s      seconds since 1970, to show the time left of leases
+    trouble    the reason why the look is old; "" if it is not
     """
 
     address: str
@@ -100,7 +100,7 @@ class TopScreen:
 
 
 def _ascii(text: str) -> str:
-    """What a terminal that has ASCII only shows, whatever names there are."""
+    """A text as a terminal with ASCII only shows it, for any name."""
     return text.replace("–", "-").replace("…", "~").encode("ascii", "replace").decode()
 
 
@@ -353,7 +353,7 @@ def _map(shown: Shown, options: ConsoleOptions, *, width: int, rows: int) -> lis
 
 
 def _legend(book: BlockBook, per_cell: int, options: ConsoleOptions, width: int) -> Text:
-    """Says no counts: those of the last look are in the first line of numbers, and blocks may be told of later."""
+    """Has no counts: those of the last look are in the first line of numbers, and block events may come later."""
     line = Text(" ", no_wrap=True)
     for kind, look in LOOKS.items():
         line.append(glyph_of(kind, options, per_cell=per_cell), style=look.style).append(f" {look.label}  ", "dim")
@@ -511,7 +511,7 @@ def _ends_in(entry: Entry, now_s: float) -> str:
 
 
 def _progress(entry: Entry, width: int) -> str:
-    """How far a sequence is computed, as a bar of characters that every terminal has."""
+    """The progress of a sequence, as a bar of characters that every terminal has."""
     if not isinstance(entry, pb.Sequence):
         return ""
     done = round((ratio(entry.computed_token_count, entry.token_count) or 0.0) * width)
@@ -580,7 +580,7 @@ def _block_table(
 ) -> list[RenderableType]:
     """A line per entry of the block table, from the place's offset on."""
     if not sequence.block_ids:
-        return [Text(f" {counted(sequence.block_count, 'block')}; cachemgr does not say which.", "dim", no_wrap=True)]
+        return [Text(f" {counted(sequence.block_count, 'block')}; cachemgr does not list them.", "dim", no_wrap=True)]
     titles = _cells([f"{name:>{size}}" for name, size in _TABLE] + ["prefix hash"], width)
     titles.stylize("dim")
     first = min(shown.place.offset, len(sequence.block_ids) - 1)

@@ -71,7 +71,7 @@ def run_up(
 
 @contextlib.contextmanager
 def started(services: LocalServices, console: Console, *, model: str) -> Iterator[None]:
-    """Both services run within the block, none after it. Shows on the console what is waited for.
+    """Both services run within the block, none after it. Shows the progress of the start on the console.
 
     Raises click.ClickException, with the end of the log, if one does not start.
     """
@@ -114,7 +114,7 @@ def _stage(services: LocalServices, model: str) -> str:
 def ending_on(*numbers: int) -> Iterator[None]:
     """Within the block these signals end the program in order, except one that is ignored or handled already (nohup).
 
-    SIGHUP comes when the terminal goes away.
+    SIGHUP is sent when the terminal is closed.
     """
     ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
@@ -166,7 +166,7 @@ class FlagRefused(click.ClickException):
 
 
 def _check_flags(services: LocalServices) -> None:
-    """Let the services check their flags, at the same time. Raises click.ClickException with what they say."""
+    """Let the services check their flags, at the same time. Raises click.ClickException with their errors."""
     checks: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with signals_held():
@@ -231,7 +231,7 @@ def _curl_line(gateway: GatewayProcess) -> str:
 
 
 def curl_command(where: str) -> str:
-    """Return a command that asks the gateway at this URL for text."""
+    """Return a command that requests text from the gateway at this URL."""
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
     return f"curl -s {where}/v1/completions -d '{body}'"
 
@@ -247,6 +247,6 @@ def _describe_death(service: ServiceProcess) -> str:
     status = service.returncode or 0
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     tail = service.log_tail()
-    return f"{service.name} {how}; what runs beside it is ended too." + (
+    return f"{service.name} {how}; the other processes are ended, too." + (
         f" The end of its log:\n{tail}" if tail else ""
     )

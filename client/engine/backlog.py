@@ -22,7 +22,8 @@ class Backlog:
     def enter(self, tenant: str, num_tokens: int, *, is_limited: bool = True) -> None:
         """Count a request with a prompt of so many tokens. Raises OutOfRoom with the reason QUEUE_FULL.
 
-        is_limited False: count it, whatever waits. It was let in elsewhere, and goes on here after a failure.
+        is_limited False: count it without a limit. Another engine had accepted it, and it continues here after a
+        failure.
         """
         if is_limited:
             self._require_room(tenant, num_tokens)

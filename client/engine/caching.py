@@ -1,4 +1,4 @@
-"""What a request asks of the pool and its prefix cache. Pure."""
+"""A request's use of the pool and its prefix cache. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -21,20 +21,20 @@ _MAX_INT32 = 2**31 - 1
 
 
 class CacheUse(Enum):
-    """What a request does with the prefix cache."""
+    """How a request uses the prefix cache."""
 
-    READ_AND_WRITE = "read_and_write"  # Takes what is found, and publishes what it computes.
+    READ_AND_WRITE = "read_and_write"  # Uses cached blocks, and publishes the blocks that it computes.
     WRITE_ONLY = "write_only"  # Computes every token, and publishes.
     NONE = "none"  # Takes nothing and publishes nothing.
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much a range of a request's tokens is worth keeping. Raises InvalidRequest if a field is out of range.
+    """The retention of a range of a request's tokens. Raises InvalidRequest if a field is out of range.
 
-    num_tokens   from the end of the range before it on; 0, in the last range only: all that follow, generated ones too
-    priority     1 (given up first) to 9 (kept longest); 5: as if nothing were said
-    ttl_s        how long this stands, up to 86,400; None: as long as the content is there
+    num_tokens   from the end of the range before it on; 0, in the last range only: all that follow, also generated ones
+    priority     1 (evicted first) to 9 (kept longest); 5: as without advice
+    ttl_s        its validity, up to 86,400; None: as long as the content is cached
     """
 
     num_tokens: int
@@ -51,15 +51,15 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class CacheParams:
-    """What one request asks of the pool and its prefix cache. It changes no token, but for rounding.
+    """One request's use of the pool and its prefix cache. It changes no token, except by rounding.
 
     Raises InvalidRequest naming field, value and limit if one is out of range.
 
     salt              separates prefixes: requests share blocks only if their salts are equal; up to 64 bytes
-    cache_use         what it takes from the cache and publishes
-    retention         what is worth keeping of its tokens, range by range, at most 16; the first begins at token 0
-    expected_back_s   seconds, up to 86,400, after which its tokens will be asked for again when it has ended; math.inf:
-                      never; None: nothing is said
+    cache_use         how it uses the prefix cache
+    retention         eviction priorities of ranges of its tokens, at most 16; the first begins at token 0
+    expected_back_s   seconds, up to 86,400, from its end until its tokens are needed again; math.inf: never; None:
+    unknown
     reserve           it is admitted only if blocks for the prompt and max_tokens are guaranteed. Samples beyond the
                       first of a prompt are best effort
     """
@@ -85,7 +85,7 @@ class CacheParams:
 
     @property
     def reads_cache(self) -> bool:
-        """True if it takes what is found in the prefix cache."""
+        """True if it uses cached blocks."""
         return self.cache_use is CacheUse.READ_AND_WRITE
 
 

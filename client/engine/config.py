@@ -1,4 +1,4 @@
-"""How an engine uses a pool."""
+"""The engine's configuration."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ _LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiti
 class EngineConfig:
     """How the engine uses a pool.
 
-    pool                     its name; "": the only one there is
+    pool                     its name; "": the only one
     max_step_tokens          tokens computed per step at most; the worker may allow fewer
     max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
-    lease_ttl_s              the pool's blocks come back this long after this process has died, 1 to 3600
-    recovery_timeout_s       requests fail if a service can't be used for this long; errors say what was delivered
+    lease_ttl_s              the pool's blocks are released this long after the end of this process, 1 to 3600
+    recovery_timeout_s       requests fail if a service can't be used for this long; errors count the delivered tokens
     max_recoveries           requests fail after this many recoveries without a computed step in between
     max_waiting_requests     requests that may wait for their first token; one more is refused with the reason
                              QUEUE_FULL, at least 1; None: no limit
-    max_waiting_requests_per_tenant    likewise, of each tenant
-    max_waiting_tokens       likewise, tokens of the prompts that wait
+    max_waiting_requests_per_tenant    the same limit for each tenant
+    max_waiting_tokens       the limit of tokens of their prompts, as above
     tenants                  requests' tenants are cachemgr's too: shares, cache, pins; needs the role "gateway" there
     max_unread_tokens        a request fails with the reason TOO_SLOW if its caller leaves more generated tokens unread;
                              None: no limit

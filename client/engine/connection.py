@@ -20,7 +20,7 @@ from quire.client.errors import (
 )
 from quire.client.worker_client import WorkerApi
 
-# What can end while the engine waits; reopen raises one of these when it gives up.
+# Errors that a retry may cure; reopen raises one of these when it gives up.
 TEMPORARY_ERRORS = (Unavailable, NotFound, LeaseLost, EpochChanged, OutOfRoom, AccessDenied)
 # A session that could not be opened in the time left may have this long all the same.
 _MIN_OPENING_S = 1.0

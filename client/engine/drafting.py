@@ -9,11 +9,11 @@ from quire.client.engine.queues import Queues, id_of
 from quire.client.engine.room import Room
 from quire.client.engine.sequence import Sequence, SequenceState
 
-# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto), and ids that tell a
-# worker how to sample what is admitted or restored.
+# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto), and ids in the
+# sampling parameters of its admitted or restored sequences.
 _MAX_PLAN_TOKENS = 262_144
-# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto), and ids that tell a
-# worker how to sample them.
+# Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto), and ids in their
+# sampling parameters.
 _MAX_FORKED_TOKENS = 8_388_608
 # Tokens that one plan appends to sequences (Extends.append_token_ids of the proto).
 _MAX_APPENDED_TOKENS = 262_144
@@ -33,7 +33,7 @@ class Draft:
         fresh_id: abc.Callable[[], int],
         by_tenant: bool = False,
     ) -> None:
-        """by_tenant: admissions say whose they are."""
+        """by_tenant: admissions name their tenants."""
         self._limits = limits
         self._queues = queues
         self._room = room
@@ -187,8 +187,8 @@ class Draft:
 
     def add_newcomers(self) -> None:
         """Offer sequences that wait, in order of rank, as far as budget and places go."""
-        # Prompts are offered until what they will probably compute fills the budget; cachemgr, which knows what is
-        # cached, cuts the last one.
+        # Prompts are offered until the tokens that they will probably compute fill the budget; cachemgr, which knows
+        # the cached blocks, cuts the last one.
         budget, num_given = float(self._budget), 0
         places = self._places
         for sequence in self.line[: max(0, places)]:

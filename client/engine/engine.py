@@ -1,23 +1,23 @@
 """Continuous batching over the two services: schedule, run, postprocess, one step ahead.
 
     turn k      plan step k+1      cachemgr answers; no token of step k is needed for it
-                send step k+1      the worker queues it behind step k
+                send step k+1      the worker queues it after step k
                 deliver step k-1   texts, stop strings; the device has work meanwhile
                 await step k       its tokens, then turn k+1
 
 Two steps are in flight at most. One task does all of this and owns the scheduler; callers only read their mailboxes.
 
-The engine holds every request's tokens, so it outlives both services: after a failure it takes what the steps in flight
-still answer, forgets what was being sampled, and admits everybody again, under the pool's new epoch or a new lease.
-Callers see a pause, and each token once.
+The engine keeps every request's tokens, so requests survive failures of both services. After a failure it takes the
+answers of the steps in flight, drops the tokens being sampled, and admits all requests again, under the pool's new
+epoch or a new lease. Callers see a pause, and each token once.
 
-A step or a plan that is refused for what one sequence brings is no failure of a service: that request fails, alone. The
-refused step is sent again to be skipped, since its number is not used up, and planned again without that sequence. If
-the worker only had no room for the sequence's grammar, the request does not fail: it is planned again when the worker
-has compiled the grammar.
+A step or a plan that is refused for one sequence's input is no failure of a service: only that request fails. The
+refused step is sent again with `skip`, since its number is not used up, and planned again without that sequence. If
+only the worker's room for compiling the sequence's grammar was used up, the request does not fail: it is planned
+again when the worker has compiled the grammar.
 
-A plan whose answer does not come is no failure yet: it is repeated under its request_id while the lease can be alive,
-and steps in flight are taken meanwhile. A cachemgr that comes back with its books answers it as if nothing had been.
+A plan without an answer is no failure yet: it is repeated with its request_id while the lease can be valid, and steps
+in flight finish meanwhile. A cachemgr that restarts with its books answers it as before.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class _Sent:
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options that every way to make an engine takes; Engine says what each means."""
+    """The options that all ways to make an engine have; see Engine."""
 
     config: EngineConfig | None
     tokenizer: Tokenizer | str | None
@@ -268,11 +268,11 @@ class Engine:
             self._page = None
         await self._connection.close()
 
-    # What callers use.
+    # For callers.
 
     @property
     def metrics_address(self) -> str | None:
-        """Where the page of metrics is, "host:port"; None if there is none."""
+        """The address of the page of metrics, "host:port"; None if there is none."""
         return None if self._page is None else self._page.address
 
     @property
@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def model(self) -> worker_service_pb2.GetModelResponse:
-        """What the worker serves, as it said when the session began. Raises Unavailable while there is none."""
+        """The worker's model, as of the beginning of the session. Raises Unavailable while there is none."""
         if self._connection.session is None:
             raise Unavailable("there is no session with the services right now")
         return self._connection.session.model
@@ -319,18 +319,18 @@ class Engine:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
 
         The prompt is text or token ids. fields are those of SamplingParams: `generate(prompt, max_tokens=3)`; given
-        beside params they replace what params says. cache is what the request asks of the pool and its prefix cache;
-        None: CacheParams().
+        with params they replace its fields. cache is the request's use of the pool and its prefix cache; None:
+        CacheParams().
 
-        delivered says what another engine gave out of the same request before it failed, sample by sample. Those
-        tokens are not given out again. The others are the ones that would have come, but for rounding, if params has
-        the seed that the request had there. Such a request is taken though the queue is full. Log-probabilities of its
-        prompt do not come again.
+        delivered has the tokens that another engine delivered of this request before it failed, sample by sample.
+        They are not delivered again. The other tokens are those that would have followed, except for rounding, if
+        params has the seed that the request had there. Such a request is accepted though the queue is full.
+        Log-probabilities of its prompt are not delivered again.
 
         Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises
-        RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each says how
-        many tokens it has given out, in delivered_token_counts. Work begins with the first item asked for; closing the
-        iterator, or cancelling the task that waits in it, frees everything with the next plan.
+        RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each has the
+        numbers of delivered tokens in delivered_token_counts. Work begins when the first item is requested; closing
+        the iterator, or cancelling the task that waits in it, frees everything with the next plan.
         """
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
         return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
@@ -488,7 +488,7 @@ class Engine:
             async with asyncio.timeout(_PATIENCE_S):
                 return await session.plan(request)
         except Unavailable as error:
-            _log.warning("cachemgr is away: %s", error)
+            _log.warning("cachemgr is unavailable: %s", error)
             return await self._ask_again(session, request, error)
         except TimeoutError:
             return await self._ask_again(session, request, Unavailable(f"no answer within {_PATIENCE_S:g} s"))
@@ -501,7 +501,7 @@ class Engine:
         try:
             while self._flight and not asking.done():
                 ended = asyncio.ensure_future(self._flight[0].answer.result())
-                ended.add_done_callback(_retrieve)  # _settle asks for it too
+                ended.add_done_callback(_retrieve)  # _settle uses it, too
                 await asyncio.wait([asking, ended], return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
                     await self._settle(session)
@@ -556,7 +556,7 @@ class Engine:
     def _observe_costs(
         self, step: Step, response: worker_service_pb2.RunStepResponse, seconds: dict[str, float]
     ) -> None:
-        """What the step says of computing tokens again, if it was mostly prompts, and of copies."""
+        """Learn the cost of computing tokens again, from steps that are mostly prompts, and of copies."""
         num_tokens = sum(step.counts)
         if 2 * sum(count for count in step.counts if count > 1) > num_tokens:
             self._scheduler.costs.prefill.observe(num_tokens, seconds["forward_s"] + seconds["sample_s"])
@@ -569,7 +569,7 @@ class Engine:
         self._scheduler.costs.copy.observe((offloaded + restored) * block_bytes, copy_s)
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
-        """For what is done for these sequences."""
+        """A span for work on these sequences."""
         if self._tracing is None:
             return NO_SPAN
         return self._tracing.step(name, self._requests.spans_of(sequences))
@@ -649,7 +649,7 @@ class Engine:
             await self._pause()
 
     async def _drain(self, session: Session) -> None:
-        """Take what the steps in flight still answer; from the first that fails on, their tokens are void."""
+        """Take the answers of the steps in flight; from the first that fails on, their tokens are void."""
         while self._flight:
             try:
                 await self._settle(session)
@@ -672,7 +672,7 @@ class Engine:
         return session
 
     def _use(self, session: Session) -> None:
-        """The scheduler and new requests keep to what this session's pool and model allow."""
+        """Set the limits of this session's pool and model for the scheduler and new requests."""
         self._requests.use_model(session.model)
         self._scheduler.set_limits(self._limits_of(session))
 
@@ -687,7 +687,7 @@ class Engine:
     async def _check_grammar(self, grammar: Grammar) -> None:
         """Let the worker compile a grammar before its sequence is planned. Raises InvalidRequest, OutOfRoom.
 
-        While the worker is away nothing is checked: the step that brings the grammar is refused if it is wrong.
+        While the worker is unavailable nothing is checked: a step with a wrong grammar is refused.
         """
         session = self._connection.session
         if session is None:
@@ -721,7 +721,7 @@ async def _all_or_none(work: abc.Iterable[abc.Coroutine[Any, Any, Answer]]) -> l
 
 
 def _timings_of(response: worker_service_pb2.RunStepResponse) -> dict[str, float]:
-    """What the worker says of a step's time, in seconds."""
+    """A step's times in the worker's answer, in seconds."""
     timings = response.timings
     parts = {
         "queue": timings.queue,

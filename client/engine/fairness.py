@@ -125,7 +125,7 @@ class Loads:
 
 
 def tag_of(sequence: Sequence) -> int:
-    """Return the tag that a sequence was given; it stands behind its priority."""
+    """Return the tag of a sequence; it orders sequences of equal priority."""
     return sequence.rank[1]
 
 

@@ -35,7 +35,7 @@ _CACHE_USES = {
 def limits_of(
     geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_running_sequences: int
 ) -> SchedulerLimits:
-    """What a pool allows, within what its user wants."""
+    """The limits of a pool, within those of the configuration."""
     return SchedulerLimits(
         max_step_tokens=max_step_tokens,
         max_running_sequences=min(max_running_sequences, geometry.max_sequence_count),
@@ -193,7 +193,7 @@ def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameter
         logit_bias=dict(params.logit_bias),
         allowed_token_ids=params.allowed_token_ids,
     )
-    if params.has_penalty:  # which asks only whether a token occurred, or how often it was generated
+    if params.has_penalty:  # it needs only whether a token occurred, or how often it was generated
         outputs = sequence.output_token_ids
         message.prompt_token_ids.extend(sorted(set(sequence.token_ids[: sequence.num_prompt_tokens])))
         is_exact = params.frequency_penalty or params.grammar is not None

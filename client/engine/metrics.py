@@ -1,6 +1,6 @@
-"""What an engine measured of its requests and steps, and the page on which Prometheus reads it.
+"""Measurements of an engine's requests and steps, and the Prometheus page with them.
 
-docs/how-to/observability.md lists what is on it.
+docs/how-to/observability.md lists its metrics.
 """
 
 import asyncio
@@ -58,14 +58,14 @@ class Histogram:
 
 @dataclass(slots=True)
 class Measured:
-    """What the engine observes, since it started. Times in seconds.
+    """Measurements since the engine started. Times in seconds.
 
     first_token    from a request to its first token
     inter_token    from a token to the next one of the same sample, as steps bring them
     request        from a request to its last token; of those that ended with all samples
-    plan, step     a plan's and a step's round trip; a step's begins when it is sent, behind the one before it
+    plan, step     a plan's and a step's round trip; a step's begins when it is sent, after the one before it
     prompt, generated  tokens of such a request
-    finished           samples by why they ended
+    finished           samples by their finish reason
     num_prompt_tokens  of requests that have got a first token
     """
 
@@ -81,7 +81,7 @@ class Measured:
 
 
 class RequestTimes:
-    """When a request began and what it got; tells Measured."""
+    """A request's begin and progress, for Measured."""
 
     __slots__ = ("_began_s", "_last_s", "_measured", "_num_generated", "_num_open", "_num_prompt")
 
@@ -126,7 +126,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineLook:
-    """What a page is made of: where the engine is, its numbers, what it measured."""
+    """The content of a page: the engine's state, its numbers, its measurements."""
 
     pool: str
     model: str
@@ -186,7 +186,7 @@ def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:
         ("cached_tokens", "Tokens admitted that were found in the cache.", scheduler.cached_tokens),
         ("generation_tokens", "Tokens generated.", scheduler.sampled_tokens),
         ("preemptions", "Running sequences that gave their blocks back for others.", scheduler.preemptions),
-        ("offloads", "Preemptions that kept what was computed in the host tier.", scheduler.offloads),
+        ("offloads", "Preemptions that moved computed blocks to the host tier.", scheduler.offloads),
         ("restores", "Sequences that came back from the host tier.", scheduler.restores),
         ("restored_tokens", "Tokens of these that were not computed again.", scheduler.restored_tokens),
         ("refusals", "Items of plans that cachemgr refused.", scheduler.refusals),

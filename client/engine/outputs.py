@@ -1,4 +1,4 @@
-"""What callers get, and how a sample's tokens become it. Pure but for the tokenizer it is given."""
+"""The chunks that callers get, and how a sample's tokens become text. Pure except for the given tokenizer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,14 +12,14 @@ from quire.client.engine.tokenizer import Detokenizer, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new of one sample.
+    """New content of one sample.
 
     index          the sample, 0 to n - 1
-    text           may lag behind token_ids, while it is half a character or may begin a stop string; all of it is there
+    text           may lag behind token_ids, while it ends within a character or may begin a stop string; complete
                    with finish_reason. Empty if the engine has no tokenizer
     token_ids      every token generated, each once, an end token included
     logprobs       parallel to token_ids; None if not asked for
-    finish_reason  why the sample ended; None if it goes on
+    finish_reason  the reason why the sample ended; None if it continues
     prompt_logprobs    of the prompt's tokens, by position, None for the first one; with the request's first chunk
                        that has a token. None in the others, and if not asked for
     num_cached_tokens  tokens of the prompt that were found in the prefix cache, with the same chunk; None in the others
@@ -113,7 +113,7 @@ class SampleText:
     ) -> None:
         """Without a detokenizer there is no text.
 
-        With keep_stop, what the sample stops at belongs to its text. Stop strings are not looked for in the text of the
+        With keep_stop, the stop string or token belongs to the text. Stop strings are not searched in the text of the
         first min_tokens tokens.
         """
         self._detokenizer = detokenizer
@@ -160,9 +160,9 @@ class _Unread:
 
 
 class Mailbox:
-    """Chunks of one request that its caller has not read yet: at most one per sample, later ones are joined to it.
+    """Unread chunks of one request: at most one per sample, later ones are joined to it.
 
-    So what a slow caller leaves unread is bounded by its max_tokens, and by EngineConfig.max_unread_tokens.
+    So the unread content of a slow caller is bounded by its max_tokens, and by EngineConfig.max_unread_tokens.
     """
 
     def __init__(self, *, has_logprobs: bool) -> None:
@@ -172,7 +172,7 @@ class Mailbox:
         self.num_unread_tokens = 0
 
     def put_prompt(self, *, logprobs: PromptLogprobs | None, num_cached_tokens: int | None) -> None:
-        """Add what is known of the prompt, to the first chunk that is taken next."""
+        """Add results for the prompt, to the first chunk that is taken next."""
         self._of_prompt = {"prompt_logprobs": logprobs, "num_cached_tokens": num_cached_tokens}
 
     def put(
@@ -184,7 +184,7 @@ class Mailbox:
         logprobs: Iterable[TokenLogprobs] = (),
         finish_reason: FinishReason | None,
     ) -> None:
-        """Add what is new of a sample."""
+        """Add new content of a sample."""
         unread = self._unread.setdefault(index, _Unread())
         unread.text.append(text)
         self.num_unread_tokens -= len(unread.token_ids)

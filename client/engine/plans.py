@@ -10,13 +10,13 @@ from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.errors import InvalidRequest, QuireError
 
-# Of a step's tokens one in so many is never a decode's.
+# One in so many of a step's tokens is reserved for prompts.
 _PROMPT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The limits that the scheduler obeys.
+    """The limits of the scheduler.
 
     max_step_tokens          tokens one step may compute
     max_running_sequences    sequences that hold blocks at once
@@ -24,7 +24,7 @@ class SchedulerLimits:
     num_blocks               blocks of the pool that can be owned: without the null block
     max_sequence_tokens      the model's context
     vocabulary_size          token ids are below this
-    max_step_failures        a request is given up when this many steps it was alone in have failed
+    max_step_failures        a request fails when this many steps it was alone in have failed
     max_stalls               plans without a run, one after the other, before the only running sequence gives way
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              what a copy of a block moves
@@ -105,7 +105,7 @@ class Plan:
 
     release_ids: tuple[int, ...] = ()
     expected_back_s: abc.Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Of those released, the ones of which it is known when they come back: in so many seconds, or never."""
+    """Of released sequences, the seconds until their tokens are needed again, if known; math.inf: never."""
     offload_ids: tuple[int, ...] = ()
     trims: abc.Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     forks: tuple[Fork, ...] = ()
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to ask for."""
+        """True if it has no items."""
         return not (self.release_ids or self.offload_ids or self.asks_to_compute)
 
     @property
@@ -173,11 +173,11 @@ class PlanOutcome:
 class Step:
     """A step in flight. seq_ids, sequences, starts and counts are parallel.
 
-    given          indexes of runs whose token ids the worker needs
-    introduced     indexes of runs whose sampling parameters the worker needs
-    samplers       who gets a token, by id
-    idle           forked for this step but refused blocks to run: what they share may be computed by steps in flight
-    failed         requests that ended with this plan, and why; not part of the step
+    given          indexes of runs with token ids for the worker
+    introduced     indexes of runs with sampling parameters for the worker
+    samplers       the sequences that get a token, by id
+    idle           forked for this step but refused blocks to run: steps in flight may compute their shared blocks
+    failed         requests that ended with this plan, and their errors; not part of the step
     is_void        cachemgr planned it knowing of a failed step that is not known here yet: it is sent to be skipped
     """
 

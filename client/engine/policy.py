@@ -20,7 +20,7 @@ from quire.client.engine.fairness import FairShares, divide
 from quire.client.engine.plans import SchedulerLimits
 from quire.client.engine.sequence import Sequence, SequenceState
 
-# Admissions leave the blocks that running sequences will ask for within this many steps, or more under pressure.
+# Admissions leave the blocks that running sequences will need within this many steps, or more under pressure.
 _RESERVE_STEPS = 4
 _MAX_DOUBLINGS = 62
 _NO_WEIGHTS: abc.Mapping[str, float] = MappingProxyType({})
@@ -65,8 +65,8 @@ class Policy(Protocol):
         """Return the candidate to preempt for a sequence that lacks so many blocks; None: it waits.
 
         needy runs, or waits for admission. candidates are running sequences below it in rank, in order of rank. If
-        needy is a suspect they are all other running sequences, and after None the last of them is preempted. Asked
-        again until enough blocks come back. A waiting sequence that lacks a place, not blocks, asks for one block.
+        needy is a suspect they are all other running sequences, and after None the last of them is preempted. Called
+        again until enough blocks are freed. A waiting sequence that lacks a place, not blocks, needs one block.
         """
         ...
 
@@ -87,8 +87,8 @@ class Policy(Protocol):
     def divide(self, prompts: abc.Sequence[Sequence], newcomer: Sequence | None, *, budget: int) -> abc.Sequence[int]:
         """Return how many tokens of each running prompt the next step computes.
 
-        prompts are in order of rank and have two or more tokens to compute. budget is in tokens; what is left of it is
-        for newcomers, of which newcomer is the first in line; None: no one is admitted now.
+        prompts are in order of rank and have two or more tokens to compute. budget is in tokens; newcomers get the
+        rest of it. newcomer is the first of them in the queue; None: none is admitted now.
         """
         ...
 

@@ -23,9 +23,9 @@ class TokenLogprobs:
 
 
 class PromptLogprobs(abc.Sequence[TokenLogprobs | None]):
-    """Of each token of a prompt; None for the first one, which nothing comes before. Numbers are kept packed.
+    """Log-probabilities of a prompt's tokens; None for the first one, which has no token before it. Packed.
 
-    A step brings those of some tokens, in any order of steps, perhaps more than once. Shared by a prompt's samples.
+    A step has those of some tokens, in any order of steps, perhaps more than once. Shared by a prompt's samples.
     """
 
     def __init__(self, token_ids: abc.Sequence[int], *, num_top: int) -> None:

@@ -1,17 +1,17 @@
-"""Every living sequence in the collection of its state, and the ids whose blocks are on their way back. Pure.
+"""Every unfinished sequence in the collection of its state, and the ids to release or offload. Pure.
 
     WAITING     waiting      by rank
     RUNNING     running      by rank
     DRAINING    draining
     POSTPONED   postponed
-    FOLLOWING   followers    by the sequence whose prompt they share
+    FOLLOWING   followers    by the sequence with their prompt
 
-    releases    ids that the next plans give back, and when their tokens will be asked for again, if that was said
+    releases    ids that the next plans release, and the time until their tokens are needed again, if known
     offloads    ids that the next plan moves to the host tier
     groups      of beams
 
-A method moves a sequence and its id together, so an id is held, released or offloaded, and never lost. Which sequence
-moves, and when, is decided by the scheduler.
+A method moves a sequence and its id together, so an id is held, released or offloaded, and never lost. The scheduler
+decides which sequence moves, and when.
 """
 
 from bisect import bisect_right, insort
@@ -56,7 +56,7 @@ class Queues:
         self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
         self.offloads: dict[int, Sequence] = {}
         self.groups: set[BeamGroup] = set()
-        self.expected_back_s: dict[int, float] = {}  # of ids to be released, those whose sequence has ended
+        self.expected_back_s: dict[int, float] = {}  # of ids to release, for ended sequences
 
     @property
     def are_empty(self) -> bool:
@@ -94,7 +94,7 @@ class Queues:
             self.groups.add(first.group)
 
     def queue(self, sequence: Sequence) -> None:
-        """Put a sequence, whose state is WAITING, in line."""
+        """Put a sequence, in state WAITING, in the queue."""
         sequence.seq_id = None
         insort(self.waiting, sequence, key=by_rank)
 
@@ -114,12 +114,12 @@ class Queues:
         return parent
 
     def wait_alone(self, follower: Sequence) -> None:
-        """Put a sample that follows nobody any more in line."""
+        """Put a sample that follows no other one any more in the queue."""
         follower.move(SequenceState.WAITING)
         self.queue(follower)
 
     def follow(self, child: Sequence, parent: Sequence) -> None:
-        """Let a new beam, whose state is FOLLOWING, follow the one that it is forked from."""
+        """Let a new beam, in state FOLLOWING, follow the one that it is forked from."""
         self.followers.setdefault(parent, []).append(child)
 
     def regroup(self, group: BeamGroup) -> None:
@@ -163,7 +163,7 @@ class Queues:
         return reason
 
     def readmit(self, sequence: Sequence) -> None:
-        """Give up what a sequence, or its group, has computed; it waits with its known tokens."""
+        """Discard the computed tokens of a sequence, or of its group; it waits with its known tokens."""
         if sequence.group is not None:
             self.regroup(sequence.group)
             return
@@ -173,7 +173,7 @@ class Queues:
         self.queue(sequence)
 
     def postpone(self, sequence: Sequence) -> None:
-        """Give up what a sequence has computed; no plan has it before resume()."""
+        """Discard a sequence's computed tokens; it is in no plan before resume()."""
         self.readmit(sequence)
         self.waiting.remove(sequence)
         sequence.move(SequenceState.POSTPONED)
@@ -214,7 +214,7 @@ class Queues:
             self.expected_back_s[seq_id] = sequence.cache.expected_back_s
 
     def forget_pool(self) -> None:
-        """Let all sequences that ran wait with their known tokens: no id stands for anything any more."""
+        """Let all running sequences wait with their known tokens: all ids are invalid."""
         for group in self.groups:
             self.regroup(group)
         self.releases.clear()
@@ -229,7 +229,7 @@ class Queues:
         self.draining.clear()
 
     def leave_host(self, sequence: Sequence) -> None:
-        """Give up what a sequence has in the host tier, or was to get there, with the next plan."""
+        """Release a sequence's host blocks, present or planned, with the next plan."""
         if sequence.host_id is None:
             return
         leaving = self.offloads.pop(sequence.host_id, None)
@@ -296,17 +296,17 @@ class Queues:
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
         require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
         beams = [beam for group in self.groups for beam in group.members]
-        require(set(beams) == {s for s in living if s.group is not None}, "who lives in a group is one of its beams")
+        require(set(beams) == {s for s in living if s.group is not None}, "unfinished ones of a group are its beams")
         for group in self.groups:
             require(len(group.members) <= group.width, "a group has no more beams than its width")
             require(sum(s.state is SequenceState.WAITING for s in group.members) <= 1, "one of a group is in line")
         ids = [id_of(sequence) for sequence in self.running]
-        require(len(set(ids)) == len(ids), "an id stands for one sequence")
-        require(not set(ids) & self.releases.keys(), "what runs is not released")
-        require(self.expected_back_s.keys() <= self.releases.keys(), "hints are about what is released")
-        require(not set(ids) & self.offloads.keys(), "what runs does not leave for the host tier")
-        require(not self.offloads.keys() & self.releases.keys(), "what is kept in the host tier is not released")
-        require(all(s.host_id == i for i, s in self.offloads.items()), "who leaves knows under which id")
+        require(len(set(ids)) == len(ids), "an id belongs to one sequence")
+        require(not set(ids) & self.releases.keys(), "a running sequence is not released")
+        require(self.expected_back_s.keys() <= self.releases.keys(), "hints are for released sequences")
+        require(not set(ids) & self.offloads.keys(), "a running sequence is not offloaded")
+        require(not self.offloads.keys() & self.releases.keys(), "an offloaded sequence is not released")
+        require(all(s.host_id == i for i, s in self.offloads.items()), "an offloaded sequence has its id")
         for sequence in living:
             self._check_sequence(sequence)
 
@@ -314,8 +314,8 @@ class Queues:
         require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
         num_output = sequence.num_tokens - sequence.num_prompt_tokens
         require(num_output <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
-        require(sequence.host_id is None or sequence.state in _AWAY, "who is in the host tier is not in the pool")
+        require(sequence.host_id is None or sequence.state in _AWAY, "a sequence in the host tier is not in the pool")
         held = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
-        require(held == (sequence.seq_id is not None), "who has an id is in the pool")
+        require(held == (sequence.seq_id is not None), "a sequence with an id is in the pool")
         if sequence.state is SequenceState.DRAINING:
-            require(sequence.num_sampling > 0, "who drains has something to wait for")
+            require(sequence.num_sampling > 0, "a draining sequence waits for a token")

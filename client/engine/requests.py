@@ -1,4 +1,4 @@
-"""Requests of the engine's callers: taken and checked, handed to the scheduler, and delivered as texts."""
+"""Requests of the engine's callers: checked, given to the scheduler, and delivered as text."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request:
-    """A caller's request: its samples' texts, and what the caller has not read."""
+    """A caller's request: its samples' texts, and the unread chunks."""
 
     __slots__ = (
         *("delivered", "error", "first", "mailbox", "news", "open", "sequences", "span"),
@@ -92,7 +92,7 @@ class Request:
         return num_tokens, [sequence.finish_reason for sequence in self.sequences]
 
     def time_out(self) -> None:
-        """End the samples that are open with what they have."""
+        """End the open samples with the tokens generated so far."""
         for index in sorted(self.open):
             text = self.texts[index].flush()
             self.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
@@ -184,7 +184,7 @@ class Requests:
             request.fail(error)
 
     def use_model(self, model: worker_service_pb2.GetModelResponse) -> None:
-        """Keep to what this model allows."""
+        """Set this model's limits."""
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
 
@@ -223,7 +223,7 @@ class Requests:
         return token_ids
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Parameters whose bad words are all token ids."""
+        """Parameters with all bad words as token ids."""
         texts = [word for word in params.bad_words if isinstance(word, str)]
         if not texts:
             return params
@@ -321,7 +321,7 @@ class Requests:
             self._backlog.leave(request.first.tenant, request.first.num_prompt_tokens)
 
     def _time_out(self, request: Request) -> None:
-        """End a request whose time is over; its caller gets what there is."""
+        """End a request at its timeout; its caller gets the tokens generated so far."""
         if self._stopped is not None or request.error is not None:
             return
         request.time_out()
@@ -443,13 +443,13 @@ class Requests:
         return [self._open[each].span for each in request_ids if each in self._open]
 
     def take_prompt_logprobs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
-        """Take what a step says of prompts. Raises ProtocolViolation if it is not what was asked for."""
+        """Take a step's results for prompts. Raises ProtocolViolation if they do not fit the request."""
         runs = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
         for entry in response.prompt_logprobs:
             index = runs.get(entry.sequence_id)
             logprobs = None if index is None else step.sequences[index].prompt_logprobs
             if index is None or logprobs is None:
-                raise ProtocolViolation("log-probabilities of a prompt that nobody asked for")
+                raise ProtocolViolation("log-probabilities of a prompt without a request for them")
             logprobs.put(
                 step.starts[index] + 1,
                 entry.logprobs,
@@ -539,7 +539,7 @@ class Requests:
         self._check_unread(request)
 
     def _check_unread(self, request: Request) -> None:
-        """End a request whose caller has left more unread than it may. Raises RequestFailed."""
+        """End a request with more unread tokens than the limit. Raises RequestFailed."""
         num_unread, limit = request.mailbox.num_unread_tokens, self._max_unread_tokens
         if limit is not None and num_unread > limit and request.open:
             metadata = {"unread": str(num_unread), "limit": str(limit)}

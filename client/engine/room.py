@@ -1,4 +1,4 @@
-"""The room in the pool, as far as the answers to the last plans tell. Pure."""
+"""The room in the pool, as known from the answers to the last plans. Pure."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from quire.client.engine.plans import Blocks, SchedulerLimits
 from quire.client.engine.sequence import Sequence
 from quire.client.errors import QuireError
 
-# There is no room for an item: in the pool, or in what this client may hold of it.
+# Reasons of refusals for lack of room: in the pool, or within this client's quota.
 NO_BLOCKS = frozenset({"OUT_OF_BLOCKS", "QUOTA_EXCEEDED"})
 
 
@@ -62,13 +62,14 @@ class Room:
         return cls(Blocks(free=limits.num_blocks, cached=0, active=0, retired=0), limits.num_host_blocks)
 
     def observe_admission(self, *, num_tokens: int, num_cached: int) -> None:
-        """Count what an admission found in the prefix cache."""
+        """Count an admission's tokens found in the prefix cache."""
         self.cached_ratio = 0.5 * self.cached_ratio + 0.5 * num_cached / num_tokens
 
     def line(self, waiting: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
-        """Return those that wait without the ones that a quota keeps waiting.
+        """Return the waiting sequences without those that wait for a quota.
 
-        Of a tenant that is over its quota the first one may ask again; none while a running one of it lacks quota.
+        Of a tenant over its quota the first one is tried again; none while a running sequence of the tenant lacks
+        quota.
         """
         if not self.short_tenants and not self.starved_tenants:
             return waiting
@@ -87,14 +88,14 @@ class Room:
         return error.number("free", self.blocks.free + self.blocks.cached)
 
     def blocks_awaited_by(self, first_in_line: Sequence) -> int:
-        """Return the blocks without which the first in line need not ask again; 0 if it was not refused."""
+        """Return the blocks without which the first in the queue need not be tried again; 0 if it was not refused."""
         awaited = self.awaited
         return awaited.num_blocks if awaited is not None and awaited.sequence is first_in_line else 0
 
     def on_end(self) -> None:
         """A running sequence ended, and the pressure with it.
 
-        The first in line asks again, and none before it: what it had to leave to others was more.
+        The first in the queue is tried again, and none before it: it had to leave more to others.
         """
         self.pressure = Pressure()
         if self.awaited is not None:

@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a sample ends: what a caller may ask for. Pure."""
+"""The choice of tokens and the end of a sample: the parameters of a request. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,42 +47,42 @@ BadWord = str | tuple[int, ...]
 class SamplingParams:
     """How the tokens of one request are chosen, and how many.
 
-    Raises InvalidRequest naming field, value and limit if one is out of range. Numbers with a fraction are checked as
+    Raises InvalidRequest naming field, value and limit if one is out of range. Floats are checked as
     the worker gets them, in float32: 1e-46 is 0.
 
     max_tokens           most tokens to generate, at least 1; None: as many as the model and the pool hold
     temperature          at least 0; 0: always the most probable token
     top_k                only the k most probable tokens; 0: all
-    top_p                only the most probable tokens whose probabilities add up to this, above 0, up to 1
+    top_p                only the most probable tokens, up to this sum of probabilities, above 0, up to 1
     min_p                only tokens at least this times as probable as the most probable one, 0 to 1
     repetition_penalty   divides the logits of tokens that occurred, above 0; 1: none
     presence_penalty     taken from the logits of tokens that were generated, -2 to 2; 0: none
     frequency_penalty    taken from a token's logit once for each time that it was generated, -2 to 2; 0: none
-    logit_bias           a mapping of at most 1,024 tokens to what is added to their logits, -100 to 100
+    logit_bias           a mapping of at most 1,024 tokens to a number added to their logits, -100 to 100
     allowed_token_ids    the only tokens that can be chosen; None: all
     bad_words            texts, or sequences of token ids, that are not generated, at most 1,024. A text counts with and
                          without a space before it, as two sequences if its tokens differ, of at most 16 tokens each
     min_tokens           a sample does not end before it has so many tokens: at no end or stop token, which are not
                          chosen, and at no stop string. At most max_tokens
-    seed                 fixes the random numbers that choose the tokens; None: others each time. The tokens can still
+    seed                 fixes the random numbers that choose the tokens; None: a random seed. The tokens can still
                          differ, as the logits depend on the batch by rounding: docs/architecture.md, Seeds
     stop                 strings at which a sample ends; not part of its text. One string is taken as a tuple of one
     include_stop_str_in_output    they are part of its text, and so is the token at which it ends
     stop_token_ids       tokens of the model's vocabulary at which a sample ends, beside the model's own end tokens
-    ignore_eos           go on at the model's end tokens
+    ignore_eos           do not end at the model's end tokens
     skip_special_tokens  leave special tokens out of the text
     logprobs             most probable tokens to report per token, beside the one chosen: 0 (that one only) to the
                          worker's max_logprob_count; None: none
-    grammar              what the text has to match; None: anything. The sample ends with the text, or at max_tokens
+    grammar              the form of the text; None: any. The sample ends with the text, or at max_tokens
                          before it is complete. Not with ignore_eos
-    prompt_logprobs      likewise, to report for each token of the prompt but the first. Nothing of the prompt is taken
+    prompt_logprobs      as logprobs, for each token of the prompt but the first. Nothing of the prompt is taken
                          from the prefix cache then; None: none
     n                    samples of the prompt, 1 to 1024; sample i has seed + i
     best_of              samples to generate, n to 1024, of which the n with the highest log-probability per token are
                          given out, when all have ended; None: n
     priority             an engine serves its requests of a higher one first, -2^31 to 2^31 - 1; changes no token
     tenant               an engine divides its steps fairly between the tenants of equal priority, up to 128 characters
-    timeout_s            seconds after which open samples end with what they have, for the reason TIMEOUT; above 0,
+    timeout_s            seconds after which open samples end with their tokens so far, for the reason TIMEOUT; above 0,
                          up to 604800; None: no limit
     """
 
@@ -146,19 +146,19 @@ class SamplingParams:
         if not isinstance(self.grammar, Grammar | None):
             raise InvalidRequest.of_field("grammar", self.grammar, "a Grammar")
         if self.grammar is not None and self.ignore_eos:
-            raise InvalidRequest.of_field("ignore_eos", True, "False with a grammar, whose text ends at an end token")
+            raise InvalidRequest.of_field("ignore_eos", True, "False with a grammar: its text ends at an end token")
         if self.grammar is not None and (self.min_tokens or self.allowed_token_ids is not None or self.bad_words):
             limit = "None beside min_tokens, allowed_token_ids or bad_words, which could leave no token to choose"
             raise InvalidRequest.of_field("grammar", "a Grammar", limit)
 
     @property
     def has_penalty(self) -> bool:
-        """True if a token's logit depends on which tokens came before, beyond what the model makes of them."""
+        """True if a token's logit depends on the tokens before it, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def num_sent_ids(self) -> int:
-        """Token ids, and numbers of their size, that tell a worker of the parameters, those of the prompt left out."""
+        """Token ids, and numbers of their size, in the parameters for a worker, those of the prompt left out."""
         ends = len(self.stop_token_ids) if self.min_tokens else 0
         words = sum(1 + len(word) for word in self.bad_words)
         letters = 0 if self.grammar is None else self.grammar.num_letters

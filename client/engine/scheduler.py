@@ -1,33 +1,33 @@
 """The life of sequences from request to end: waiting, running, preempted, ended. Pure: no I/O, clock or randomness.
 
-    schedule() -> Plan               asks: what the next step should do; changes nothing
-    on_planned(plan, outcome)        what cachemgr made of it; from here on the step is in flight
+    schedule() -> Plan               the next step's items; changes nothing
+    on_planned(plan, outcome)        cachemgr's answer; from here on the step is in flight
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
-    on_step_failed / on_step_dropped what it should have computed is admitted again
-    on_plan_refused / on_step_refused  likewise, without the sequence for whose input it was refused
+    on_step_failed / on_step_dropped its sequences are admitted again
+    on_plan_refused / on_step_refused  the same, without the sequence with the refused input
     resume                          a sequence that on_step_refused postponed waits for its admission again
-    branch                          which beams of a search go on, and with which tokens
+    branch                          chooses the beams of a search that continue, and their tokens
     end / reset_all                  from outside, at any point between those calls
 
 The policy (policy.py) decides rank, victim, reserve and admission. The collections are in queues.py, the next plan is
-made in drafting.py, and what is known of the pool's blocks is in room.py. docs/architecture.md describes the default
+made in drafting.py, and the known room in the pool is in room.py. docs/architecture.md describes the default
 policy.
 
 Progress, with any policy. Running sequences get tokens and blocks in order of rank, decodes before forks before chunks
 of prompts. A running sequence that lacks blocks, which neither retired blocks nor releases will cover, preempts some
-below it in rank; if the policy names none, it waits and keeps what it has. So the first in rank is never preempted for
+below it in rank; if the policy names none, it waits and keeps its blocks. So the first in rank is never preempted for
 another one of this client and gets every block that this client holds, so it ends; then so does the next one.
 
-A preempted sequence comes back by an admission of its tokens; or by a restore, if the pool has a host tier with room
-and copying what it has there and back is measured to take less than computing it again. Both wait in one line.
+A preempted sequence returns by re-admission or, if the pool has a host tier with room and copying there and back is
+measured to be cheaper than computing again, by a restore. Both share one queue.
 
-The beams of one search are a group. None runs ahead: the next tokens are chosen when the outcome of all is known, then
-a beam with one heir goes on in its own table, and further heirs are forked from it. A group is preempted, admitted and
-suspected as a whole: its first beam waits in line, and the others are forked from it again. While it runs, places for
-all of its beams are kept.
+The beams of one search are a group. None runs ahead: the next tokens are chosen when the outcome of all is known,
+then a beam with one successor continues in its own table, and further successors are forked from it. A group is
+preempted, admitted and suspected as a whole: its first beam waits in the queue, and the others are forked from it
+again. While it runs, places for all of its beams are kept.
 
-A quota that is short: cachemgr keeps no reserve of it, so after a preemption for quota no sequence is admitted beside
-others before a running sequence has ended.
+Lack of quota: cachemgr keeps no reserve of it. So after a preemption for quota, and until a running sequence has
+ended, no sequence is admitted beside others.
 
 Bounds. A decode waits for prompts no longer than one step of max_step_tokens, because every step has a token of every
 running sequence that decodes. A prompt waits for decodes no longer either: they have at most as many places as leave a
@@ -38,8 +38,8 @@ failures of a step that a sequence had to itself count against it. So one reques
 others with it. A plan or a step that is refused for its input names the sequence, which fails; if it names none, its
 sequences are suspects. After a failure nothing is planned until the steps in flight have ended (flight.py).
 
-cachemgr may know of a failure before it is known here. A run that begins too early shows it. That step is void: it is
-skipped, and its sequences are admitted again.
+cachemgr may learn of a failure before this client. Then a run begins too early. That step is void: it is skipped, and
+its sequences are admitted again.
 """
 
 from collections import abc
@@ -140,7 +140,7 @@ class Scheduler:
         self._next_seq_id = 0
         self._counters = _Counters()
 
-    # What comes from outside.
+    # External events.
 
     @property
     def has_work(self) -> bool:
@@ -276,14 +276,14 @@ class Scheduler:
             raise InvalidRequest.of_field("prompt", 0, "at least 1 token", reason="EMPTY_PROMPT")
         for field, given in (("prompt", token_ids), *params.token_ids_by_field()):
             self._check_token_ids(field, given)
-        whose = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
+        limiter = "model's context" if limit == self.limits.max_sequence_tokens else "pool's blocks"
         if num_tokens >= limit:
-            allowed = f"fewer than {limit} tokens, by the {whose}"
+            allowed = f"fewer than {limit} tokens, by the {limiter}"
             raise InvalidRequest.of_field("prompt", num_tokens, allowed, reason="SEQUENCE_TOO_LONG")
         if params.max_tokens is None:
             return limit - num_tokens
         if num_tokens + params.max_tokens > limit:
-            allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {whose}"
+            allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {limiter}"
             raise InvalidRequest.of_field("max_tokens", params.max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
         return params.max_tokens
 
@@ -314,7 +314,7 @@ class Scheduler:
         return max_tokens
 
     def take_top(self, beam: Sequence, top: abc.Sequence[tuple[int, float]]) -> None:
-        """Take the outcome of a beam, in whose step just ended: its most probable next tokens."""
+        """Take the result of a beam after its step: its most probable next tokens."""
         beam.top = top
 
     def branch(self, group: BeamGroup, heirs: abc.Sequence[Heir]) -> None:
@@ -376,7 +376,7 @@ class Scheduler:
 
     @property
     def postponed(self) -> abc.Sequence[Sequence]:
-        """Sequences that no plan has: the worker had no room for what they bring to a step."""
+        """Sequences that are in no plan: the worker had no room for their input to a step."""
         return tuple(self._queues.postponed)
 
     def resume(self, sequence: Sequence) -> None:
@@ -393,7 +393,7 @@ class Scheduler:
         self._room = Room.of_empty_pool(self.limits)
         self._checked()
 
-    # What the next step should do.
+    # Planning of the next step.
 
     def schedule(self) -> Plan:
         """The next plan; empty if nothing can be done before a step in flight ends. Changes no sequence."""
@@ -428,7 +428,7 @@ class Scheduler:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
         return self._next_seq_id
 
-    # What cachemgr made of it.
+    # cachemgr's answers.
 
     def on_planned(self, plan: Plan, outcome: PlanOutcome) -> Step:
         """Take the answer to the plan that schedule() returned last. Returns the step, now in flight.
@@ -495,7 +495,7 @@ class Scheduler:
                     self._counters.forks += 1
 
     def _keep_following(self, beam: Sequence, error: QuireError, failed: list[Failed]) -> None:
-        """A beam's fork was refused: a later plan asks again, since a group has one place in line."""
+        """A beam's fork was refused: a later plan tries again, since a group has one place in the queue."""
         if beam.state is SequenceState.FOLLOWING and not isinstance(error, OutOfRoom):
             self._retry_alone(beam, error, failed)
 
@@ -572,7 +572,7 @@ class Scheduler:
                 raise ProtocolViolation("a run of a sequence that was not asked for")
             sequences.append(sequence)
             if sequence.seq_id != seq_id or sequence.state is not _RUNNING:
-                continue  # it ended while the plan was under way: it runs, and nobody looks
+                continue  # it ended during the plan: it runs, and its result is dropped
             if start < sequence.num_scheduled_tokens and self._flight.may_follow_failure:
                 is_void = True
                 continue
@@ -678,13 +678,13 @@ class Scheduler:
             is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
             self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
         if room < 0 and self._room.num_stalls >= self.limits.max_stalls:
-            # Nobody of this client holds what is lacking: give way to another client of the pool.
+            # No sequence of this client holds the missing blocks: give way to another client of the pool.
             self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
 
     def _make_room(
         self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset(), of_tenant: bool = False
     ) -> int:
-        """Preempt until so many blocks will come back, or there is nobody left to; returns how many will.
+        """Preempt until so many blocks will be freed, or no candidate is left; returns how many will be.
 
         unscheduled are the ids with a run that cachemgr has planned, and that no sequence knows of yet. of_tenant: only
         sequences of the same tenant can make room.
@@ -701,7 +701,7 @@ class Scheduler:
         return max(each) + len(each) - 1 if each else victim.num_own_blocks(self.limits.block_size)
 
     def _victim_for(self, needy: Sequence, missing: int, of_tenant: bool = False) -> Sequence | None:
-        # With a suspect everybody else is paused and would hold the blocks for ever.
+        # With a suspect all others are paused and would hold the blocks for ever.
         if needy.is_suspect:
             candidates = [sequence for sequence in self._queues.running if sequence.unit is not needy.unit]
         else:
@@ -723,7 +723,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
         self._counters.preemptions += 1 if sequence.group is None else len(sequence.group.running)
-        # In the host tier one with an unknown run would come back with a token that nobody awaits.
+        # In the host tier a sequence with an unknown run would return with an unexpected token.
         may_offload = sequence.group is None and sequence.seq_id not in unscheduled
         is_offloaded = may_offload and self._is_worth_offloading(sequence)
         self._queues.preempt(sequence, is_offloaded=is_offloaded)
@@ -742,7 +742,7 @@ class Scheduler:
     def _host_blocks_of(self, num_tokens: int) -> int:
         return max(1, -(-num_tokens // self.limits.block_size))
 
-    # How a step ended.
+    # Ends of steps.
 
     def on_step_done(
         self, step: Step, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
@@ -775,7 +775,8 @@ class Scheduler:
         return Sampled(sequence, seq_id, token_id, reason)
 
     def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
-        """The oldest step in flight computed nothing, and one of its sequences may be why. Returns who is given up."""
+        """The oldest step in flight computed nothing, perhaps because of one of its sequences. Returns failed
+        requests."""
         self._take_failed(step)
         failed: list[Failed] = []
         num_units = len({sequence.unit for sequence in step.sequences})
@@ -789,7 +790,7 @@ class Scheduler:
         return failed
 
     def on_step_refused(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
-        """The worker refused the oldest step in flight for its input, and has skipped it. Returns who is given up.
+        """The worker refused the oldest step in flight for its input, and has skipped it. Returns failed requests.
 
         If it was refused for now, the sequence that the refusal names is postponed.
         """
@@ -803,7 +804,7 @@ class Scheduler:
         return failed
 
     def on_plan_refused(self, plan: Plan, error: QuireError) -> abc.Sequence[Failed]:
-        """cachemgr refused a whole plan for its input, and applied nothing. Returns who is given up."""
+        """cachemgr refused a whole plan for its input, and applied nothing. Returns failed requests."""
         failed = self._blame(plan.sequences, error)
         self._checked()
         return failed

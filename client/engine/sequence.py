@@ -4,10 +4,10 @@ Positions of a sequence, half-open ranges:
 
     [0, num_prompt_tokens)                    given by the caller
     [num_prompt_tokens, len(token_ids))       generated and known
-    [len(token_ids), num_tokens)              being sampled by steps in flight: they count, nobody has seen them
+    [len(token_ids), num_tokens)              being sampled by steps in flight: they count, their values are unknown
     [0, num_scheduled_tokens)                 KV computed, or will be by steps in flight
     [num_scheduled_tokens, num_tokens)        to be scheduled; never empty once the sequence runs
-    the last num_untold_tokens of token_ids   chosen by the engine; cachemgr is told with the next run
+    the last num_untold_tokens of token_ids   chosen by the engine; sent to cachemgr with the next run
 
 A run that reaches num_tokens samples one more, so in steady state a sequence has one token to schedule, whether its
 value is known or not. A beam has none between its outcome and the choice of the next beams.
@@ -24,7 +24,7 @@ from quire.client.engine.sampling import SamplingParams
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """A state in the life of a sequence."""
 
     FOLLOWING = "following"  # A further sample of a prompt that another sequence computes; will be forked from it.
     WAITING = "waiting"  # All tokens known, holds nothing, wants to be admitted.
@@ -61,7 +61,7 @@ class FinishReason(Enum):
     STOP = "stop"  # An end token, a stop token or a stop string.
     LENGTH = "length"  # max_tokens.
     TIMEOUT = "timeout"  # The request's timeout_s.
-    CANCELLED = "cancelled"  # The caller went away.
+    CANCELLED = "cancelled"  # The caller has cancelled it.
     FAILED = "failed"  # The request was refused or given up; the caller gets the error.
 
 
@@ -127,24 +127,24 @@ class Sequence:
     params: SamplingParams
     seed: int
     cache: CacheParams = NO_CACHE_PARAMS
-    # Of the request's prompt, if they were asked for; shared by its samples.
+    # For the request's prompt, if it asks for them; shared by its samples.
     prompt_logprobs: PromptLogprobs | None = None
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
-    # Of the present incarnation in the pool; a fresh id each time it is admitted or forked. None while it has none.
+    # The id of its present incarnation in the pool; a new one each time it is admitted or forked, None without one.
     seq_id: int | None = None
     num_scheduled_tokens: int = 0
-    # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them too.
+    # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them, too.
     num_shared_tokens: int = 0
     num_sampling: int = 0
     # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
     host_id: int | None = None
     num_host_tokens: int = 0
-    # Of the prompt, found in the prefix cache when it was first admitted; None before that, and for forked samples.
+    # Tokens of the prompt found in the prefix cache at the first admission; None before that, and for forked samples.
     num_cached_tokens: int | None = None
-    # Whether it ever was in a pool: if it is admitted again, its tokens are no new prompt's.
+    # True if it ever was in a pool: if it is admitted again, its tokens do not count as a new prompt.
     was_admitted: bool = False
-    # Whether the worker was told this incarnation's sampling parameters.
+    # True if the worker has this incarnation's sampling parameters.
     sampling_sent: bool = False
     # A step with it and others failed: it runs alone until this many tokens are computed.
     suspect_until: int | None = None
@@ -155,7 +155,7 @@ class Sequence:
     # While it follows another one: the tokens that it shares with it, and is forked with.
     num_forked_tokens: int = 0
     num_untold_tokens: int = 0
-    # Of a beam: the search's others, and the most probable next tokens once they are known.
+    # For a beam: the search's others, and the most probable next tokens once they are known.
     group: BeamGroup | None = None
     top: abc.Sequence[tuple[int, float]] | None = None
 
@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def num_sent_ids(self) -> int:
-        """Token ids that tell a worker how it is sampled, at most."""
+        """The most token ids in its sampling parameters for a worker."""
         tells_tokens = self.params.has_penalty or self.params.grammar is not None
         num_seen = len(self.token_ids) if tells_tokens else 0
         return self.params.num_sent_ids + num_seen
@@ -210,7 +210,7 @@ class Sequence:
         return -(-num_tokens // block_size)
 
     def num_own_blocks(self, block_size: int) -> int:
-        """Of these, those that no other sequence is known to have had."""
+        """Blocks of these that no other sequence is known to have had."""
         return max(1, self.num_blocks(block_size) - self.num_shared_tokens // block_size)
 
     @property
@@ -273,7 +273,7 @@ class Sequence:
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def choose(self, token_id: int) -> None:
-        """Go on with this token, for a beam whose outcome is known. It may get one more."""
+        """Continue a beam with a known outcome with this token. It may get one more."""
         self.token_ids.append(token_id)
         self.num_untold_tokens = 1
         self.max_tokens += 1
@@ -293,7 +293,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
 
     def forget(self) -> None:
-        """Leave the pool and give up what is being sampled; known tokens stay. For one that is not finished."""
+        """Leave the pool and drop the tokens being sampled; known tokens stay. For an unfinished sequence."""
         if self.state is not SequenceState.WAITING:
             self.move(SequenceState.WAITING)
         self.seq_id = None

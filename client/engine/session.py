@@ -1,4 +1,4 @@
-"""A lease on a pool and the worker of that pool: what the engine holds between two failures."""
+"""A session of the engine between two failures: a lease on a pool, and the worker of that pool."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _REPETITIONS = RetryPolicy(max_attempts=2**31)
 _MAX_GRAMMAR_CHECKS = 8
 """Grammars that one engine has at the worker at a time; the worker's queue is for those of several engines."""
 _OVERLOADED = RetryPolicy(max_attempts=16)
-# What is not given back within this time runs out by itself.
+# Leases that are not deleted within this time expire by themselves.
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -98,7 +98,7 @@ class Session:
     async def plan_again(
         self, request: cache_service_pb2.PlanStepRequest, error: Unavailable, *, until: float
     ) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
-        """Ask again and again what was not answered for this error, as long as the lease can be alive.
+        """Repeat a plan that got this error instead of an answer, as long as the lease can be valid.
 
         until is the loop's time at which to give up anyway. Raises what plan raises; Unavailable only at the end.
         """

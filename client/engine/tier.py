@@ -1,14 +1,14 @@
-"""True if a preempted sequence is worth a copy in the host tier: computing it again against copying it. Pure.
+"""Decides if a preempted sequence is offloaded to the host tier: the cost of computing again against copying. Pure.
 
-Both cost what steps took of late. Before anything was measured the defaults stand; the one for copies is what a bus of
-16 lanes does at its best, so that the first copies are made, and measured, wherever they might pay.
+Both costs are learned from recent steps. Before the first measurement the defaults apply; the one for copies is the
+best rate of a bus of 16 lanes, so that the first copies are made, and measured, wherever they might pay.
 """
 
 from quire.client.errors import InvalidRequest
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
 DEFAULT_COPY_BYTES_PER_S = 16e9
-# What an observation counts for, beside the one after it.
+# The weight of an observation, relative to the one after it.
 _MEMORY = 0.9
 
 
@@ -18,7 +18,7 @@ class Rate:
     __slots__ = ("_amount", "_default", "_seconds")
 
     def __init__(self, default: float) -> None:
-        """default is what stands before anything was observed."""
+        """default applies before the first observation."""
         if default <= 0:
             raise InvalidRequest.of_field("default", default, "above 0")
         self._default = default
@@ -38,7 +38,7 @@ class Rate:
 
 
 class TierCosts:
-    """What computing and copying cost.
+    """The costs of computing and copying.
 
     prefill     tokens per second, in steps that are mostly prompts
     copy        bytes per second, to the host tier and back

@@ -1,7 +1,7 @@
 """Text to token ids and back: whole, and token by token while they are generated.
 
-Both incremental parts hold text back while it is undecided: the detokenizer what may be half a character, the stop
-string search what may be the beginning of a stop string.
+Both incremental parts hold undecided text back: the detokenizer an incomplete character, the stop string search the
+possible beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Detokenizer:
         return piece
 
     def _forget_read(self) -> None:
-        """What was undecided becomes the context of the next tokens."""
+        """Make the undecided tokens the context of the next ones."""
         del self._token_ids[: self._num_read]
         self._num_read = len(self._token_ids)
         self._context = self._decode(self._token_ids)
@@ -170,7 +170,7 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 

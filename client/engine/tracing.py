@@ -1,17 +1,17 @@
 """OpenTelemetry traces of an engine: a span per request, and one per plan and per step that it ran in.
 
-    quire.generate          a request, from its beginning to its end; a child of what its caller is in
+    quire.generate          a request, from its beginning to its end; a child of its caller's current span
       quire.plan            a plan with one of its sequences, to cachemgr's answer
-        …/PlanStep          what cachemgr made of it (quire.serving.tracing)
+        …/PlanStep          the call in cachemgr (quire.serving.tracing)
       quire.step            the step, from the moment it is sent to its tokens
-        …/RunSteps          what the worker made of it
+        …/RunSteps          the call in the worker
 
 A plan and a step serve many requests: they are children of the first that is sampled, and linked to the others.
 
-The context goes in a call's metadata (traceparent), and a stream has that once. So with tracing each plan is a call,
-and each step has a stream to itself; the worker says that a step is in line before the next one is sent.
+The context is in a call's metadata (traceparent), and a stream has that once. So with tracing each plan is a call,
+and each step has its own stream; the worker confirms that a step is queued before the next one is sent.
 
-Of OpenTelemetry only what is here is used, and it is imported when a Tracing is made: extra `otel`.
+Only this part of OpenTelemetry is used, and it is imported when a Tracing is made: extra `otel`.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Tracing:
         return RequestSpan(self._trace, self._tracer.start_span("quire.generate", attributes=attributes))
 
     def step(self, name: str, requests: "Sequence[RequestSpan | None]") -> "StepSpan | NoSpan":
-        """The span of what is done for these requests from now on; none if none of them is sampled."""
+        """The span of work for these requests from now on; none if none of them is sampled."""
         spans = [request.span for request in requests if request is not None and request.span.is_recording()]
         if not spans:
             return NO_SPAN
@@ -157,7 +157,7 @@ def _set_error(trace: Any, span: Span, reason: str) -> None:
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
-    """What tells a server of the current span."""
+    """The metadata with the current span."""
     carrier: dict[str, str] = {}
     propagation = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
     propagation.TraceContextTextMapPropagator().inject(carrier)
@@ -165,7 +165,7 @@ def _metadata() -> tuple[tuple[str, str], ...]:
 
 
 class TracedCacheClient(CacheClient):
-    """A CacheClient whose plans are calls that carry the current span."""
+    """A CacheClient that sends the current span with each plan, as a call."""
 
     async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
         """See CacheService.PlanStep. Repeated if it has a request_id; raises what CacheClient.plan raises."""
@@ -201,7 +201,7 @@ async def _answer_of(call: Any) -> worker_service_pb2.RunStepResponse:
 
 
 class TracedWorkerClient(WorkerClient):
-    """A WorkerClient whose steps each have a stream, which carries the current span."""
+    """A WorkerClient that sends the current span with each step, as a stream of its own."""
 
     async def run(self, request: worker_service_pb2.RunStepRequest) -> StepAnswer:
         """See WorkerService.RunSteps; never repeated. Returns when the worker has it in line, or has refused it."""
@@ -211,7 +211,7 @@ class TracedWorkerClient(WorkerClient):
             await call.done_writing()
             await call.initial_metadata()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # reading says what it was
+            pass  # reading reports the error
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -221,7 +221,7 @@ class TracedWorkerClient(WorkerClient):
 def otlp_tracing(endpoint: str) -> "tuple[Tracing, Any]":
     """A Tracing that sends every span to a collector (OTLP over gRPC, "http://localhost:4317"), and its provider.
 
-    Shut the provider down at the end: it sends what is left. Raises ImportError.
+    Shut the provider down at the end: it sends the remaining spans. Raises ImportError.
     """
     provider = otlp_provider(endpoint, service_name="quire-client")
     return Tracing(provider), provider

@@ -1,4 +1,4 @@
-"""A scheduling policy of one's own: first come, first served, whatever priority a request has.
+"""A custom scheduling policy: first come, first served, for any priority of a request.
 
     python client/examples/first_come_first_served.py                     services of its own
     python client/examples/first_come_first_served.py --cachemgr unix:/run/quire/cachemgr.sock

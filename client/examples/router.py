@@ -1,10 +1,10 @@
-"""Sends each prompt to the worker that has the least left to compute of it, and shows what that saved.
+"""Sends each prompt to the worker with the fewest tokens left to compute, and shows the saving.
 
     python client/examples/router.py                                         two workers of its own, the demo's model
-    python client/examples/router.py --cachemgr unix:/run/quire/cachemgr.sock             the pools that are there
+    python client/examples/router.py --cachemgr unix:/run/quire/cachemgr.sock             the existing pools
 
 Questions about three documents are sent by prefix and load first, then to each worker in turn. The gateway's router
-(quire.client.gateway.routing) chooses by the same cost, and knows what to do when a worker dies.
+(quire.client.gateway.routing) chooses by the same cost, and handles the failure of a worker.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Backend:
 async def choose(
     cache: CacheClient, backends: dict[str, Backend], tokens: list[int], block_size: int
 ) -> tuple[str, int]:
-    """The pool where it costs least, and how many of the tokens it holds. One call asks about all pools."""
+    """The pool with the lowest cost, and the number of tokens that it has cached. One call queries all pools."""
     loads: dict[str, PoolLoad] = {}
     for match in (await cache.lookup_prefix(tokens)).matches:
         if match.pool in backends:
@@ -76,7 +76,7 @@ async def ask_all(cache: CacheClient, address: str, *, by_prefix: bool) -> dict[
         await cache.reset_prefix_cache(pool)
     async with connected(address, pools) as backends:
         tokenizer = backends[pools[0]].engine.tokenizer
-        assert tokenizer is not None, "the workers have one model, whose tokenizer can be read here"
+        assert tokenizer is not None, "the workers have one model, and its tokenizer can be read here"
         in_turn = iter(pools * (len(QUESTIONS) * len(DOCUMENTS)))
         documents = deque(DOCUMENTS)
         for question in QUESTIONS:
@@ -140,7 +140,7 @@ def local_fleet(num_workers: int) -> Iterator[str]:
 @click.option("--cachemgr", metavar="ADDRESS", help="Use the pools of this one instead of starting services.")
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="So many are started.")
 def main(cachemgr: str | None, workers: int) -> None:
-    """Route prompts by what is cached where, and compare with taking turns."""
+    """Route prompts by their cached prefixes, and compare with round robin."""
     with contextlib.nullcontext(cachemgr) if cachemgr else local_fleet(workers) as address:
         asyncio.run(compare(address, Console(highlight=False)))
 

@@ -1,1 +1,1 @@
-"""The front door: HTTP and gRPC for callers who want text and know nothing of leases, plans and steps."""
+"""The gateway: HTTP and gRPC for callers that need text and no leases, plans or steps."""

@@ -48,7 +48,7 @@ log = logging.getLogger("quire.gateway")
 
 DOMAIN = "gateway.quire.dev"
 _RETRY_S = 0.5
-# What may be over when it is tried again: services are started in any order.
+# Errors that a retry may cure: services are started in any order.
 _TEMPORARY = (NotFound, OutOfRoom, Unavailable)
 SetWeights = Callable[[Mapping[str, float]], None]
 
@@ -98,7 +98,7 @@ async def serve(
 
 
 async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
-    """Return what the model needs to chat. Raises CannotStartError for a template that can't be used."""
+    """Return the model's chat templates. Raises CannotStartError for a template that can't be used."""
     tool_format = None if gateway.tool_format is None else ToolFormat(gateway.tool_format)
     try:
         return await ChatModels.load([backend], template_file=gateway.chat_template, tool_format=tool_format)

@@ -33,7 +33,7 @@ class Backend(Protocol):
 
     @property
     def model_names(self) -> Sequence[str]:
-        """The names under which callers ask for it; the first one is what answers say."""
+        """The model's names in requests; answers have the first one."""
 
     @property
     def max_model_len(self) -> int:

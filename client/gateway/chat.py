@@ -102,9 +102,9 @@ def _refuse(fields: Fields) -> None:
     fields.refuse("audio", "answers are text")
     fields.refuse("web_search_options", "there is no search")
     fields.refuse("moderation", "there is no moderation")
-    fields.refuse("verbosity", "say it in a message", unless=("medium",))
+    fields.refuse("verbosity", "ask for it in a message", unless=("medium",))
     fields.refuse("chat_template", "the operator gives it, with --chat-template FILE")
-    fields.refuse("prompt_logprobs", "ask /v1/completions")
+    fields.refuse("prompt_logprobs", "use /v1/completions")
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
     fields.refuse("use_beam_search", "there is no beam search", unless=(False,))
     ignore_bookkeeping(fields)
@@ -211,7 +211,7 @@ class _Message:
     finish_reason: FinishReason | None = None
 
     def take(self, events: Iterable[Event]) -> dict[str, Any]:
-        """Take what was found in the text; return it as a delta."""
+        """Take events found in the text; return them as a delta."""
         delta: dict[str, Any] = {}
         for event in events:
             if isinstance(event, Text):
@@ -271,7 +271,7 @@ class _Answer:
         return usage_of(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_generated_tokens)
 
     def _take(self, piece: Piece) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
-        """Take a piece; return its message, and what is new in it: a delta, and log-probabilities."""
+        """Take a piece; return its message and its new content: a delta, and log-probabilities."""
         chunk = piece.chunk
         self._usage.count(chunk)
         message = self._messages.setdefault(chunk.index, _Message())
@@ -297,7 +297,7 @@ class _Answer:
         yield DONE
 
     def _delta_choice(self, piece: Piece) -> dict[str, Any] | None:
-        """Return what is new of a sample; None if a caller sees nothing of it."""
+        """Return new content of a sample; None if there is none for the caller."""
         index = piece.chunk.index
         is_first = index not in self._messages
         message, delta, logprobs = self._take(piece)

@@ -47,7 +47,7 @@ class ChatModel:
         return await encode(param, text, tokenizer, add_special_tokens=False)
 
     def _for_template(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose developer is the system, if the template knows no developer."""
+        """Return messages with the developer's as the system's, if the template has no developer role."""
         if "developer" in self.templates.source.text:
             return list(messages)
         return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -57,7 +57,7 @@ class ChatModel:
         if not offer.tools:
             return params
         if offer.is_forced and params.grammar is not None:
-            message = "tool_choice asks for a call, so the format of the answer can't be given too"
+            message = "tool_choice requires a call, so the format of the answer can't be given, too"
             raise HttpError(400, message, code="invalid_value", param="tool_choice")
         changes: dict[str, object] = {}
         if offer.is_forced:
@@ -103,7 +103,7 @@ class ChatModels:
     ) -> ChatModels:
         """Read and compile the templates of all backends.
 
-        tool_format None: what the template's text says. Raises OSError and ValueError for a bad template.
+        tool_format None: found from the template's text. Raises OSError and ValueError for a bad template.
         """
         models = cls()
         try:

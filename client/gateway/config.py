@@ -16,7 +16,7 @@ _DEFAULTS = DoorLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """The values of the gateway's own flags; OWN_FLAGS says what each means."""
+    """The values of the gateway's own flags; see OWN_FLAGS."""
 
     cachemgr: str
     served_model_name: tuple[str, ...]
@@ -74,7 +74,7 @@ OWN_FLAGS: list[Flag] = [
         help="The model, as its workers name it, if several are served.",
     ),
     option("--pool", default="", metavar="NAME", show_default="all pools of the model", help="This pool alone."),
-    option("--tokenizer", metavar="PATH_OR_HUB_ID", help="Where the tokenizer is. Default: as the worker says."),
+    option("--tokenizer", metavar="PATH_OR_HUB_ID", help="The tokenizer. Default: the worker's."),
     option(
         "--chat-template",
         type=FILE,
@@ -91,8 +91,8 @@ OWN_FLAGS: list[Flag] = [
         "--api-keys",
         type=FILE,
         metavar="FILE",
-        help="Who may call, a line each: NAME ROLES SHA256, as `quire token` writes it. NAME is the tenant; the "
-        "gateway needs the role gateway at cachemgr then. Without keys whoever reaches the gateway may call.",
+        help="The callers, a line each: NAME ROLES SHA256, as `quire token` writes it. NAME is the tenant; the "
+        "gateway needs the role gateway at cachemgr then. Without keys every client that reaches the gateway may call.",
     ),
     option(
         "--tenant-limits",
@@ -121,7 +121,7 @@ OWN_FLAGS: list[Flag] = [
         type=click.FloatRange(min=0.1),
         default=_DEFAULTS.send_timeout_s,
         metavar="SECONDS",
-        help="A caller who takes nothing of its stream for so long is disconnected.",
+        help="A caller that reads nothing of its stream for so long is disconnected.",
     ),
     _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
     _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),

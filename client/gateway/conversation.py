@@ -17,7 +17,7 @@ MAX_PARTS = 1_024
 """Parts of the content of one message."""
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
-"""Of one message."""
+"""The most calls of one message."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -152,7 +152,7 @@ def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 def offer_of(fields: Fields, *, is_flat: bool = False) -> Offer:
     """Return the tools on offer. Raises HttpError: 400 with the field's path.
 
-    is_flat   a tool's name stands beside its type, as the responses API has it
+    is_flat   a tool's name is beside its type, as the responses API has it
     """
     given = [_tool(each, is_flat=is_flat) for each in fields.objects("tools", max_length=MAX_TOOLS) or []]
     names = [tool.name for tool, _ in given]

@@ -48,7 +48,7 @@ class Keys(Protocol):
 
 
 class NoKeys:
-    """Keys of a door without keys: everybody is the same caller, whatever key is shown."""
+    """Keys of a gateway without keys: all callers are one caller, whatever key they send."""
 
     def caller_of(self, key: str | None) -> Caller:
         """Return the one caller."""
@@ -82,7 +82,7 @@ class OpenGate:
     def enter(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
     ) -> AbstractContextManager[Ticket]:
-        """Let everybody in."""
+        """Accept every caller."""
         return nullcontext(_AnyTicket())
 
 
@@ -106,9 +106,9 @@ class DoorLimits:
 class Door:
     """The state of one gateway process.
 
-    backends     by each name under which they are served
-    is_draining  no new request is taken
-    addresses    where it serves, as URLs
+    backends     by each of their names
+    is_draining  new requests are refused
+    addresses    the URLs at which it serves
     began_s      when it began, seconds since 1970
     chat_models  what the models need to chat; set before the first request
     cache        cachemgr, for those who look at the cache; None: nobody can

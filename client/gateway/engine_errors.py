@@ -13,7 +13,7 @@ from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, C
 
 DOMAIN = "engine.quire.dev"
 MAX_SHOWN = 100
-"""Characters of a value in a message, so that what is allowed follows it."""
+"""The most characters of a value in a message, so that the limit after it is not cut off."""
 
 
 class Reason(StrEnum):
@@ -54,7 +54,7 @@ STATUS_CODES: dict[Reason, StatusCode] = {
     Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
 }
 
-# In seconds; what is not here does not get better by waiting.
+# In seconds; a reason without an entry is not cured by waiting.
 RETRY_DELAYS_S: dict[Reason, float] = {
     Reason.QUEUE_FULL: AWAY_RETRY_DELAY_S,
     Reason.LIMIT_EXCEEDED: AWAY_RETRY_DELAY_S,
@@ -64,7 +64,7 @@ RETRY_DELAYS_S: dict[Reason, float] = {
 }
 
 _OF_INPUT = {Reason.EMPTY_PROMPT, Reason.SEQUENCE_TOO_LONG, Reason.TOKEN_OUT_OF_RANGE}
-# Of the codes and statuses of the HTTP door.
+# By the codes and statuses of the HTTP API.
 _OF_CODE = {
     "model_not_found": Reason.MODEL_NOT_FOUND,
     "queue_full": Reason.QUEUE_FULL,
@@ -95,7 +95,7 @@ _HOLDERS: Mapping[str, str] = {
     )
     for field in message.DESCRIPTOR.fields
 }
-# What a worker calls the parameters of a sequence.
+# The worker's name for the parameters of a sequence.
 _OF_WORKER = "sampling."
 
 
@@ -112,7 +112,7 @@ def status_of(
 
 
 def invalid(field: str, value: object, limit: str) -> ErrorStatus:
-    """Return the status of one field: its path in the request, the value given, and what is allowed."""
+    """Return the status of one field: its path in the request, the value, and the limit."""
     metadata = {"field": field, "value": str(value), "limit": limit}
     return status_of(Reason.INVALID_ARGUMENT, f"{field} is {value}; must be {limit}", metadata)
 

@@ -1,7 +1,7 @@
-"""Messages of EngineService: requests as the engine's parameters, and what it gives as messages. Pure.
+"""Messages of EngineService: decodes requests to the engine's parameters, and encodes its results. Pure.
 
-Ranges are those of SamplingParams, CacheParams and Grammar, which raise InvalidRequest. What is looked at here is what
-only a message can get wrong: a oneof without a value, an enum value that is not known, and lists without a bound.
+Ranges are checked by SamplingParams, CacheParams and Grammar, which raise InvalidRequest. Only errors of the message
+form are checked here: a oneof without a value, an unknown enum value, and unbounded lists.
 """
 
 import math
@@ -92,14 +92,14 @@ def _decode_bad_word(message: engine_service_pb2.BadWord) -> BadWord:
 def _decode_grammar(message: worker_service_pb2.Grammar) -> Grammar:
     kind = message.WhichOneof("grammar")
     if kind is None:
-        return Grammar()  # which says what is allowed
+        return Grammar()  # its error has the allowed values
     value = getattr(message, kind)
     given: dict[str, Any] = {kind: list(value.texts) if kind == "choice" else value}
     return Grammar(**given)
 
 
 def decode_cache(message: engine_service_pb2.CacheParameters) -> CacheParams:
-    """Return what a request asks of the prefix cache. Raises InvalidRequest."""
+    """Return a request's use of the prefix cache. Raises InvalidRequest."""
     cache_use = _CACHE_USES.get(message.cache_use)
     if cache_use is None:
         raise InvalidRequest.of_field("cache_use", message.cache_use, "a value of quire.cache.v1.CacheUse")

@@ -1,14 +1,14 @@
 """Errors as HTTP answers, in the shape that OpenAI's clients read. Pure.
 
-400  the request can never succeed as it is           param names the field, if one is to blame
-401  the caller gave no key, or one that is not known
+400  the request can never succeed as it is           param names the field, if one is the cause
+401  the caller sent no key, or an unknown one
 403  the caller may not do this
 404  a model or a path that does not exist
 413  the body is too large
-429  not now: a queue, the pool or a quota is full    Retry-After says when to ask again
-499  the client has gone; nobody reads this one
+429  not now: a queue, the pool or a quota is full    Retry-After has the delay for a retry
+499  the client has disconnected and does not read this one
 500  a defect of this server
-503  a service is away, or this server is about to end
+503  a service is unavailable, or this server is stopping
 """
 
 import math
@@ -26,7 +26,7 @@ from quire.client.errors import (
 )
 
 RETRY_AFTER_S = 1.0
-"""When to ask again, if the error does not say so itself."""
+"""The delay for a retry, if the error has none itself."""
 MAX_MESSAGE_LENGTH = 1024
 """Characters of a message that are sent: it may quote the request."""
 
@@ -86,7 +86,7 @@ class HttpError(Exception):
 
 
 def invalid(param: str, value: object, limit: str) -> HttpError:
-    """Return the 400 of one field: its path, the value given, and what is allowed."""
+    """Return the 400 of one field: its path, the value, and the limit."""
     text = repr(value)
     shown = text if len(text) <= 100 else f"{text[:99]}…"
     return HttpError(400, f"{param} is {shown}, must be {limit}", code="invalid_value", param=param)

@@ -1,7 +1,7 @@
 """Reading of a JSON body, field by field. Pure.
 
-Each read names the field and says what is allowed; `end` refuses fields that nobody read. So an unknown field, a wrong
-type and a value out of range are each a 400 with the field's path in `param`. A field that is null counts as not given.
+Each read names the field and its allowed values; `end` refuses fields that were not read. So an unknown field, a
+wrong type and a value out of range are each a 400 with the field's path in `param`. A null field counts as not given.
 """
 
 import json
@@ -131,7 +131,7 @@ class Fields:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Let these fields be given, whatever they are: they change nothing that is generated."""
+        """Allow these fields with any value: they change nothing in the result."""
         self._read.update(names)
 
     def refuse(self, name: str, why: str, *, unless: tuple[Any, ...] = ()) -> None:
@@ -144,7 +144,7 @@ class Fields:
         )
 
     def end(self) -> None:
-        """Raise HttpError for a field that nobody has read."""
+        """Raise HttpError for a field that was not read."""
         for name in self._values:
             if name not in self._read:
                 raise self._unknown(name)

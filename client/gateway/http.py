@@ -49,7 +49,7 @@ Handler = Callable[[Door, PostRequest], Awaitable[Response]]
 
 
 def post(door: Door, path: str, handler: Handler) -> Route:
-    """Return the route of an endpoint that takes a JSON object. A caller who goes away cancels the handler."""
+    """Return the route of an endpoint that takes a JSON object. The handler is cancelled if the caller disconnects."""
 
     async def endpoint(raw: Request) -> Response:
         caller = door.caller_of(raw.headers.get("authorization"))
@@ -94,7 +94,7 @@ async def read_body(request: Request, *, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise HttpError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="request_timeout") from None
+        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="request_timeout") from None
     except ClientDisconnect:
         raise CallerGone from None
     return b"".join(parts)
@@ -158,4 +158,4 @@ def _http_error_of(error: Exception, scope: Scope) -> HttpError:
             return HttpError(405, f"this path takes {allowed}, not {scope['method'][:20]}", code="method_not_allowed")
         case _:
             log.error("an endpoint failed: %s", describe_exception(error))
-            return HttpError(500, "this server has failed at the request; its log says where", code="internal_error")
+            return HttpError(500, "the server failed on this request; its log has the place", code="internal_error")

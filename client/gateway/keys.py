@@ -23,7 +23,7 @@ class KeyFile:
     """Callers by the keys of a file. Raises FileError, when it is made, if the file can't be used."""
 
     def __init__(self, path: Path, *, priority_of: Callable[[str], int] = lambda tenant: 0) -> None:
-        """priority_of says what is added to the priority of a tenant's requests."""
+        """priority_of returns the number added to the priority of a tenant's requests."""
         self._file = WatchedFiles("API keys", [path], lambda: read_keys(path))
         self._priority_of = priority_of
 
@@ -57,6 +57,6 @@ def check_exposure(addresses: Iterable[Address], *, has_keys: bool, is_allowed: 
     for address in addresses:
         if not is_local(address):
             raise AddressError(
-                f"{address}: not loopback, and there are no API keys: everybody who reaches it could generate. "
-                "Give --api-keys FILE, or say --allow-anonymous"
+                f"{address}: not loopback, and there are no API keys: any client that reaches it could generate. "
+                "Give --api-keys FILE or --allow-anonymous"
             )

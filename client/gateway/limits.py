@@ -7,14 +7,14 @@
 
     [tenants.alice]
     max_requests = 256
-    priority = 1                  # is added to the priority of its requests: served before lower ones
-    weight = 3                    # its part of the steps among tenants of equal priority, 1 if it is not said
+    priority = 1                  # added to the priority of its requests: served before lower ones
+    weight = 3                    # its part of the steps among tenants of equal priority, default 1
 
-A key that is missing means no limit, whatever [default] says in it. The file is read again when it changes.
+A missing key means no limit, whatever [default] has for it. The file is read again when it changes.
 
-Tokens a minute are a bucket of one minute's tokens, filled at that rate. A request reserves its prompt and all that it
-may generate, at most a full bucket, and gives back what it did not use. So a request of any size is served once the
-bucket is full, and the next one waits for what the last one has taken beyond it.
+Tokens a minute are a bucket of one minute's tokens, filled at that rate. A request reserves its prompt and
+max_tokens, at most a full bucket, and returns the tokens that it did not use. So a request of any size is served once
+the bucket is full, and the next one waits for the tokens that the last one took beyond it.
 """
 
 import math
@@ -190,7 +190,7 @@ class TenantGate:
         return table.of(tenant)
 
     def priority_of(self, tenant: str) -> int:
-        """Return what is added to the priority of a tenant's requests; for KeyFile."""
+        """Return the number added to the priority of a tenant's requests; for KeyFile."""
         return self.limits_of(tenant).priority
 
     def enter(self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams) -> "Admitted":

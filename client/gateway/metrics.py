@@ -63,7 +63,7 @@ class TenantMeasured:
 
 
 class RequestMeasure:
-    """One request while it runs; tells the model's and the tenant's measures."""
+    """Measures one request while it runs, for its model and its tenant."""
 
     __slots__ = ("_began_s", "_last_s", "_measured", "_tenant", "num_generated_tokens")
 

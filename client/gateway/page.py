@@ -39,7 +39,7 @@ MAX_VIEWERS = 32
 MAX_SEQUENCES = 100
 """Sequences that a viewer is shown of a pool, the first ones."""
 MAX_BLOCKS = 1_000_000
-"""Of a pool whose blocks are drawn."""
+"""The most blocks of a pool that is drawn."""
 UNSEEN = max(BlockKind) + 1
 _INTERVAL_S = 1.0
 _HEADERS = {
@@ -132,7 +132,7 @@ class Live:
         return json_response({"block_ids": list(found.block_ids)}, headers=_NOT_KEPT)
 
     async def _events(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
-        """The events of one viewer, until it goes away or the gateway drains."""
+        """The events of one viewer, until it disconnects or the gateway drains."""
         self._num_viewers += 1
         try:
             async with contextlib.aclosing(merged([self._pools(pool, tenant), self._blocks(pool, tenant)])) as events:

@@ -37,7 +37,7 @@ _AS_THEY_ARE = (
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# Of structured_outputs, under which field of Grammar; "grammar" is looked at on its own.
+# The fields of Grammar for structured_outputs; "grammar" is handled separately.
 _KINDS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
 # OpenAI's fields that say something of bookkeeping, or of services that are not here, and nothing of the text.
 IGNORED = (
@@ -84,7 +84,7 @@ def make(kind: Callable[..., Made], **values: Any) -> Made:
 
 
 def grammar_of(fields: Fields) -> Grammar | None:
-    """Return the grammar that response_format, structured_outputs or a guided_ field asks for; None if none does.
+    """Return the grammar of response_format, structured_outputs or a guided_ field; None if there is none.
 
     Raises HttpError: 400 with the field's path, also if there are several.
     """
@@ -168,7 +168,7 @@ def _check_choices(path: str, values: Mapping[str, Any]) -> None:
 
 
 def _text_grammar(fields: Fields, name: str) -> dict[str, Any]:
-    """Return a grammar that is a text: GBNF if a rule is written with ::=, else Lark, as vLLM tells them apart."""
+    """Return a grammar that is a text: GBNF if a rule has ::=, else Lark, as in vLLM."""
     text = fields.string(name)
     return {} if text is None else {"ebnf" if "::=" in text else "lark": text}
 
@@ -272,5 +272,5 @@ def _biases(fields: Fields) -> dict[int, Any]:
         raise invalid(path, f"{len(given)} tokens", f"at most {MAX_LOGIT_BIASES} tokens")
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise invalid(path, key, "an object whose keys are token ids")
+            raise invalid(path, key, "an object with token ids as keys")
     return {int(key): bias for key, bias in given.items()}

@@ -4,9 +4,9 @@
 
 The first line of the input is {"templates": {name: text}, "special_tokens": {name: text}} as JSON. The first line of
 the output answers it: {}, or {"error"} if a template can't be compiled. A line of the input is then {"template": name,
-"values", "continues"}, and the line that answers it is {"text"} or {"error"}. The process ends with its input.
+"values", "continues"}, and its answer is a line {"text"} or {"error"}. The process ends with its input.
 
-The environment is the one that transformers renders templates in: docs/reference/http.md says what a template can use.
+The environment is the one in which transformers renders templates: docs/reference/http.md lists its content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_BYTES = 512 * 2**20
 """That rendering may take beyond the process itself."""
 MAX_TEXT_CHARS = 8 * 2**20
-"""Of a rendered text."""
+"""The most characters of a rendered text."""
 MAX_ERROR_CHARS = 500
 
 # Marks the end of the message to continue. The space shows if the template strips the message.
@@ -106,7 +106,7 @@ def render(template: Template, values: Mapping[str, Any], *, continues: bool = F
         raise
     except (MemoryError, RecursionError) as error:
         raise CannotRender(_TOO_MUCH) from error
-    except Exception as error:  # whatever the template's code raises for these values
+    except Exception as error:  # any error of the template's code for these values
         raise CannotRender(_describe(error)) from error
     return _without_end(text) if continues else text
 

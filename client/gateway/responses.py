@@ -49,7 +49,7 @@ _NAMES = {
     "grammar": "text.format",
 }
 _LOGPROBS = "message.output_text.logprobs"
-# What may be asked to be included, though there is none of it.
+# Values of include that are accepted, though answers never have them.
 _ABSENT = ("reasoning.encrypted_content",)
 _TEXT_KINDS = ("input_text", "output_text", "text")
 
@@ -125,7 +125,7 @@ def _refuse(fields: Fields) -> None:
     fields.refuse("truncation", "an input that is too long is refused", unless=("disabled",))
     fields.refuse("n", "there is one answer", unless=(1,))
     fields.refuse("response_format", "give text.format")
-    fields.refuse("prompt_logprobs", "ask /v1/completions")
+    fields.refuse("prompt_logprobs", "use /v1/completions")
     fields.refuse("moderation", "there is no moderation")
     fields.refuse("context_management", "nothing is stored")
     ignore_bookkeeping(fields)
@@ -152,10 +152,10 @@ def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
 
 
 def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
-    """Return parameters with the grammar that text.format asks for."""
+    """Return parameters with the grammar of text.format."""
     if text is None:
         return params
-    text.refuse("verbosity", "say it in the instructions", unless=("medium",))
+    text.refuse("verbosity", "ask for it in the instructions", unless=("medium",))
     asked = text.object("format")
     text.end()
     if asked is None:
@@ -193,7 +193,7 @@ def _input(fields: Fields) -> list[Message]:
 
 
 def _add_item(item: Fields, messages: list[Message]) -> None:
-    """Add what an item says to the messages: calls belong to the assistant's message before them."""
+    """Add an input item to the messages: calls belong to the assistant's message before them."""
     kind = item.choice("type", ("message", "function_call", "function_call_output"), "message")
     item.ignore("id", "status", "phase")
     if kind == "message":
@@ -326,7 +326,7 @@ class _Answer:
         return event_of({"type": kind, "sequence_number": next(self._numbers), **values}, name=kind)
 
     def _take(self, piece: Piece) -> Iterator[bytes]:
-        """Take a piece; iterate over the events of what is new."""
+        """Take a piece; iterate over the events of its new content."""
         chunk = piece.chunk
         self._usage.count(chunk)
         logprobs = logprob_entries(chunk.logprobs or (), self._texts)

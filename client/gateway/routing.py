@@ -1,12 +1,12 @@
 """A model that several pools serve: one engine for each pool, and the choice among them for each request.
 
     placement   a request goes to the pool where it costs least (choosing.py); LookupPrefix asks all pools in one call
-    failover    the requests of a pool whose worker stays away go on in another pool, each token delivered once
-    membership  pools are listed each second, and at once when something shows that the list is old
+    failover    if a pool's worker stays unavailable, its requests continue in another pool, each token delivered once
+    membership  pools are listed each second, and at once when an error shows that the list is old
 
-An engine outlives its services by itself (engine.py), and what it holds is lost by a move. So a request stays while
-cachemgr is away, and for failover_after_s while the worker is; after that it moves, if there is another pool that can
-be used. What goes on elsewhere has its prompt, its seed and its tokens: with these it draws the same tokens.
+An engine survives failures of its services (engine.py), and a move loses its cached blocks. So a request stays while
+cachemgr is unavailable, and for failover_after_s while the worker is; after that it moves, if another pool can be
+used. A moved request has its prompt, its seed and its tokens: with these it draws the same next tokens.
 
 A request that fails by itself is never moved: one that breaks a worker would break the next one.
 """
@@ -52,7 +52,7 @@ from quire.serving.runtime_folder import default_cachemgr
 
 _log = logging.getLogger(__name__)
 
-# Another pool may serve what one refuses for these reasons.
+# Reasons for which another pool may still serve a refused request.
 _ELSEWHERE = frozenset({"QUEUE_FULL", "SEQUENCE_TOO_LONG"})
 # A request that an engine gave up for one of these goes on elsewhere.
 _MOVED = (Unavailable, LeaseLost, EpochChanged, NotFound, EngineStopped, OutOfRoom)
@@ -283,7 +283,7 @@ class Router:
         await asyncio.gather(*(self._leave(member) for member in list(self._members.values())))
         await self._cache.close()
 
-    # What a Backend has.
+    # The interface of Backend.
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -406,7 +406,7 @@ class Router:
                     self._is_stale.set()
                 if error.reason not in _ELSEWHERE:
                     self._moves += 1
-                    _log.warning("a request of pool %s goes on elsewhere: %s", member.name, error)
+                    _log.warning("a request of pool %s continues in another pool: %s", member.name, error)
             finally:
                 request.leave()
 
@@ -452,7 +452,7 @@ class Router:
     async def _look_up(
         self, token_ids: list[int], params: SamplingParams, cache: CacheParams
     ) -> dict[str, pb.PrefixMatch]:
-        """Return what each pool holds of a prompt; nothing if cachemgr does not say so in time."""
+        """Return the cached tokens of a prompt in each pool; nothing if cachemgr does not answer in time."""
         tenant = params.tenant if self._config.names_tenants else None
         try:
             async with asyncio.timeout(self._config.lookup_timeout_s):
@@ -482,7 +482,7 @@ class Router:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.refresh_s):
                     await self._is_stale.wait()
-            await asyncio.sleep(min(0.05, self._config.refresh_s))  # what is stale for many requests is listed once
+            await asyncio.sleep(min(0.05, self._config.refresh_s))  # a stale list is read once for many requests
             self._is_stale.clear()
 
     async def _refresh(self) -> None:
@@ -611,8 +611,8 @@ class Router:
         if not any(other.is_usable(now) for other in self._members.values() if other is not member):
             return False
         outage = member.engine.outage
-        why = "it was away" if outage is None else str(outage.error)
-        member.engine.fail_all(WorkerUnavailable(f"the worker of pool {member.name!r} stays away: {why}"))
+        why = "it was unavailable" if outage is None else str(outage.error)
+        member.engine.fail_all(WorkerUnavailable(f"the worker of pool {member.name!r} stays unavailable: {why}"))
         return True
 
     # Parts.

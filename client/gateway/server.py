@@ -29,11 +29,11 @@ from quire.serving.tls import ServerTls
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 65_536
-"""Of a request's first line and headers together."""
+"""The most bytes of a request's first line and headers together."""
 HEAD_TIMEOUT_S = 30.0
-"""How long a connection may take for a request's headers, once it is open."""
+"""The time limit for a request's headers, once the connection is open."""
 KEEP_ALIVE_S = 75
-"""How long a connection may wait for its next request."""
+"""The time that a connection may wait for its next request."""
 MAX_CONNECTIONS = 4096
 """One more is closed at once."""
 BACKLOG = 1024
@@ -189,7 +189,7 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
 
 
 def _context(tls: ServerTls) -> ssl.SSLContext:
-    """Return a context whose handshakes use the certificate in force."""
+    """Return a context that uses the current certificate in each handshake."""
     context = tls.current().context
 
     def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:

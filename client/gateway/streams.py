@@ -1,8 +1,8 @@
-"""Answers that come in pieces, as server-sent events, and work that ends when its caller goes.
+"""Answers in pieces, as server-sent events, and cancellation of work when its caller disconnects.
 
-A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so what is not sent
-stays in the engine's mailbox; and the engine fails a request whose mailbox gets too full
-(EngineConfig.max_unread_tokens). A caller that takes nothing for the door's send timeout is disconnected.
+A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent chunks stay
+in the engine's mailbox; and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
+A caller that reads nothing for the door's send timeout is disconnected.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class CallerGone(Exception):
-    """The caller has closed the connection; nobody reads an answer."""
+    """The caller has closed the connection, and does not read an answer."""
 
 
 def encode_json(value: Any) -> bytes:
@@ -81,7 +81,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _cancel(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task and wait for its end, so that what it held is free when this returns."""
+    """Cancel a task and wait for its end, so that its resources are free when this returns."""
     task.cancel()
     if not task.done():
         await asyncio.wait([task])

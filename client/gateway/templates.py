@@ -54,7 +54,7 @@ class TemplateSource:
 
     @property
     def text(self) -> str:
-        """All templates' texts: what a model's format of tool calls is found from."""
+        """The text of all templates: a model's format of tool calls is found from it."""
         return "\n".join(self.by_name.values())
 
     def choose(self, *, has_tools: bool) -> str:
@@ -268,13 +268,13 @@ class Templates:
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
         await self._places.acquire()
-        # A caller that goes away leaves the process to its answer: the next one's would come behind it.
+        # If a caller disconnects, the process finishes its answer: else the next caller would read it.
         return await asyncio.shield(asyncio.create_task(self._ask_idle(request)))
 
     async def _ask_idle(self, request: Mapping[str, Any]) -> dict[str, str]:
         process = self._idle.pop()
         try:
-            # A process that dies of a chat dies again; one that somebody else has ended does not.
+            # A process that fails on a chat fails again; one that was killed from outside does not.
             answer = await process.ask(request) or await process.ask(request)
             return answer or {"error": "it takes too much memory or stack"}
         finally:

@@ -8,7 +8,7 @@ from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.tokenizer import Tokenizer
 
 LONG_TEXT = 4096
-"""Characters, or tokens. What is longer goes through the tokenizer on a thread: the event loop is everybody's."""
+"""Characters, or tokens. The tokenizer runs on a thread for longer texts, so that the event loop is not blocked."""
 
 
 async def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -4,8 +4,8 @@
     llama3    {"name": "f", "parameters": {...}}; {...}, and nothing before it, but <|python_tag|>   Llama 3
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, {...}], or [TOOL_CALLS]f[ARGS]{...}    Mistral
 
-A call that is asked for follows a grammar of this format. What a model writes of its own accord is parsed by the same
-rules. Text that is no call of a tool on offer is text, to the last character.
+A requested call follows a grammar of this format. Calls that a model writes by itself are parsed by the same rules.
+Text that is no call of an offered tool is text, to the last character.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Event = Text | CallBegan | Arguments
 class Form:
     """The writing of calls in one format.
 
-    opening       what a call begins with, in the midst of a text
-    closing       what ends it; "" if the object's end does
-    separator     pattern of what is between two calls of one opening; "" if each has its own
-    end           pattern of what may follow the last call of one opening
+    opening       the beginning of a call, within a text
+    closing       the end of a call; "" if it is the object's end
+    separator     pattern between two calls of one opening; "" if each has its own
+    end           pattern after the last call of one opening
     key           of the arguments, as the grammar writes it
     begins_text   a call can also begin the text, without its opening
     """
@@ -192,9 +192,9 @@ class _State(Enum):
 
 
 class CallParser:
-    """Finds the calls in a text that comes in pieces.
+    """Finds the calls in a text that arrives in pieces.
 
-    What it finds does not depend on how the text is cut, but for the sizes of the pieces given out. Text is held back
+    The result does not depend on how the text is cut, except for the sizes of the returned pieces. Text is held back
     while it may be the beginning of a call; white space next to a call belongs to the call.
     """
 
@@ -216,7 +216,7 @@ class CallParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[Event]:
-        """Take text; return what is certain now."""
+        """Take text; return the decided part."""
         self._buffer += text
         events: list[Event] = []
         while self._buffer and (found := self._STEPS[self._state](self)) is not None:
@@ -224,7 +224,7 @@ class CallParser:
         return _joined(events)
 
     def finish(self) -> list[Event]:
-        """Return what was held back, since the text has ended: a call that did not come to its arguments is text."""
+        """Return the text that was held back at the end of the text: a call that has no arguments yet is text."""
         left, self._buffer = self._buffer, ""
         if self._state is _State.AFTER and self._form.closing.startswith(left.strip()):
             left = ""  # the text was cut in what closes the call
@@ -320,7 +320,7 @@ class CallParser:
         return self._arguments(text)
 
     def _rest_step(self) -> list[Event] | None:
-        """Skip what is left of a call's object; a missing bracket is no harm."""
+        """Skip the remainder of a call's object; a missing bracket is ignored."""
         begun = self._buffer.lstrip()
         if not begun:
             return None

@@ -55,7 +55,7 @@ EOS = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Source:
-    """A package whose text is used. All but Python itself are direct or indirect dependencies of this project."""
+    """A package with texts for training. All but Python itself are direct or indirect dependencies of this project."""
 
     package: str
     licence: str
@@ -369,7 +369,7 @@ class Settings:
 
 @dataclass
 class Progress:
-    """What training did. The last lines of the output have it, and the model card quotes it."""
+    """The results of the training, in the last lines of the output and in the model card."""
 
     steps: int = 0
     tokens: int = 0

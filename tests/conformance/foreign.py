@@ -24,7 +24,7 @@ BUILD_TIMEOUT_S = 1200  # with nothing in Go's caches
 
 
 def find(program: str, *, for_what: str) -> str:
-    """Where a program is; without it the test is skipped, or fails."""
+    """The path of a program; without it the test is skipped, or fails."""
     path = shutil.which(program)
     return path if path is not None else missing(program, for_what=for_what)
 
@@ -49,7 +49,7 @@ def build_grpcurl() -> Path:
 
 @dataclass(frozen=True)
 class Refused(Exception):
-    """What a status says, or an Error inside an answer."""
+    """The content of an error status, or of an Error inside an answer."""
 
     code: int
     reason: str
@@ -58,7 +58,7 @@ class Refused(Exception):
 
     @classmethod
     def of_error(cls, error: Mapping[str, Any]) -> Refused:
-        """Of an Error as JSON."""
+        """From an Error as JSON."""
         return cls(error["code"], error["reason"], metadata=error.get("metadata", {}))
 
 
@@ -76,7 +76,7 @@ class Grpcurl:
         return cls(program, ("-plaintext", "-unix", *flags), address.removeprefix("unix:"))
 
     def command(self, method: str, *flags: str) -> list[str]:
-        """What to run for a call whose requests come on standard input."""
+        """The command for a call with its requests on standard input."""
         return [str(self.program), "-format-error", *self.flags, *flags, "-d", "@", self.address, method]
 
     def call(self, method: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Grpcurl:
 
 
 def status_of(text: str) -> Refused:
-    """What grpcurl says of a call that failed, with -format-error."""
+    """grpcurl's report of a call that failed, with -format-error."""
     status = json.loads(text)
     info, *_ = status.get("details") or [{}]
     if "@value" in info:  # the server was gone before grpcurl asked it what the bytes mean

@@ -1,12 +1,12 @@
-"""Commands on a page of docs/, and what the page says that they say.
+"""Commands on a page of docs/, and their expected output.
 
     ```console
     $ a command
     what it says
     ```
 
-A line that begins with "$ " is a command; those after it, up to the next one or the end of the block, are its output,
-stdout and stderr as they come. "…" stands for anything within a line.
+A line that begins with "$ " is a command; the lines after it, up to the next one or the end of the block, are its
+output, stdout and stderr in order. "…" stands for any text within a line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Command:
         return re.search(r"\b(Get|List|Lookup)[A-Z]\w+", self.text) is not None
 
     def agrees_with(self, said: str) -> bool:
-        """True if the page says that this is what it says."""
+        """True if this is the output on the page."""
         pattern = ".*".join(re.escape(part) for part in self.output.split("…"))
         return re.fullmatch(pattern, said) is not None
 
@@ -70,7 +70,7 @@ class Shell:
         self._limit.start()
 
     def run(self, command: str) -> str:
-        """What it says, without the last newline. Raises AssertionError if the shell is gone afterwards."""
+        """The command's output, without the last newline. Raises AssertionError if the shell has ended afterwards."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{{ {command}\n}} < /dev/null 2>&1\necho '{_MARK}'\n")

@@ -54,7 +54,7 @@ def test_its_tests_pass_with_the_race_detector(go: str) -> None:
 
 
 def test_another_module_uses_it_from_a_checkout_as_the_readme_says(go: str, tmp_path: Path) -> None:
-    """Of the README's lines only the checkout's folder is put in."""
+    """Only the checkout's folder is inserted into the README's lines."""
     lines = re.search(r"```\n(go mod edit .*?)```", (MODULE / "README.md").read_text(), re.DOTALL)
     assert lines is not None
     (tmp_path / "main.go").write_text(

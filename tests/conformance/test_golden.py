@@ -1,4 +1,4 @@
-"""The bytes of every message are what they have always been. Go reads the same file, in client/go."""
+"""The bytes of every message do not change. Go reads the same file, in client/go."""
 
 import pytest
 from conformance import golden

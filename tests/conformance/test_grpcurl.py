@@ -1,4 +1,4 @@
-"""Every command of docs/how-to/grpcurl.md says what the page says."""
+"""Every command of docs/how-to/grpcurl.md has the output on the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = "t-client"
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A cachemgr without pools that asks for certificates at one port and for tokens at another; where they are."""
+    """A cachemgr without pools that requires certificates at one port and tokens at another; its addresses."""
     authority = Authority(tmp_path)
     server, client = authority.issue("localhost", "127.0.0.1"), authority.issue("engine.example")
     client.cert.rename(tmp_path / "client.pem")
@@ -46,7 +46,7 @@ def secured(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Ports without a listener."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -93,7 +93,7 @@ def ending(process: ServiceProcess) -> Iterator[None]:
 
 
 def ask(shell: page.Shell, command: page.Command) -> str:
-    """What a command says. One that only looks gets a while: a worker's report of a step comes after its answer."""
+    """The output of a command. A command that only reads is repeated for a while: a step's report may come later."""
     deadline = time.monotonic() + DEADLINE_S
     said = shell.run(command.text)
     while command.only_looks and not command.agrees_with(said) and time.monotonic() < deadline:

@@ -117,7 +117,7 @@ class Lease:
         return self.plan(admissions=admissions, **fields)
 
     def refused(self, plan: Json) -> None:
-        """Raises what the plan's last item was refused for."""
+        """Raises the refusal of the plan's last item."""
         assert plan["refusals"], plan
         raise Refused.of_error(plan["refusals"][-1]["error"])
 
@@ -307,7 +307,7 @@ def cache_pool_detached(both: Both) -> None:
 
 
 def attach(both: Both, **registration: Any) -> None:
-    """What a worker says first."""
+    """The first message of a worker."""
     message = {"register_pool": {"geometry": GEOMETRY, "worker_address": "nowhere:1"} | registration}
     both.cache.stream(f"{CACHE}/AttachPool", [message])
 
@@ -427,7 +427,7 @@ def worker_pool_detached(both: Both) -> None:
     def answers() -> bool:
         try:
             model.update(both.worker.call(f"{WORKER}/GetModel"))
-        except ValueError:  # no status but grpcurl's own words: nobody listens yet
+        except ValueError:  # no status but grpcurl's own words: the port is not open yet
             return False
         return True
 
@@ -437,7 +437,7 @@ def worker_pool_detached(both: Both) -> None:
 
 
 def told_to_stop(process: ServiceProcess, server: Grpcurl, method: str, request: Json) -> Refused:
-    """What a stream that is open ends with when its server gets SIGTERM."""
+    """The end of an open stream when its server gets SIGTERM."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(server.command(method), text=True, **pipes) as call:
         try:

@@ -3,10 +3,10 @@
     python tests/deploy/boot_systemd.py [--root FOLDER]
 
 Needs root, debootstrap and systemd-nspawn (Debian: debootstrap systemd-container), a Debian mirror, and a Python of the
-minor version of one of SUITES, whose packages the container uses. Takes two minutes, of which one makes the root file
+minor version of one of SUITES: the container uses its packages. Takes two minutes, of which one makes the root file
 system; --root keeps it. The last line says how many checks passed; exit status 1 if one did not.
 
-Not to be seen here: a GPU, and what systemd does at a real boot.
+Not covered here: a GPU, and systemd's work at a real boot.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SANDBOX = {
 
 
 class CheckFailed(Exception):
-    """What was promised is not so."""
+    """A check failed."""
 
 
 def make_root(folder: Path) -> None:
@@ -137,7 +137,7 @@ class Container:
         self._log = log
 
     def run(self, *command: str) -> str:
-        """What a command in the container says. Raises CheckFailed if it fails."""
+        """The output of a command in the container. Raises CheckFailed if it fails."""
         done = self.attempt(*command)
         if done.returncode:
             raise CheckFailed(f"{' '.join(command)}: {done.stdout}{done.stderr}")
@@ -184,7 +184,7 @@ class Container:
         self._nspawn.wait()
 
     def _journal(self) -> str:
-        """What our services and systemd about them said last."""
+        """The last log lines of our services, and of systemd about them."""
         return self.attempt("journalctl", "--no-pager", "--lines=20", "--unit=quire*").stdout
 
     def _entering(self) -> list[str]:
@@ -210,15 +210,15 @@ def the_group_may_call_and_others_not(box: Container) -> None:
     nobody = ("setpriv", "--reuid=12345", "--regid=12345")
     generate = ("/opt/quire/bin/quire", "generate", "The", "--max-tokens", "4")
     if not box.run(*nobody, "--groups=quire", *generate):
-        raise CheckFailed("who is in the group got no text")
+        raise CheckFailed("a user in the group got no text")
     for path in ("/run/quire/cachemgr.sock", "/run/quire-worker/default.sock"):
         connect = f"import socket; socket.socket(socket.AF_UNIX).connect({path!r})"
         if "PermissionError" not in box.attempt(*nobody, "--clear-groups", "python3", "-c", connect).stderr:
-            raise CheckFailed(f"who is not in the group reaches {path}")
+            raise CheckFailed(f"a user outside of the group reaches {path}")
 
 
 def the_sandbox_holds(box: Container) -> None:
-    """In each unit's sandbox its service can do what it has to, and not what it must not."""
+    """In each unit's sandbox its service has the access that it needs, and no other."""
     for unit, expected in SANDBOX.items():
         found = json.loads(probe(box, unit))
         wrong = {name: said for name, said in found.items() if said != expected.get(name, REFUSED.get(name, "ok"))}
@@ -227,7 +227,7 @@ def the_sandbox_holds(box: Container) -> None:
 
 
 def probe(box: Container, unit: str) -> str:
-    """What sandbox_probe.py says, run once as the unit would be."""
+    """The output of sandbox_probe.py, run once as the unit would be."""
     name = "quire-worker@probe" if unit == WORKER else "quire-probe"
     source = UNITS / ("quire-worker@.service" if unit == WORKER else CACHEMGR)
     lines = [line for line in source.read_text().splitlines() if not line.startswith(("Exec", "Type=", "Watchdog"))]

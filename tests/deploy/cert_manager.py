@@ -19,7 +19,7 @@ ISSUED = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
 def make_secrets(certificates: list[Manifest], folder: Path) -> None:
     """For each certificate a folder named like its secret, with tls.crt, tls.key and ca.crt.
 
-    The one with isCA signs itself and the others, whatever their issuer.
+    The one with isCA signs itself and the others, for any issuer.
     """
     (ca_manifest,) = [certificate for certificate in certificates if certificate["spec"].get("isCA")]
     ca_key = ec.generate_private_key(ec.SECP256R1())

@@ -1,4 +1,4 @@
-"""What others install: the sdist and the wheel built of it, extras in environments of their own, and what runs there.
+"""Installed packages: the sdist and the wheel built of it, extras in environments of their own, and their commands.
 
     python tests/deploy/check_packages.py [--cargo-target FOLDER]
 
@@ -89,7 +89,7 @@ with grpc.insecure_channel(sys.argv[1], options=(("grpc.enable_http_proxy", 0),)
 
 
 class CheckFailed(Exception):
-    """What was promised is not so."""
+    """A check failed."""
 
 
 def run(
@@ -105,7 +105,7 @@ def run(
 def attempt(
     *command: str | Path, cwd: Path | None = None, timeout_s: float = DEADLINE_S, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The same, however it ends."""
+    """The output of a command, whatever its status."""
     environment = {**os.environ, **(env or {})}
     return subprocess.run(
         [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment
@@ -142,7 +142,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where everything is made: the copy, what was built of it, environments by extra."""
+    """The folder of the check: the copy, the built packages, environments by extra."""
 
     folder: Path
 
@@ -160,7 +160,7 @@ class Scratch:
 
 
 def copy_tree(scratch: Scratch) -> None:
-    """What a clean clone would have, with what is not committed yet."""
+    """The files of a clean clone, with those not committed yet."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
@@ -174,7 +174,7 @@ def they_build(scratch: Scratch) -> None:
 
 
 def they_have_what_they_must(scratch: Scratch) -> None:
-    """The sdist has sources, protos and licence, the wheel only what is imported; one wheel is for every Python."""
+    """The sdist has sources, protos and licence, the wheel only importable files; one wheel is for every Python."""
     with tarfile.open(scratch.built("*.tar.gz")) as sdist:
         check_names("sdist", {name.partition("/")[2] for name in sdist.getnames()}, IN_SDIST, NOT_IN_SDIST)
     wheel = scratch.built("*.whl")
@@ -229,7 +229,7 @@ def the_worker_extra_has_torch(scratch: Scratch) -> None:
 
 
 def cachemgr_serves(scratch: Scratch) -> None:
-    """From quire-kv[cachemgr] alone cachemgr starts, a client from quire-kv[client] alone asks it, SIGTERM ends it."""
+    """From quire-kv[cachemgr] alone cachemgr starts, a client from quire-kv[client] alone calls it, SIGTERM ends it."""
     server, client = (Environment(scratch.folder / extra) for extra in ("cachemgr", "client"))
     with tempfile.TemporaryDirectory(prefix="q-") as folder:
         address = f"unix:{folder}/c.sock"
@@ -256,7 +256,7 @@ def the_command_line_says_what_it_is(scratch: Scratch) -> None:
 
 
 def what_is_missing_is_named(scratch: Scratch) -> None:
-    """A command whose extra is not installed says which, in one line, with status 1."""
+    """A command with a missing extra names it, in one line, with status 1."""
     for extra, command, needed in (
         ("cachemgr", ("worker", "--model", "some"), "quire-kv[worker]"),
         ("cachemgr", ("generate", "Once"), "quire-kv[client]"),

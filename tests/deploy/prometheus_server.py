@@ -25,7 +25,7 @@ _KEYWORDS = {"and", "or", "unless", "bool", "offset", "on", "ignoring", "by", "w
 
 
 def tool(name: str) -> str:
-    """Where a program of Prometheus is; without it the test is skipped, or fails if QUIRE_REQUIRE_PROMETHEUS is 1."""
+    """The path of a Prometheus program; without it the test is skipped, or fails if QUIRE_REQUIRE_PROMETHEUS is 1."""
     return find(name, required_by="QUIRE_REQUIRE_PROMETHEUS", for_what="Prometheus' rules and scraping")
 
 
@@ -46,12 +46,12 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def panels(board: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a dashboard shows, its rows' titles left out."""
+    """The panels of a dashboard, without its rows' titles."""
     return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
 def expressions(board: Mapping[str, Any]) -> list[str]:
-    """What a dashboard asks, as Prometheus would read it: with its variables filled in."""
+    """The queries of a dashboard, as Prometheus would read them: with its variables filled in."""
     asked = [target["expr"] for panel in panels(board) for target in panel["targets"]]
     return [re.sub(r"\$\w+", "main", expr.replace("$__rate_interval", "5m")) for expr in asked]
 
@@ -72,7 +72,7 @@ def labels_in(expr: str) -> dict[str, set[str]]:
 
 
 class Server:
-    """A Prometheus that runs; asks over HTTP."""
+    """A running Prometheus; queries go over HTTP."""
 
     def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}"

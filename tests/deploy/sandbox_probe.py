@@ -15,7 +15,7 @@ CACHE = Path(os.environ.get("TRITON_CACHE_DIR", "/nonexistent"))
 
 
 def compile_c() -> int:
-    """What Triton does before a first launch, but for the source."""
+    """Compiles as Triton does before a first launch, with another source."""
     CACHE.mkdir(exist_ok=True)
     (CACHE / "a.c").write_text("int f(void) { return 7; }")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", CACHE / "a.so", CACHE / "a.c"], check=True)
@@ -44,7 +44,7 @@ def write(folder: str) -> None:
 
 
 def send(host: str) -> None:
-    """One datagram, which nobody waits for."""
+    """Sends one datagram without a receiver."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"x", (host, 9))
 

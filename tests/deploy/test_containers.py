@@ -86,7 +86,7 @@ def test_what_a_service_writes_is_on_the_volume(service: str, names: tuple[str, 
     [("worker", "cp -R /src/deploy/demo/model {}"), ("gateway", "cp /src/deploy/demo/model/*.json {}/")],
 )
 def test_the_model_to_try_it_with_is_in_the_image(service: str, copied: str) -> None:
-    """Of the gateway: its tokenizer, at the path that the worker names."""
+    """The gateway needs its tokenizer, at the path that the worker names."""
     first, _ = stages(service)
     overlay = yaml.safe_load((DEPLOY / "kubernetes/overlays/try/kustomization.yaml").read_text())
     (literal,) = overlay["configMapGenerator"][0]["literals"]

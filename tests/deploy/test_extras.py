@@ -30,7 +30,7 @@ def name_of(requirement: str) -> str:
 
 
 def required(extra: str) -> set[str]:
-    """Distributions that an extra asks for, those of the extras it asks for included."""
+    """Distributions that an extra requires, with those of the extras that it requires."""
     names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in EXTRAS[extra]:
         if inner := re.match(r"quire-kv\[([\w,]+)\]", requirement):

@@ -104,7 +104,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """What an overlay makes."""
+    """The objects of an overlay."""
 
     overlay: str
     manifests: list[Manifest]
@@ -167,7 +167,7 @@ def is_custom(manifest: Manifest) -> bool:
 
 
 def value_of(container: Manifest, variable: str) -> str:
-    """What stands for a variable in a container's flags."""
+    """The value of a variable in a container's flags."""
     return {"POD_NAME": "quire-worker-0", "MODEL": "some/model"}[variable]
 
 
@@ -201,7 +201,7 @@ class Cluster:
         (folder / "keys").write_text(f"alice client {hashlib.sha256(KEY.encode()).hexdigest()}\n")
 
     def start(self, pod: Manifest, container: Manifest) -> ServiceProcess:
-        """Start a container's process. `wait_ready` asks for its health as the kubelet does."""
+        """Start a container's process. `wait_ready` polls its health as the kubelet does."""
         (secret,) = [
             volume["secret"]["secretName"]
             for mount in container["volumeMounts"]
@@ -236,7 +236,7 @@ class Cluster:
         return httpx.Client(base_url=base_url, verify=context, trust_env=False, timeout=DEADLINE_S)
 
     def dial(self, port: int, secret: str | None, name: str) -> grpc.Channel:
-        """A client's channel to what the manifests call this port, of a server of this name."""
+        """A client's channel to the port of this name in the manifests, of a server of this name."""
         options = (("grpc.ssl_target_name_override", name), ("grpc.enable_http_proxy", 0))
         pair = (None, None) if secret is None else tuple(self._read(secret, file) for file in ("tls.key", "tls.crt"))
         credentials = grpc.ssl_channel_credentials(self._read("quire-client-tls", "ca.crt"), *pair)
@@ -299,7 +299,7 @@ def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
 
 
 def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
-    """All services with these very flags and certificates: the worker attaches, and roles are what they should be."""
+    """All services with these flags and certificates: the worker attaches, and the roles are the expected ones."""
     processes = [cluster.start(pod, container) for pod, container in rendered.containers()]
     for process, (_, container) in zip(processes, rendered.containers(), strict=True):
         cluster.wait_ready(process, container)

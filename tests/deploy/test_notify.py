@@ -1,4 +1,4 @@
-"""What real servers tell systemd, on a socket that the test owns in its stead."""
+"""Messages of real servers to systemd, on a socket that the test owns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Systemd:
         return dict(line.split("=", 1) for line in self._socket.recv(65536).decode().split("\n"))
 
     def await_message(self, name: str) -> tuple[Message, list[Message]]:
-        """The next message with this variable, and those before it. Raises TimeoutError, whatever else comes."""
+        """The next message with this variable, and those before it. Raises TimeoutError, also if others arrive."""
         deadline = time.monotonic() + DEADLINE_S
         before: list[Message] = []
         while name not in (message := self.next(max(deadline - time.monotonic(), 0.001))):
@@ -71,7 +71,7 @@ class Systemd:
         return found
 
     def drain(self) -> list[Message]:
-        """What lies there now."""
+        """The messages in the socket."""
         found: list[Message] = []
         try:
             while True:
@@ -168,7 +168,7 @@ def test_cachemgr_is_ready_fed_and_stopping(systemd: Systemd, start: Start) -> N
 def test_a_worker_is_ready_only_once_it_is_attached(systemd: Systemd, start: Start, folder: Path) -> None:
     cachemgr_address = f"unix:{folder}/1.sock"
     worker = start("quire.worker", "--model", DEMO_MODEL, "--num-blocks", "16", "--cachemgr", cachemgr_address)
-    # It has loaded its model and serves, but nobody is there to attach to; it is alive all the while.
+    # It has loaded its model and serves, but there is no cachemgr to attach to; its event loop runs all the while.
     assert not [message for message in systemd.read_until(lambda: is_listening(worker)) if "READY" in message]
     for _ in range(3):
         message = systemd.next()

@@ -1,4 +1,4 @@
-"""What the kubelet sees: --health-listen of real servers, in plain text beside TLS; liveness apart from readiness."""
+"""The kubelet's probes: --health-listen of real servers, in plain text beside TLS; liveness apart from readiness."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def port() -> int:
 
 
 def probe(port: int, service: str, *, timeout_s: float = DEADLINE_S) -> int:
-    """As the kubelet asks: one call, plain text, no credentials."""
+    """Probes as the kubelet: one call, plain text, no credentials."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

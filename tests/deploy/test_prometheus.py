@@ -98,7 +98,7 @@ class OneModel:
 
 
 def gateway_families() -> list[Metric]:
-    """Of a gateway that has answered one request."""
+    """The metric families of a gateway that has answered one request."""
     measures = DoorMetrics()
     measures.answered("/v1/completions", 200)
     with measures.request("m", 3, tenant="t") as request:

@@ -39,7 +39,7 @@ def read_unit(path: Path) -> Settings:
 
 
 def read_environment(path: Path, *, commented: bool) -> dict[str, str]:
-    """An environment file; `commented`: with what it has as examples behind #."""
+    """An environment file; `commented`: with its examples behind #."""
     lines = path.read_text().splitlines()
     if commented:
         lines = [line.removeprefix("#") for line in lines]
@@ -59,7 +59,7 @@ def command_of(settings: Settings) -> list[str]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A root with what the units refer to, as docs/how-to/deployment.md puts it there."""
+    """A root with the files of the units, as docs/how-to/deployment.md installs them."""
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
     for path in SERVICES.values():
@@ -73,7 +73,7 @@ def installed(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("unit", [CACHEMGR.name, GATEWAY.name, WORKER.name.replace("@", f"@{INSTANCE}")])
 def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
-    """Nothing at all of what it would log of the file: settings it does not know, values it ignores."""
+    """systemd would log nothing about the file: no unknown settings, no ignored values."""
     program = installed / "opt/quire/bin/quire"
     folder = installed / "etc/systemd/system"
     for path in folder.iterdir():

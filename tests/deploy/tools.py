@@ -21,7 +21,7 @@ SERVERS = {**SERVICES, "serve": "quire.client.gateway.__main__"}
 
 
 def find(program: str, *, required_by: str, for_what: str) -> str:
-    """Where a program is; without it the test is skipped, or fails if the variable `required_by` is 1."""
+    """The path of a program; without it the test is skipped, or fails if the variable `required_by` is 1."""
     path = shutil.which(program)
     return path if path is not None else missing(program, required_by=required_by, for_what=for_what)
 

@@ -1,12 +1,13 @@
-"""The client process: an engine per task, and every token it delivers told to the harness as it comes.
+"""The client process: an engine per task; it reports every delivered token to the harness at once.
 
 Speaks JSON lines over the harness's socket. From it: {"task", "requests", "cancels", "slow"}, or null to end. To it:
 
-    {"task", "request", "sample", "tokens", "finish"}      what is new of a sample
+    {"task", "request", "sample", "tokens", "finish"}      new tokens of a sample
     {"task", "request", "error"}                           how a request ended instead
     {"task", "done": statistics}                           all requests have ended and the engine is closed
 
-On SIGUSR1 it writes to its log what each of its tasks waits for; on SIGUSR2 what each thread does, whatever hangs.
+On SIGUSR1 it writes to its log what each of its tasks waits for; on SIGUSR2 the stack of each thread, even if its
+loop hangs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Client:
         self._running: Engine | None = None
 
     def describe(self) -> None:
-        """Writes what everybody waits for to the log."""
+        """Writes the waits of all tasks to the log."""
         for task in asyncio.all_tasks():
             task.print_stack(file=sys.stderr)
         if self._running is not None:

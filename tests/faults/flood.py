@@ -44,7 +44,7 @@ MB = 10**6
 TIMEOUT_S = 60.0
 SAMPLE_INTERVAL_S = 0.01
 SETTLE_S = 3.0
-"""After an attack, before what it left is measured: freed memory is returned to the system after a second."""
+"""The pause before memory is measured after an attack: freed memory is returned to the system after a second."""
 TOKENS = {"alice": "client", "wanda": "worker", "olga": "operator"}
 """Names of callers, which are their tokens, and their roles."""
 SERVICES = {"cachemgr": "/quire.cache.v1.CacheService/", "worker": "/quire.compute.v1.WorkerService/"}
@@ -217,7 +217,7 @@ async def refused_without_a_token(target: Target) -> Answers:
 
 @case("ROLE_MISSING", max_peak_mib=32, max_kept_mib=32)
 async def refused_without_the_role(target: Target) -> Answers:
-    """Eight calls of 60 MB by a caller whose role is another."""
+    """Eight calls of 60 MB by a caller without the role."""
     body = large_request(target.name, 60 * MB)
     return await call_many(target, OPERATOR_METHOD[target.name], body, times=target.times(8), caller="alice")
 
@@ -231,7 +231,7 @@ async def refused_by_the_service(target: Target) -> Answers:
 
 @case("INVALID_ARGUMENT", max_peak_mib=256, max_kept_mib=96)
 async def too_large_for_the_method(target: Target) -> Answers:
-    """Eight calls of 30 MB of a method whose messages are small."""
+    """Eight calls of 30 MB of a method with small messages."""
     body = large_request(target.name, 30 * MB)
     method = {"cachemgr": "RenewLease", "worker": "GetModel"}[target.name]
     return await call_many(target, method, body, times=target.times(8), caller="alice")
@@ -264,13 +264,13 @@ async def leave_unfinished(target: Target, method: str, *, caller: str | None) -
 
 @case("ended", max_peak_mib=32, max_kept_mib=32)
 async def unfinished_without_a_token(target: Target) -> Answers:
-    """Forty messages that do not end, of callers who may not call."""
+    """Forty messages that do not end, of unauthorized callers."""
     return await leave_unfinished(target, STEP_METHOD[target.name], caller=None)
 
 
 @case("ended", max_peak_mib=640, max_kept_mib=192)
 async def unfinished(target: Target) -> Answers:
-    """Forty messages that do not end, of a caller who may call."""
+    """Forty messages that do not end, of an authorized caller."""
     return await leave_unfinished(target, STEP_METHOD[target.name], caller="alice")
 
 
@@ -341,7 +341,7 @@ async def settled(target: Target) -> int:
 
 @contextlib.contextmanager
 def services() -> Iterator[LocalServices]:
-    """Both services, which ask who calls."""
+    """Both services, with authentication."""
     with tempfile.TemporaryDirectory(prefix="quire-flood-", dir="/tmp") as name:
         folder = Path(name)
         tokens, worker_token = folder / "tokens", folder / "wanda.token"
@@ -374,7 +374,7 @@ def run_cases(names: Sequence[str], *, scale: float) -> Iterator[tuple[str, Resu
 @click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Only these.")
 @click.option("--quick", is_flag=True, help="Fewer repetitions.")
 def main(names: tuple[str, ...], quick: bool) -> None:
-    """Attack both services with a bounded load and print what it took of them."""
+    """Attack both services with a bounded load and print the memory that they took."""
     table = Table("case", "service", "answers", "peak MiB", "kept MiB", "seconds", "broken bounds")
     broken = False
     for name, result in run_cases(names or list(CASES), scale=0.1 if quick else 1.0):

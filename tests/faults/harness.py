@@ -1,16 +1,16 @@
-"""The processes, the links between them, one schedule after the other, and everything that must be true after each.
+"""The processes, the links between them, one schedule after the other, and the checks after each.
 
     client a ──cache-a──┐                    ┌──attach── worker
                         ├──► cachemgr ◄──────┤
     client b ──cache-b──┘                    └──attach── a second worker, held back until the first is killed
     both     ──steps───────────────────────────────────► worker
 
-What is checked of every schedule:
+Checks of every schedule:
 
     tokens    every request ends, and each of its samples is what it was without faults: nothing twice, nothing missing
     books     AuditPool finds nothing, whenever it is asked
     the end   no lease, no sequence, no report that was not acknowledged; free + cached = pool, on both sides
-    logs      no violation of ownership, no exception that nobody foresaw; no process ended that was not killed
+    logs      no violation of ownership, no unexpected exception; no process ended that was not killed
 
 A worker's wall clock can't be set back here; to a monotonic clock a jump looks like a process that was stopped for as
 long (OVERSLEEP).
@@ -53,9 +53,9 @@ DESCRIBING_S = 1.0
 WORKER_SLOTS = (0, 1)
 SIGNS = (
     *("violated", "Traceback", "never retrieved", "was destroyed", "pool damaged", "CRITICAL", "step failed"),
-    *("loop has died", r"handler failed(?!.*ExecuteBatchError)"),  # that one: who asked has gone meanwhile
+    *("loop has died", r"handler failed(?!.*ExecuteBatchError)"),  # that one: the caller has disconnected meanwhile
 )
-"""What no fault excuses, in logs."""
+"""Log lines that no fault excuses."""
 ENVIRONMENT = {
     "QUIRE_VERIFY": "1",
     "HF_HUB_OFFLINE": "1",
@@ -83,7 +83,7 @@ class HarnessError(Exception):
 
 @dataclass
 class Outcome:
-    """What became of a schedule."""
+    """The outcome of a schedule."""
 
     seed: int
     failures: list[str] = field(default_factory=list)
@@ -161,14 +161,14 @@ class Child:
 
 @dataclass
 class Delivery:
-    """What came of one request: samples by index, and how each ended."""
+    """The delivery of one request: samples by index, and their ends."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
 
 
 class Checker:
-    """Holds what a client delivers against what was delivered without faults: one line per sample that is wrong."""
+    """Compares a client's deliveries with those without faults: one line per wrong sample."""
 
     def __init__(self, reference: dict[int, Delivery]) -> None:
         self._reference = reference
@@ -181,7 +181,7 @@ class Checker:
         return list(self._failures.values())
 
     def begin_anew(self) -> None:
-        """The client was killed: what it had delivered is gone with it, and was checked."""
+        """The client was killed: its deliveries are lost with it, and were checked."""
         self._deliveries.clear()
 
     def take(self, event: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class Checker:
             delivery.finishes[sample] = event["finish"]
 
     def finish(self, task: Task) -> None:
-        """The task has ended: all of it must be there, except of what was cancelled."""
+        """The task has ended: all of it must be delivered, except for cancelled requests."""
         for request in set(task.requests) - task.cancels.keys():
             found, expected = self._deliveries.get(request, Delivery()), self._reference[request]
             for sample, tokens in expected.tokens.items():
@@ -287,7 +287,7 @@ class Harness:
         self._expected_ends: set[int] = set()
         self._clients = {name: ClientProcess(name, self._start_client) for name in CLIENTS}
         self.outcome = Outcome(0)
-        """Of the schedule that runs."""
+        """State of the running schedule."""
 
     # -- start and end
 
@@ -489,7 +489,9 @@ class Harness:
             link.directions[fault.way].num_doubled += fault.count
         elif fault.kind is FaultKind.LOSE:
             link.directions[fault.way].num_lost += fault.count
-            if fault.target == ATTACH_LINK:  # nobody waits for a single answer: lost is what was under way at the end
+            if (
+                fault.target == ATTACH_LINK
+            ):  # no call waits for a single answer: the messages in flight at the end are lost
                 link.directions[fault.way].num_lost = 2**31
                 await asyncio.sleep(fault.duration_s)
                 link.cut()
@@ -535,7 +537,7 @@ class Harness:
         return self._links[f"{target}{self._active}" if target in (ATTACH_LINK, STEPS_LINK) else target]
 
     async def _heal(self) -> None:
-        """Every fault has ended, and everybody is there again."""
+        """Every fault has ended, and all processes run again."""
         faults, self._faults = self._faults, set()
         await asyncio.gather(*faults)
         for link in self._links.values():

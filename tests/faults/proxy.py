@@ -2,8 +2,8 @@
 
 A `Link` stands between one kind of caller and one server. "up" is towards the server, "down" are its answers. Messages
 are the unit: bytes of one can't be lost or doubled without the connection's end. gRPC itself loses messages only
-together with their stream, so a lost one here is either followed by a cut, or is there to see whether who waits for it
-notices.
+together with their stream, so a lost one here is either followed by a cut, or tests that its receiver notices the
+loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import grpc
 
 UP, DOWN = "up", "down"
 STREAMS = ("PlanSteps", "RunSteps", "AttachPool")
-"""Methods whose messages can be lost or doubled one by one. Of others the call is doubled, or its answer lost."""
+"""Methods with messages that can be lost or doubled one by one. Of others the call is doubled, or its answer lost."""
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -56,7 +56,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class Direction:
-    """What becomes of the next messages one way."""
+    """The faults of the next messages in one direction."""
 
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     num_lost: int = 0
@@ -68,7 +68,7 @@ class Direction:
         self.flows.set()
 
     async def copies(self) -> int:
-        """How often the next message is passed on, once it may be."""
+        """The number of copies of the next message to pass on, once it may be."""
         if self.num_late:
             self.num_late -= 1
             await asyncio.sleep(self.late_s)
@@ -121,7 +121,7 @@ class Link(grpc.GenericRpcHandler):
     # -- faults
 
     def cut(self) -> None:
-        """Ends what is open; nothing gets through until it is healed."""
+        """Ends open streams; nothing passes until it is healed."""
         self._is_cut = True
         for exchange in self._exchanges:
             exchange.cut()
@@ -141,7 +141,7 @@ class Link(grpc.GenericRpcHandler):
         self._admits.set()
 
     async def half_close(self) -> None:
-        """Of open streams: their callers say nothing more."""
+        """Closes the callers' side of open streams."""
         for exchange in list(self._exchanges):
             await exchange.half_close()
 

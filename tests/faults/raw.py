@@ -1,4 +1,4 @@
-"""gRPC calls whose messages do not end, by hand: HTTP/2 with flow control, for what no gRPC client sends."""
+"""gRPC calls with messages that do not end, by hand: HTTP/2 with flow control, for bytes that no gRPC client sends."""
 
 from __future__ import annotations
 

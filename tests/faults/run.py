@@ -39,12 +39,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 KINDS = [kind.value for kind in FaultKind]
 MAX_TRIES = 3
-"""Of bringing the processes up for a job, one after the other without a schedule in between."""
+"""The time limit for the start of the processes of a job, one after the other without a schedule in between."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What each job is told."""
+    """The settings of each job."""
 
     output: Path
     kinds: tuple[FaultKind, ...]
@@ -94,7 +94,7 @@ async def run_one(harness: Harness, seed: int, settings: Settings) -> Outcome:
 
 
 def work(seeds: list[int], settings: Settings, outcomes: Any) -> None:
-    """A job: a process with a harness of its own, which ends what it has started also if it is told to stop."""
+    """A job: a process with its own harness, which ends its processes also if it is told to stop."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(ENVIRONMENT)
     forking.install()
@@ -109,7 +109,7 @@ def work(seeds: list[int], settings: Settings, outcomes: Any) -> None:
 
 
 def stop_with_parent() -> None:
-    """Stops this job when whoever started it has ended without a word."""
+    """Stops this job when its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -117,7 +117,7 @@ def stop_with_parent() -> None:
 
 
 class Totals:
-    """What all schedules came to."""
+    """The sums of all schedules."""
 
     def __init__(self) -> None:
         self.failed: dict[int, list[str]] = {}

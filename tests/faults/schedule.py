@@ -22,14 +22,14 @@ FOLLOWER = "follower"
 """The second rank of a worker of two: "worker" is its first."""
 ATTACH_LINK, STEPS_LINK = "attach", "steps"
 LINKS = (ATTACH_LINK, STEPS_LINK, *(f"cache-{client}" for client in CLIENTS))
-"""What stands between worker and cachemgr, clients and worker, each client and cachemgr."""
+"""The links between worker and cachemgr, clients and worker, each client and cachemgr."""
 LAST_MESSAGE = 220
 """Faults begin within this many messages: a schedule without faults has about twice as many."""
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 0.7)
 
 
 class FaultKind(Enum):
-    """What can go wrong."""
+    """The kinds of faults."""
 
     KILL = "kill"  # SIGKILL; what was killed is started again
     PAUSE = "pause"  # SIGSTOP, then SIGCONT
@@ -56,7 +56,7 @@ WEIGHTS = {
     FaultKind.LOSE: 8,
     FaultKind.DOUBLE: 12,
 }
-"""How often, of 97."""
+"""The weights of the kinds, of 97."""
 OF_PROCESSES = (FaultKind.KILL, FaultKind.PAUSE, FaultKind.OVERSLEEP)
 DURATIONS_S = {
     FaultKind.KILL: (0.0, 0.15),  # before it is started again
@@ -93,7 +93,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one client does: these requests at once; some are cancelled after a number of tokens, one is read slowly."""
+    """The work of one client: requests at once; some are cancelled after a number of tokens, one is read slowly."""
 
     requests: tuple[int, ...]
     cancels: dict[int, int] = field(default_factory=dict)

@@ -1,13 +1,13 @@
-"""Mixed load for as long as wanted, and what grows meanwhile: `make soak ARGS="--minutes 60"`.
+"""Mixed load for as long as wanted, and the growth meanwhile: `make soak ARGS="--minutes 60"`.
 
 One client with many requests at a time: greedy and sampled, one sample and two, some beginning alike, long and short,
 some cancelled, some read slowly, some refused; every minute the engine is closed and opened again. Memory, open file
 descriptors, threads, leases and blocks by state are read every few seconds. Once warm, each must not rise by more than
 its limit in an hour, by the line through its readings; and at the end no lease, no sequence and no block may be left.
-The threads of gRPC's own pool are counted apart: it starts one more whenever all of them are busy, and gives it back
-only when it has been idle for long. There may be twice as many as at first.
+The threads of gRPC's own pool are counted apart: it starts one more whenever all of them are busy, and ends it only
+after a long idle time. There may be twice as many as at first.
 
-Memory rises with what is remembered by design (the prefix index of a pool, bounded by the pool) until the pool has been
+Memory rises with tables that grow by design (the prefix index of a pool, bounded by the pool) until the pool has been
 full once. Hence the warm-up.
 """
 
@@ -61,7 +61,7 @@ PROCESSES = ("cachemgr", "worker", "client")
 LIMITS_PER_HOUR = {"rss_mib": 24.0, "fds": 2.0, "threads": 1.0}
 """The most that a reading may rise in an hour once warm."""
 GRPC_THREAD = "event_engine"
-"""What gRPC calls the threads of its pool."""
+"""gRPC's name for the threads of its pool."""
 MAX_GRPC_GROWTH = 2
 SHORTEST_JUDGED_S = 120.0
 """A line through less than this says nothing of an hour."""
@@ -96,7 +96,7 @@ class Reading:
 
 @dataclass
 class Load:
-    """What has been asked for and come back so far."""
+    """The sent requests and the answers so far."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -188,7 +188,7 @@ class Soak:
             await self._cache.close()
 
     async def _at_rest(self) -> cache_service_pb2.Pool:
-        """The pool once its lease is gone, or after a minute whatever it is."""
+        """The pool once its lease has ended, or after a minute in any state."""
         for _ in range(600):
             pool = await self._cache.get_pool()
             if not pool.lease_count:
@@ -231,7 +231,7 @@ class Soak:
 
 
 def thread_names(pid: int) -> list[str]:
-    """Of a process, as the kernel knows them."""
+    """The names of a process's threads, as the kernel has them."""
     names = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -241,7 +241,7 @@ def thread_names(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How one reading went, once warm. rise_per_hour is the line's slope."""
+    """The trend of one reading, once warm. rise_per_hour is the line's slope."""
 
     name: str
     first: float
@@ -255,7 +255,7 @@ class Trend:
 
 
 def trends(readings: list[Reading]) -> Iterator[Trend]:
-    """Of each process's memory, file descriptors and threads. Empty if the run was too short to say."""
+    """The trends of each process's memory, file descriptors and threads. Empty if the run was too short."""
     warm = [reading for reading in readings if reading.at_s >= WARM_UP * readings[-1].at_s]
     if len(warm) < 3 or warm[-1].at_s - warm[0].at_s < SHORTEST_JUDGED_S:
         return
@@ -268,7 +268,7 @@ def trends(readings: list[Reading]) -> Iterator[Trend]:
 
 
 def leftovers(pool: cache_service_pb2.Pool) -> list[str]:
-    """What should not be there when all has ended."""
+    """Objects that should not exist when all requests have ended."""
     counts, host_counts = pool.block_counts, pool.host_block_counts
     found = {
         "leases": pool.lease_count,
@@ -283,7 +283,7 @@ def leftovers(pool: cache_service_pb2.Pool) -> list[str]:
 
 
 def grown_pools(readings: list[Reading]) -> list[str]:
-    """Processes whose gRPC has many more threads than at first."""
+    """Processes with many more gRPC threads than at first."""
     first = readings[min(1, len(readings) - 1)]  # the first of all may have come before the pool
     found = []
     for process in PROCESSES:

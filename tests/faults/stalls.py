@@ -1,4 +1,4 @@
-"""Requests as large as may be, and larger, against real services: how long each holds up everybody else.
+"""The largest allowed requests, and larger ones, against real services: the longest delay of other calls.
 
     python tests/faults/stalls.py                         all cases
     python tests/faults/stalls.py --case largest_plans
@@ -211,7 +211,7 @@ def fill(tenant: Tenant) -> None:
 
 @case(CACHEMGR_CASES, "OK", num_blocks=1 << 20, prepare=fill)
 def resets_of_parts_of_a_million_blocks(attacked: Attacked) -> Answers:
-    """Of one prompt with all that continues it, then of the whole salt."""
+    """Resets one prompt with all that continues it, then the whole salt."""
     begin = [5, *[1] * 15]
     scopes = ({"salt": SALT, "token_ids": begin}, {"salt": SALT})
     return Counter(

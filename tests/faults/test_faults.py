@@ -1,4 +1,4 @@
-"""Schedules of fixed seeds with every kind of fault, and whether the harness would notice what it is there for."""
+"""Schedules of fixed seeds with every kind of fault, and tests that the harness notices violations."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_checker_notices(events: list[dict[str, object]], failure: str) -> N
 
 
 def test_the_harness_notices_what_is_left_and_what_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease by somebody who is no client of the harness, and a line that no fault excuses."""
+    """A lease of a client outside of the harness, and a log line that no fault excuses."""
     monkeypatch.setattr("faults.harness.END_TIMEOUT_S", 3.0)
 
     async def run() -> list[str]:

@@ -1,4 +1,4 @@
-"""What clients ask for: a fixed list of requests, so that what each must answer can be found out once."""
+"""The clients' requests: a fixed list, so that the correct answers can be found once."""
 
 from __future__ import annotations
 

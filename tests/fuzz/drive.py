@@ -38,7 +38,7 @@ MAX_TEXT = 1_500
 SILENCE_S = 0.2
 """A stream of the server's that has not said anything by then has nothing to say."""
 ANSWERED_ONE_BY_ONE = {"PlanSteps", "RunSteps"}
-"""Of the methods with streams of requests; of another one, a conversation is a message with what has to go before."""
+"""Methods with streams of requests; for the others, a conversation is a message with the calls that it needs before."""
 VARIES = re.compile(
     r"""(?s:(?<=lease ).*(?=…))|'(?:[^'\\]|\\.)*(?:'|…)|"(?:[^"\\]|\\.)*(?:"|…)"""
     r"""|\b[0-9a-f]{8}\b|-?[0-9][0-9.e+-]*|\b(?:inf|nan)\b"""
@@ -54,7 +54,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a message was answered with: messages, and how the call ended if it did.
+    """The answer to a message: messages, and the end of the call if it ended.
 
     code     None if the call goes on
     reason   of its ErrorInfo
@@ -90,7 +90,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, and with which message; None if it was found out later."""
+    """A failure, and its message; None if it was found later."""
 
     origin: Origin | None
     method: str
@@ -163,7 +163,7 @@ class Driver:
 
     async def _send_frames(self, message: Message) -> None:
         method = message.method
-        # Without what the stand-ins stand for: nobody would make up for what these calls do.
+        # Without valid stand-ins: these calls' effects could not be undone.
         data = names.confine(method, message.data).replace(names.OWN_POOL.encode(), b"nowhere")
         sent, is_answered = frames.conversation(random.Random(data), method, data)
         self.num_frames += 1
@@ -184,7 +184,7 @@ class Driver:
     async def _make_up_for(
         self, message: Message, responses: Sequence[Any], reason: str, grant: tuple[bytes, bytes] | None
     ) -> None:
-        """What a valid message did is undone, or goes on as it would with a real client and a real worker."""
+        """The effect of a valid message is undone, or continued as by a real client and a real worker."""
         name, subject = message.method.name, self._subject
         for response in responses:
             if name in ("PlanStep", "PlanSteps"):
@@ -249,7 +249,7 @@ class Driver:
 
 
 class Streams:
-    """How one lane talks: its streams stay open from message to message."""
+    """The calls of one lane: its streams stay open from message to message."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -344,7 +344,7 @@ class Streams:
 
 
 def registration(number: int) -> bytes:
-    """Of a small pool."""
+    """The registration of a small pool."""
     geometry = {"block_size_tokens": 4, "block_count": 9, "block_bytes": 1, "max_sequence_count": 4}
     pool = names.ATTACHED_POOLS[number % len(names.ATTACHED_POOLS)]
     return attach_pb2.AttachPoolRequest(
@@ -357,7 +357,7 @@ def registration(number: int) -> bytes:
 
 
 async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """How a stream has ended, as the error that it would be of a unary call."""
+    """The end of a stream, as the error that it would be of a unary call."""
     return grpc.aio.AioRpcError(
         await call.code(),
         await call.initial_metadata(),
@@ -420,7 +420,7 @@ def code_of(error: error_pb2.Error) -> grpc.StatusCode | None:
 
 
 def outcome_of(answer: Answer, responses: Sequence[Any]) -> str:
-    """How a message was answered, without what differs from message to message."""
+    """The answer to a message, without the parts that differ from message to message."""
     if answer.code not in (None, grpc.StatusCode.OK):
         return f"{answer.reason}: {VARIES.sub('#', answer.text)}"
     seen = set()

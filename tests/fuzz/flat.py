@@ -8,15 +8,15 @@ from statistics import linear_regression, median
 import psutil
 
 WARM_UP_SHARE = 0.3
-"""Of the messages: what is made once, tables that grow to their bounds, the allocator's arenas."""
+"""Messages of the warm-up: lazy allocations, tables that grow to their bounds, the allocator's arenas."""
 MEMORY_BYTES, MEMORY_BYTES_A_MESSAGE = 8 << 20, 8
-"""What a process may have grown by after that: noise, and far less than the smallest thing that could be kept."""
+"""The allowed growth of a process after that: noise, and far less than the smallest leak."""
 MAX_MORE_FILES, MAX_MORE_THREADS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A process after so many messages. Of its memory what is its own: the rest comes and goes with files."""
+    """A process after so many messages. Only its private memory counts: shared pages change with files."""
 
     num_sent: int
     memory_bytes: int
@@ -54,7 +54,7 @@ class Gauge:
         return slope * (warm[-1].num_sent - warm[0].num_sent)
 
     def problems(self) -> list[str]:
-        """In what it has grown."""
+        """The values that have grown."""
         warm, first, last = self.warm, self.samples[0], self.samples[-1]
         allowed = MEMORY_BYTES + MEMORY_BYTES_A_MESSAGE * (last.num_sent - warm[0].num_sent)
         found = []

@@ -39,7 +39,7 @@ def _text(value: str) -> bytes:
 
 
 def conversation(rng: random.Random, method: Method, data: bytes) -> tuple[bytes, bool]:
-    """What to send for a call with this message, and whether it has to be answered.
+    """The bytes of a call with this message, and whether it has to be answered.
 
     The message's prefix says another length, or that it is compressed; or what follows it is missing, or too much. gRPC
     answers a unary call only if there is a whole message: else it waits for the client's deadline.

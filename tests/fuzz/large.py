@@ -19,7 +19,7 @@ from quire.worker.gate import MAX_UNSIGNED_BYTES
 from quire.worker.servicer import MAX_CHECKSUM_BLOCKS
 
 MAX_SEQUENCES, MAX_TOKENS, BLOCK_SIZE = 24, 64, 4
-"""Of the pool that messages may change: OWN_GEOMETRY."""
+"""The geometry of the pool that messages may change: OWN_GEOMETRY."""
 _POOLED = {"pool": names.OWN_POOL}
 
 

@@ -26,7 +26,7 @@ GUIDED_SHARE = 0.25
 LARGE_SHARE = 0.01
 """Messages near the bounds of their method: they cost a hundred times as much as others."""
 RECENT = 64
-"""Of the messages that were answered in a new way, the last ones are changed more often."""
+"""Messages with a new kind of answer; the last ones are changed more often."""
 
 # How often a method is drawn; 1 if it is not here. Plans and steps have the most to get wrong, and cost the least.
 WEIGHTS: Mapping[str, float] = {
@@ -42,7 +42,7 @@ WEIGHTS: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a message comes from: a seed, and the numbers of it and of those that it was made from, newest first."""
+    """The origin of a message: a seed, and the numbers of it and of those that it was made from, newest first."""
 
     seed: int
     numbers: tuple[int, ...]
@@ -61,7 +61,7 @@ class Origin:
 class Message:
     """One message to send.
 
-    twist   a byte to change after the stand-ins were replaced, which makes what was signed another thing
+    twist   a byte to change after the stand-ins were replaced, which breaks signed content
     """
 
     origin: Origin

@@ -1,10 +1,10 @@
-"""What messages may speak of, and where each of it is.
+"""The names that messages may use, and their objects.
 
 Ids of leases and signed grants are other ones in every run. So messages are made with stand-ins of the same lengths,
 which are replaced when they are sent: message k of seed s is the same bytes in every run.
 
     default   the worker's pool. The canary lives there; it is never to change
-    fuzzing   a pool without tensors, where what happens to be valid may do what it says
+    fuzzing   a pool without tensors, where messages that happen to be valid may take effect
     fuzz-*    names under which messages may register pools of their own
 """
 
@@ -27,7 +27,7 @@ OWN_EPOCH = 7
 CANARY_EPOCH = int.from_bytes(b"\x5a" * 8, "big")
 """Stands for the epoch of the worker's pool, which is random; nine bytes on the wire, as any below 2^63 can be."""
 TOKENS = (3, 1, 4, 1, 5)
-"""The prompt of whatever is valid."""
+"""The prompt of all valid plans."""
 VOCABULARY = 100
 
 CANARY_LEASE = "canary".ljust(32, "-")
@@ -43,11 +43,11 @@ SIGNATURE_BYTES = 32
 POOL_CHANGERS = {"CreateLease", "PinPrefix", "UnpinPrefix", "ResetPrefixCache"}
 LEASE_ENDERS = {"DeleteLease"}
 MAX_OWN_BLOCKS = 64
-"""Of a pool that a message registers: its books are real."""
+"""The geometry of a pool that a message registers: its books are real."""
 
 
 def signature(grant: bytes) -> bytes:
-    """What stands for a grant's signature."""
+    """The stand-in for a grant's signature."""
     return grant.lower() * SIGNATURE_BYTES
 
 
@@ -78,7 +78,7 @@ def padded_varint(value: int, size: int) -> bytes:
 
 @dataclass
 class Bindings:
-    """What the stand-ins stand for at the moment."""
+    """The present values of the stand-ins."""
 
     leases: dict[str, str] = field(default_factory=dict)
     canary_epoch: int = CANARY_EPOCH
@@ -103,10 +103,10 @@ class Bindings:
 
 
 def confine(method: Method, data: bytes) -> bytes:
-    """The same message, so that whatever it does it does not to the canary but by a defect of the server.
+    """The message, changed so that it can't affect the canary unless a server has a defect.
 
-    A method that changes what it names gets other names. A plan of the canary's lease gets something that has to be
-    refused; which one depends on the message alone. What is no message stays as it is.
+    A method that changes the object that it names gets other names. A plan of the canary's lease gets an item that
+    has to be refused; which one depends on the message alone. Bytes that are no message stay unchanged.
     """
     if method.name in POOL_CHANGERS:
         return data.replace(CANARY_POOL.encode(), OWN_POOL.encode())
@@ -155,7 +155,7 @@ def _spoiled(plan: cache_service_pb2.PlanStepRequest, data: bytes) -> bytes:
 
 
 def _confine_attachment(message: attach_pb2.AttachPoolRequest, data: bytes) -> bytes:
-    """A pool that is registered is a small one of those that are nobody else's, or refused for its epoch."""
+    """A registered pool is a small one that only this test uses, or is refused for its epoch."""
     if message.WhichOneof("message") != "register_pool":
         return data
     registration = message.register_pool

@@ -42,7 +42,7 @@ MIB = 2**20
 
 
 class Run:
-    """What came of some messages: the driver with its counts, the size of the processes, and how long it took."""
+    """The results of some messages: the driver with its counts, the size of the processes, and the time."""
 
     def __init__(self, driver: Driver, gauges: Sequence[Gauge]) -> None:
         self.driver = driver
@@ -126,7 +126,7 @@ def summary(run: Run) -> Table:
 
 
 def sizes(run: Run) -> Table:
-    """Of the processes: at first, after the warm-up, in the end."""
+    """Sizes of the processes: at first, after the warm-up, at the end."""
     table = Table("process", "memory, MiB", "after the warm-up", "in the end", "growth since", "files", "threads")
     for gauge in run.gauges:
         first, warm, last = gauge.samples[0], gauge.warm[0], gauge.samples[-1]
@@ -183,7 +183,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=20_000, metavar="NUMBER", help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="what they are drawn from (%(default)s)")
     parser.add_argument("--minutes", type=float, default=inf, help="stop earlier, after so long")
-    parser.add_argument("--service", choices=SERVICES, default="both", help="whom they are sent to (%(default)s)")
+    parser.add_argument("--service", choices=SERVICES, default="both", help="the receiver (%(default)s)")
     parser.add_argument("--replay", type=Origin.of, metavar="ORIGIN", help="send one message again")
     parser.add_argument("--list-outcomes", action="store_true", help="show every way in which a message was answered")
     arguments = parser.parse_args()

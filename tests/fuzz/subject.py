@@ -1,9 +1,9 @@
-"""The two processes under fire, what in them must not change, and what keeps their other end going.
+"""The two processes under test, their state that must not change, and their other ends.
 
 Canary      a lease of the worker's pool: sequences with known tokens, all of which must stay as it is
 OwnPool     a pool without tensors: opens and fences leases as ordered, reports what was planned as computed
-Grants      signed steps of the worker that may run, have run, and whose lease has ended
-Subject     all of it, with what the stand-ins in messages stand for
+Grants      signed steps of the worker that may run, have run, and steps of an ended lease
+Subject     all of it, with the values of the stand-ins in messages
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 MODEL = Path(__file__).parents[2] / "deploy/demo/model"
 NUM_BLOCKS = 64
 DEADLINE_S = 120.0
-"""Of every call: on a busy machine all of them together are slow. One that is not answered by then hangs."""
+"""The deadline of every call: on a busy machine all of them are slow. One without an answer by then hangs."""
 TTL = {"seconds": 3600}
 OWN_GEOMETRY = {
     "block_size_tokens": 4,
@@ -183,7 +183,7 @@ class OwnPool:
 
 
 def computed(grant: grant_pb2.StepGrant, report_number: int) -> attach_pb2.StepReport:
-    """All of it; what is sampled is the sequence's id."""
+    """A report of the whole step; a sampled token is the sequence's id."""
     report = attach_pb2.StepReport(
         report_number=report_number,
         lease_id=grant.lease_id,
@@ -307,7 +307,7 @@ class Subject:
                     self.bindings.leases[name] = await self._create_lease()
 
     async def step_ran(self, grant: tuple[bytes, bytes]) -> None:
-        """This step of the worker was accepted: there is a next one, unless somebody else has seen to that."""
+        """The worker accepted this step: a next one is planned, unless it exists already."""
         async with self._renewing:
             if grant == self.bindings.grants[names.NEXT]:
                 await self.grants.renew()
@@ -347,7 +347,7 @@ class Subject:
     # -- what must not change -------------------------------------------------------------------------------------
 
     def books(self) -> Any:
-        """Of both pools, all but what a refusal may change: when a lease ends, and how often an item was refused."""
+        """The books of both pools, without the parts that a refusal may change: leases' ends, counts of refusals."""
         return [self._books_of(pool) for pool in (CANARY_POOL, OWN_POOL)]
 
     def _books_of(self, pool: str) -> Any:
@@ -382,7 +382,7 @@ class Subject:
         )
 
     def unexpected_lines(self) -> Iterator[str]:
-        """Of the logs."""
+        """Unexpected lines of the logs."""
         for service in (self.services.cachemgr, self.services.worker):
             assert service.log_path is not None
             with service.log_path.open(errors="replace") as lines:

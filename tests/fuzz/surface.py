@@ -28,7 +28,7 @@ CODES: Mapping[str, Mapping[str, grpc.StatusCode]] = {
     WORKER: {reason.value: code for reason, code in errors.STATUS_CODES.items()},
     GATEWAY: {reason.value: code for reason, code in engine_errors.STATUS_CODES.items()},
 }
-"""Of each service: the reasons it has, and the status code of each."""
+"""For each service: its reasons, and the status code of each."""
 UNEXPECTED = {
     "STEP_FAILED",
     "PRIOR_STEP_FAILED",
@@ -37,8 +37,8 @@ UNEXPECTED = {
     "CREDENTIALS_MISSING",
     "TOKEN_REJECTED",
 }
-"""Reasons that no message may bring about here: nothing is asked of callers, a few dozen calls are open, no step is
-skipped with another behind it, and whatever passed the checks can be computed."""
+"""Reasons that no message may cause here: callers are not authenticated, a few dozen calls are open, no step is
+skipped with another behind it, and every checked step can be computed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A part of what `make fuzz` does, and whether what it looks with sees anything."""
+"""A part of `make fuzz`, and tests that its checks find violations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_method_gets_messages_that_can_be_read_and_others() -> None:
 
 @pytest.mark.parametrize("process", [CACHEMGR, WORKER, GATEWAY])
 def test_every_field_of_every_request_is_written(process: str) -> None:
-    """Also one that nobody has told the generator of."""
+    """Also a field that the generator has no rule for."""
     generator = Generator(5, process)
     seen: set[tuple[str, str]] = set()
     for number in range(12_000):

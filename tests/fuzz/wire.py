@@ -19,7 +19,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 VARINT, FIXED64, BYTES, GROUP, END_GROUP, FIXED32 = range(6)
 MAX_DEPTH = 6
 MAX_VALUES = 200
-"""Of one message, those within it counted too; then the lists that follow are empty."""
+"""Fields of one message, those within it counted, too; then the lists that follow are empty."""
 
 INTEGERS = (0, 1, -1, 2, 63, 64, 65, 127, 128, 255, 256, 1000, 65536, 2**31 - 1, -(2**31), 2**31, 2**32, 2**53)
 INTEGERS_64 = (*INTEGERS, 2**62, 2**63 - 1, -(2**63), 2**64 - 1)
@@ -182,7 +182,7 @@ class Writer:
         return rng.choice(("x", "'", "\n", "ä", "\0")) * rng.choice(LONG if rng.random() < 0.1 else LENGTHS)
 
     def _noise(self, descriptor: Descriptor) -> bytes:
-        """What is no field of the message, or one once more."""
+        """An unknown field of the message, or a repeated one."""
         rng = self._rng
         match rng.randrange(6):
             case 0:
@@ -208,7 +208,7 @@ class Writer:
         return data
 
     def _change_fields(self, descriptor: Descriptor, data: bytes) -> bytes:
-        """One field other, anew, once more, or gone, at some depth. The lengths of what is around it fit."""
+        """One field changed, added, repeated, or removed, at some depth. The lengths of the messages around it fit."""
         rng = self._rng
         fields = split(data)
         if not fields or rng.random() < 0.1:
@@ -306,7 +306,7 @@ def join(fields: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends; what is cut off counts as it is."""
+    """The number that begins there, and its end; a truncated one counts with its bytes."""
     value = shift = 0
     while at < len(data):
         byte = data[at]

@@ -1,4 +1,4 @@
-"""`quire chat`, against a gateway whose model has a chat template."""
+"""`quire chat`, against a gateway for a model with a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers who go, read slowly or say nothing; the end of the process; what stays open costs bounded memory."""
+"""Callers that disconnect, read slowly or stay silent; the end of the process; open connections cost bounded memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
 
 
 def test_a_reader_who_is_too_slow_gets_an_error_and_frees_blocks(services: LocalServices, tmp_path: Path) -> None:
-    """More unread tokens than --max-unread-tokens end the stream with an error, once what was sent is read."""
+    """More unread tokens than --max-unread-tokens end the stream with an error, after the sent ones are read."""
     gateway = Gateway(services.cachemgr_address, "--max-unread-tokens", "64", log=tmp_path / "log")
     try:
         # Chunks with 20 log-probabilities each fill the socket's buffers.

@@ -1,4 +1,4 @@
-"""Keys and limits of tenants, at a gateway whose cachemgr knows the tenants too."""
+"""Keys and limits of tenants, at a gateway with a cachemgr that has the tenants, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway counts, by model and tenant."""
+"""The gateway's metrics, by model and tenant."""
 
 from __future__ import annotations
 

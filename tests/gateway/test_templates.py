@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers', where they are read from, and bounds of what they take."""
+"""Chat templates: the same text as transformers', the places they are read from, and bounds of their cost."""
 
 from __future__ import annotations
 

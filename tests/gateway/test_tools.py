@@ -80,7 +80,7 @@ TEXTS = [
 
 
 def parse(format: ToolFormat, pieces: list[str], *, parallel: bool = True) -> list[Event]:
-    """Return what is found, pieces of one kind put together."""
+    """Return the found pieces, adjacent ones of one kind joined."""
     parser = CallParser(format, {"a", "b"}, parallel=parallel)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     joined: list[Event] = []

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Without one the folder is left out, and a line of the report says so."""
+"""Tests that need a GPU. Without one the folder is left out, and a line of the report says so."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every kernel once, small, on a GPU: what the sanitizer runs.
+"""Every kernel once, small, on a GPU: the program for the sanitizer.
 
     compute-sanitizer python tests/gpu/every_kernel.py
 

@@ -1,4 +1,4 @@
-"""After a warm-up of a few steps nothing compiles any more, whatever the lengths, batches and table widths."""
+"""After a warm-up of a few steps nothing is compiled any more, for any lengths, batches and table widths."""
 
 from dataclasses import replace
 

@@ -74,7 +74,7 @@ def test_prefill(shape: Shape, device: torch.device) -> None:
 
 
 def test_a_whole_layer(device: torch.device) -> None:
-    """What writes the cache and what reads it, in one graph: the same bits as one kernel after the other."""
+    """The kernels that write and read the cache, in one graph: the same bits as one kernel after the other."""
     first, other = batches(replace(LLAMA, has_qk_norm=False), device, [(2, 3, 4, 5), (100, 17, 16, 33)])
     plan = first.plan()
 

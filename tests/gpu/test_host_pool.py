@@ -1,4 +1,4 @@
-"""The host tier beside a pool on a GPU: what is copied comes back, whatever the device is asked meanwhile."""
+"""The host tier beside a pool on a GPU: copied content is restored, with other work on the device meanwhile."""
 
 import torch
 from layers import causal_layer

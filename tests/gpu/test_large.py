@@ -6,7 +6,7 @@ from kernel_batch import LAYOUTS, Batch, Shape
 
 LLAMA = Shape(32, 8, 128, num_layers=1)
 RELATIVE_ERROR = {"decode": 2e-3, "prefill": 3e-3}
-"""Of bfloat16, in the Euclidean norm: its rounding alone is 1e-3."""
+"""The tolerance for bfloat16, in the Euclidean norm: its rounding alone is 1e-3."""
 
 
 def exact_rows(batch: Batch, tokens: list[tuple[int, int, int]]) -> torch.Tensor:

@@ -34,7 +34,7 @@ MAX_GRAPH_TOKENS = 512
 NUM_NEW = 24
 
 TOLERANCE = 5e-2
-"""Of bfloat16 logits, relative to the largest: a matrix product of another batch size rounds otherwise."""
+"""The tolerance for bfloat16 logits, relative to the largest: a product of another batch size rounds otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ class Sequences:
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_replayed_decodes_equal_the_ordinary_step(model: PagedModel, kv_dtype: torch.dtype) -> None:
-    """Of batches, lengths and blocks other than those captured, full buckets and padded ones."""
+    """Replays of batches, lengths and blocks other than those captured, full buckets and padded ones."""
     pool = make_pool(model, kv_dtype)
     decode = capture(model, pool)
     lengths = [1, 16, 17, 300, 511, 64, 900, *range(2, 30)]

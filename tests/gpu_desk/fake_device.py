@@ -72,7 +72,7 @@ _VIEWS = frozenset(
 # Operations that wait for the device, because the host needs a value or a size.
 _SYNCS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"])
 _COPIES = frozenset({"to", "_to_copy", "copy_"})
-# Comparisons whose result the host waits for: on fake tensors they hold.
+# Comparisons with a result that the host waits for: on fake tensors they hold.
 _COMPARISONS = frozenset({"equal", "allclose"})
 
 
@@ -243,7 +243,7 @@ class FakeGPU:
         self.current = 0
         self.seen = Seen()
         self.contexts: set[int] = set()
-        """Of the devices on which a tensor was made: there a context would be open."""
+        """Devices on which a tensor was made: there a context would be open."""
         self.captures: list[Seen] = []
         """The records of each torch.cuda.graph block."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -264,7 +264,7 @@ class FakeGPU:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Seen]:
-        """Record what the block does by itself."""
+        """Record the block's own operations."""
         before, self.seen = self.seen, Seen()
         try:
             yield self.seen
@@ -338,7 +338,7 @@ class FakeGPU:
         self.seen.kernels[name] += 1
 
     def _classify_mask(self, function: Any, *, device: Any) -> Any:
-        """Ask the mask function on the fake device; its answer is what it was on the CPU."""
+        """Call the mask function on the fake device; its answer is that of the CPU."""
         keys = torch.arange(4, device=device)
         function(keys[0], keys[0], keys[3], keys)
         return self._masks.pop(0)
@@ -450,7 +450,7 @@ def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def _really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with real tensors: what it does has nothing to do with the device."""
+    """Run the function with real tensors: it has nothing to do with the device."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`make gpu-first-hour` without a GPU: it runs to its end, and its report says what was run and what was not."""
+"""`make gpu-first-hour` without a GPU: it runs to its end, and its report lists the steps that ran and the others."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from quire.worker.sampler import SamplingParams
 NUM_LAYERS = 3
 LAST_MIXED_TOKENS = len(PROMPTS) - 1 + PROMPTS[-1]
 NOT_MIXED = 1
-"""Of the steps, the one with a prompt of one token is a decode step."""
+"""The step with a prompt of one token is a decode step."""
 # Launches of a mixed step's layer: decode, combine and prefill; with graphs also a replay, without them 8 more.
 LAUNCHES_OF_LAYER = (11, 4)
 OTHER_LAUNCHES = 31

@@ -1,4 +1,4 @@
-"""The start on a fake GPU: its device, what it refuses, what a failed capture says. The part that `make test` runs."""
+"""The start on a fake GPU: its device, its refusals, the report of a failed capture. The part for `make test`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The worker from its start to its steps on a fake GPU. fake_device.py says what this finds, and what it can't find.
+"""The worker from its start to its steps on a fake GPU. fake_device.py lists the errors that this can find.
 
-test_start.py has what `make test` runs of it.
+test_start.py has the part for `make test`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(gpu: FakeGPU, executor: Executor, steps: list[Step]) -> Seen:
-    """Launch the steps; all have to compute. Returns what the last one did."""
+    """Launch the steps; all have to compute. Returns the result of the last one."""
     for step in steps:
         with gpu.watch() as seen:
             launched = executor.launch(step)
@@ -236,7 +236,7 @@ def test_kernels_read_sinks_where_the_weights_are(fuse: bool, folder: Path, monk
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_decode_graph_writes_its_logits_once(dtype: str, folder: Path) -> None:
-    """Beside what the output layer makes: they are not converted first, and then copied."""
+    """Beside the output layer's result: logits are not converted first, and then copied."""
     with FakeGPU() as gpu:
         loaded = start(save("llama", folder), dtype=dtype)
         assert loaded.decode is not None

@@ -1,4 +1,4 @@
-"""A cachemgr on a machine whose clock was set back by a day."""
+"""A cachemgr on a machine with a clock that was set back by a day."""
 
 import time
 

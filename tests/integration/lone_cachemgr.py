@@ -1,8 +1,8 @@
-"""A cachemgr process that asks who calls, pools without tensors, and tenants who plan steps on them.
+"""A cachemgr process with authentication, pools without tensors, and tenants that plan steps on them.
 
 LoneCachemgr   the process, and its stubs by token
-Bookkeeper     a worker that computes nothing: obeys orders, reports steps as it is told to
-Tenant         a client with a lease: what it plans is computed when it says so
+Bookkeeper     a worker that computes nothing: obeys orders, reports steps as the test says
+Tenant         a client with a lease: its steps are computed when it says so
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Both services by their raw stubs, as a client sees them that does everything itself, and a worker that is none.
+"""Both services by their raw stubs, as for a client without our library, and a stand-in for a worker.
 
-    Pair            the two processes, what can be asked of them, and the faults that can be put into the worker
-    LeaseHolder     one lease: plans steps, brings their tokens, keeps what was sampled
+    Pair            the two processes, their calls, and faults to inject into the worker
+    LeaseHolder     one lease: plans steps, brings their tokens, keeps the sampled tokens
     StandInWorker   a pool of any geometry at cachemgr, without tensors
 
-A call that is refused raises RefusedError, which has what the status and its ErrorInfo say.
+A call that is refused raises RefusedError, which has the content of the status and its ErrorInfo.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RefusedError(Exception):
 
     @classmethod
     def of_call(cls, error: grpc.RpcError) -> RefusedError:
-        """What a failed call says; a status without details has no reason."""
+        """The content of a failed call; a status without details has no reason."""
         status = rpc_status.from_call(error)
         info, delay_s = error_details_pb2.ErrorInfo(), None
         if status is not None:
@@ -78,13 +78,13 @@ class RefusedError(Exception):
 
     @classmethod
     def of_message(cls, error: error_pb2.Error) -> RefusedError:
-        """What an error inside an answer says."""
+        """The content of an error inside an answer."""
         delay_s = error.retry_delay.ToNanoseconds() / 1e9 if error.HasField("retry_delay") else None
         return cls(CODES[error.code], error.reason, "", dict(error.metadata), error.message, delay_s)
 
 
 def retry_delay_s(detail: Any) -> float:
-    """What a RetryInfo says."""
+    """The delay of a RetryInfo."""
     retry = error_details_pb2.RetryInfo()
     assert detail.Unpack(retry)
     return float(retry.retry_delay.ToNanoseconds() / 1e9)
@@ -108,7 +108,7 @@ def await_that(what: str, condition: Callable[[], Any], *, timeout_s: float = DE
 
 
 def draw_tokens(count: int, *, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """The same tokens for the same seed."""
+    """Random tokens, the same for the same seed."""
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(count)]
 
@@ -185,13 +185,13 @@ class Pair:
         return match.cached_token_count
 
     def checksums(self) -> list[int]:
-        """Of every block, the null block too."""
+        """Checksums of every block, the null block, too."""
         block_ids = range(self.pool().geometry.block_count)
         request = worker_service_pb2.ChecksumBlocksRequest(block_ids=block_ids)
         return list(ask(self.worker.ChecksumBlocks, request).checksums)
 
     def books(self, pool: str = "default") -> tuple[Any, ...]:
-        """Who holds what: all that a refusal must leave as it was."""
+        """The holders of all blocks: the state that a refusal must not change."""
         sequences = ask(self.cache.ListSequences, cache_service_pb2.ListSequencesRequest(pool=pool)).sequences
         leases = [(lease.lease_id_prefix, lease.state, lease.sequence_count) for lease in self.leases(pool)]
         counted = self.statistics(pool)
@@ -255,7 +255,7 @@ class Hold:
     def _open(self) -> int | None:
         try:
             return os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads
+        except OSError:  # the reader has ended
             return None
 
 
@@ -273,7 +273,7 @@ class Wire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Ends what is connected; nothing gets through from here on."""
+        """Ends open connections; nothing passes from here on."""
         with self._lock:
             self._is_cut = True
             for connection in self._connections:
@@ -374,7 +374,7 @@ class LeaseHolder:
         return plan
 
     def refused(self, **fields: Any) -> RefusedError:
-        """Plans a step whose only item is refused, skips it, and returns why it was."""
+        """Plans a step with one refused item, skips it, and returns the refusal."""
         plan = self.plan(**fields)
         self.run(plan, skip=True)
         (refusal,) = plan.refusals
@@ -382,7 +382,7 @@ class LeaseHolder:
         return RefusedError.of_message(refusal.error)
 
     def inputs(self, plan: cache_service_pb2.PlanStepResponse, **sampling: Any) -> list[Any]:
-        """The tokens that a plan asks for, with the same sampling parameters for each sequence."""
+        """The tokens that a plan needs, with the same sampling parameters for each sequence."""
         inputs = []
         for index in plan.given_run_indexes:
             seq_id, start = plan.run_sequence_ids[index], plan.run_starts[index]
@@ -393,7 +393,7 @@ class LeaseHolder:
     def step(
         self, plan: cache_service_pb2.PlanStepResponse, *, inputs: Sequence[Any] | None = None, skip: bool = False
     ) -> worker_service_pb2.RunStepRequest:
-        """What to send to the worker; `inputs` other than the right ones if given."""
+        """The request for the worker; `inputs` other than the right ones if given."""
         inputs = self.inputs(plan) if inputs is None and not skip else inputs
         return worker_service_pb2.RunStepRequest(grant=plan.grant, inputs=inputs, skip=skip)
 
@@ -438,7 +438,7 @@ class LeaseHolder:
 
 
 def unsigned(grant: grant_pb2.SignedGrant) -> grant_pb2.StepGrant:
-    """What a grant says."""
+    """The content of a grant."""
     return grant_pb2.StepGrant.FromString(grant.grant)
 
 
@@ -457,7 +457,7 @@ GEOMETRY: dict[str, Any] = {
 
 
 class StandInWorker:
-    """One attachment of a pool: says what the test tells it to say, keeps what cachemgr says."""
+    """One attachment of a pool: sends the test's messages, keeps cachemgr's."""
 
     def __init__(self, pair: Pair) -> None:
         self._sent: queue.SimpleQueue[attach_pb2.AttachPoolRequest | None] = queue.SimpleQueue()
@@ -484,7 +484,7 @@ class StandInWorker:
         return self.hear()
 
     def hear(self) -> attach_pb2.AttachPoolResponse:
-        """What cachemgr says next. Raises RefusedError if the stream ends with a status."""
+        """The next message of cachemgr. Raises RefusedError if the stream ends with a status."""
         try:
             return next(self._call)
         except grpc.RpcError as error:

@@ -73,7 +73,7 @@ class Terminal:
         self.process.send_signal(number)
 
     def read(self, timeout_s: float = 0.1) -> None:
-        """Takes what was written, if there is something within the time."""
+        """Takes the written output, if there is any within the time."""
         if select.select([self._near], [], [], timeout_s)[0]:
             with contextlib.suppress(OSError):
                 self.written += os.read(self._near, 65536).decode(errors="replace")

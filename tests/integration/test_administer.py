@@ -1,4 +1,4 @@
-"""The thin client's calls about prefixes and pins, and the commands of people who administer, over real services."""
+"""The thin client's calls about prefixes and pins, and the administrators' commands, over real services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 @pytest.fixture(scope="module")
 def cachemgr() -> Iterator[str]:
-    """Services whose prefix cache holds PROMPT, and nothing else."""
+    """Services with PROMPT, and nothing else, in the prefix cache."""
     with LocalServices.start(model=MODEL, num_blocks=128) as services:
         with LLM(services.cachemgr_address) as llm:
             llm.generate([PROMPT], max_tokens=1, ignore_eos=True)
@@ -189,5 +189,5 @@ def test_the_command_that_resets(cachemgr: str) -> None:
     assert "dropped blocks  1" in run(cachemgr, "reset", "--all").stdout
     for arguments in ((), ("--all", "--salt", "s"), ("--all", "text")):
         done = run(cachemgr, "reset", *arguments)
-        assert (done.exit_code, "say what to reset" in done.output) == (2, True)
+        assert (done.exit_code, "give a scope to reset" in done.output) == (2, True)
     filled(cachemgr, PROMPT)

@@ -42,7 +42,7 @@ PROMPT = draw_tokens(9, seed=1)
 
 @dataclass(frozen=True)
 class Wrong:
-    """A request, and how it is answered; `metadata` is what the answer's must have, among others."""
+    """A request, and its answer; `metadata` are required entries of the answer's."""
 
     request: dict[str, Any]
     reason: str
@@ -59,7 +59,7 @@ class Wrong:
 
 @pytest.fixture
 def running(lease: LeaseHolder) -> LeaseHolder:
-    """A lease whose sequence 1 has 9 tokens computed and one sampled."""
+    """A lease with sequence 1, which has 9 tokens computed and one sampled."""
     lease.run(lease.admit((1, PROMPT)))
     lease.await_settled()
     return lease
@@ -558,7 +558,7 @@ def full(message: Any, *, depth: int = 0) -> Any:
 
 
 def is_message(method: Any, data: bytes) -> bool:
-    """True if these are bytes that the method may well do something about: a message of fields that nobody knows."""
+    """True if the method may accept these bytes: a message of unknown fields."""
     try:
         method.input_type._concrete_class.FromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Every benchmark runs from one end to the other, tiny, as `quire bench NAME --quick`, and finds what is known."""
+"""Every benchmark runs to its end, tiny, as `quire bench NAME --quick`, and finds known values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "ste
 
 
 def run_quick(name: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """What a benchmark wrote, and what it printed."""
+    """The files and the output of a benchmark."""
     command = [sys.executable, "-m", "quire.client.cli", "bench", name, "--quick", "--output", str(folder)]
     environment = {key: value for key, value in os.environ.items() if key != "QUIRE_VERIFY"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)

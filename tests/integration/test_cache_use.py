@@ -1,4 +1,4 @@
-"""What a request asks of the pool and its prefix cache, by the engine, over real services."""
+"""A request's use of the pool and its prefix cache, by the engine, over real services."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_completion_says_how_many_of_its_tokens_were_cached(cachemgr: str) -> 
 
 
 def test_what_a_request_takes_and_publishes(cachemgr: str) -> None:
-    """A sequence with generated tokens and a fork of it: what is not to be found is not, also not later."""
+    """A sequence with generated tokens and a fork of it: unpublished blocks are not found, also not later."""
     with LLM(cachemgr) as llm:
         generate(llm, 1, CacheParams(cache_use=CacheUse.NONE), n=2)
         assert cached_tokens(cachemgr, prompt_of(1)) == 0

@@ -1,4 +1,4 @@
-"""The command `quire`, as a process among real ones: what it prints, its exit status, and what it leaves behind."""
+"""The command `quire`, as a process among real ones: its output, its exit status, and the files that it leaves."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def run(folder: Path, *arguments: str, stdin: bytes = b"", **environment: str) -
 
 
 def refused(done: subprocess.CompletedProcess[str], status: int) -> str:
-    """What a command said that ended with this status, in words and not in a traceback."""
+    """The message of a command that ended with this status, in words and not in a traceback."""
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
@@ -82,7 +82,7 @@ def begun(folder: Path, *arguments: str, timeout_s: float = DEADLINE_S) -> Itera
 
 
 def ended(process: Process, number: int | None = None) -> tuple[int, str]:
-    """Sends a signal, waits, and returns the status and what is left to read of stderr."""
+    """Sends a signal, waits, and returns the status and the remaining stderr."""
     if number is not None:
         process.send_signal(number)
     _, stderr = process.communicate(timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""`quire demo` from start to end, and ended at every stage: with pipes, and in a terminal whose Ctrl-C is pressed."""
+"""`quire demo` from start to end, and ended at every stage: with pipes, and in a terminal with Ctrl-C."""
 
 import fcntl
 import json
@@ -58,7 +58,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def piped(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo whose output goes into a pipe; killed if it does not end in time."""
+    """A demo with output into a pipe; killed if it does not end in time."""
     process = subprocess.Popen(
         [QUIRE, "demo", *arguments],
         stdin=subprocess.DEVNULL,
@@ -118,7 +118,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             data = os.read(self._main, 65536)
-        except OSError:  # Linux: nobody has the other side open any more
+        except OSError:  # Linux: the other side is closed
             data = b""
         self.seen += data.decode(errors="replace")
         return bool(data)
@@ -134,7 +134,7 @@ class Terminal:
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[str]:
-    """What a demo prints into a pipe."""
+    """The output of a demo into a pipe."""
     with tempfile.TemporaryDirectory(prefix="q-", dir="/tmp") as name, piped(Path(name)) as process:
         output, _ = process.communicate()
         assert process.returncode == 0, output

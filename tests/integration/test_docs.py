@@ -99,7 +99,7 @@ def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None
 
 
 def test_a_copy_of_the_blocks_is_kept(services: LocalServices) -> None:
-    """docs/how-to/inspection.md: what the snippet holds is what ListBlocks says."""
+    """docs/how-to/inspection.md: the snippet's copy is equal to ListBlocks."""
 
     async def run() -> None:
         names = await run_python(pages.block("docs/how-to/inspection.md", test=THIS), {})
@@ -163,7 +163,7 @@ def test_an_engine_makes_traces(services: LocalServices) -> None:
 
 
 def test_the_set_up_of_security(tmp_path: Path) -> None:
-    """docs/reference/security.md, Set up: certificates, tokens, both services, and those who call."""
+    """docs/reference/security.md, Set up: certificates, tokens, both services, and the callers."""
     find("openssl", for_what="docs/reference/security.md")
     find("curl", for_what="docs/reference/security.md")
     ports = dict(zip(SECURITY_PORTS, free_ports(len(SECURITY_PORTS)), strict=True))
@@ -205,7 +205,7 @@ def serving(command: str, folder: Path) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Ports without a listener."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]

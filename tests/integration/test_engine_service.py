@@ -1,4 +1,4 @@
-"""EngineService over real services: what it says is what the engine says; who goes away takes nothing along."""
+"""EngineService over real services: its results are the engine's; a caller that disconnects affects no other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Front:
         return Outcome(self.generate(**fields))
 
     def refused(self, **fields: Any) -> RefusedError:
-        """What a request is refused with."""
+        """The refusal of a request."""
         with pytest.raises(grpc.RpcError) as caught:
             list(self.generate(**fields))
         return RefusedError.of_call(caught.value)
@@ -135,7 +135,7 @@ def front(services: LocalServices) -> Iterator[Front]:
 
 
 def by_engine(front: Front, prompt: Any, **fields: Any) -> Any:
-    """What an engine in this process gives for a prompt."""
+    """The result of an engine in this process for a prompt."""
 
     async def run() -> Any:
         async with Engine.connect(front.pair.services.cachemgr_address) as engine:
@@ -374,7 +374,7 @@ def test_what_does_not_fit_the_model_is_refused(front: Front) -> None:
     assert (refused.reason, refused.metadata["field"]) == ("INVALID_ARGUMENT", "request")
 
 
-# -- who goes away ------------------------------------------------------------------------------------------------
+# -- callers that disconnect -------------------------------------------------------------------------------------
 
 
 def test_a_call_that_is_cancelled_frees_its_blocks(front: Front) -> None:
@@ -462,7 +462,7 @@ def test_a_step_that_fails_again_and_again_ends_the_request(front: Front) -> Non
     assert front.outcome(parameters={"max_tokens": 3, "ignore_eos": True}).summary.generated_token_count == 3
 
 
-# -- who may call -------------------------------------------------------------------------------------------------
+# -- authorization -----------------------------------------------------------------------------------------------
 
 
 def test_callers_without_a_role_are_refused_and_tenants_share_no_prefix(services: LocalServices) -> None:
@@ -532,7 +532,7 @@ def test_a_service_that_stays_away_and_a_door_that_ends_say_so(services: LocalSe
 
 
 def shutting_down(front: Front) -> RefusedError | None:
-    """What a request is refused with, None if it is not."""
+    """The refusal of a request, None if it is accepted."""
     try:
         front.outcome(parameters={"max_tokens": 1})
     except grpc.RpcError as error:

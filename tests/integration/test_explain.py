@@ -1,4 +1,4 @@
-"""ExplainPrefix: why a prefix is not found, each reason once through a real process, and who is told what."""
+"""ExplainPrefix: each reason for a miss once through a real process, and its disclosure by caller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cachemgr() -> Iterator[LoneCachemgr]:
 
 
 class Scene:
-    """A pool with a lease of alice's and one of bob's, and what olga, an operator, is told of it."""
+    """A pool with a lease of alice's and one of bob's, and the answers for olga, an operator."""
 
     def __init__(self, cachemgr: LoneCachemgr, epoch: int) -> None:
         self._cachemgr = cachemgr

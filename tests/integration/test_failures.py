@@ -1,4 +1,4 @@
-"""What is left after a kill, a pause, a stop: nothing is lost, nothing is owned twice, and everybody is told."""
+"""The state after a kill, a pause, a stop: nothing is lost, nothing is owned twice, and every party is notified."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ sys.stdin.read()
 
 
 def begin(pair: Pair, *, num_steps: int = 3) -> LeaseHolder:
-    """A lease whose sequence 1 has run its prompt and some steps."""
+    """A lease with sequence 1, which has run its prompt and some steps."""
     holder = LeaseHolder.create(pair)
     holder.run(holder.admit((1, PROMPT)))
     holder.go_on(1, num_steps=num_steps - 1)
@@ -165,7 +165,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def wire(folder: Path) -> Iterator[Wire]:
-    """What the worker reaches cachemgr by."""
+    """The worker's connection to cachemgr."""
     wire = Wire(folder / "wire.sock", folder / "cachemgr.sock")
     yield wire
     wire.close()
@@ -365,7 +365,7 @@ def test_a_damaged_pool_is_a_new_epoch(mortals: Pair, generate: Generate) -> Non
         with mortals.fault("damage"):  # strikes once
             hold.release()
             holder.finish(first)
-            for running in others:  # a pool of which nobody knows what it holds is not computed on
+            for running in others:  # a pool with unknown content is not computed on
                 with pytest.raises(RefusedError) as caught:
                     holder.finish(running)
                 assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.ABORTED, "EPOCH_CHANGED")
@@ -435,7 +435,7 @@ def test_a_second_worker_of_a_pool_is_refused_until_the_first_is_gone(
 
 
 def run_without_a_cachemgr(channel: grpc.Channel) -> None:
-    """A worker that nobody rules runs nothing, even if asked for its own epoch."""
+    """A worker without a cachemgr runs nothing, even for its own epoch."""
     get_model = channel.unary_unary(
         f"/{WORKER_SERVICE}/GetModel",
         worker_service_pb2.GetModelRequest.SerializeToString,

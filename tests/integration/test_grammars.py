@@ -1,4 +1,4 @@
-"""Grammars of requests, over real services: what is generated matches, whatever happens to the sequence meanwhile."""
+"""Grammars of requests, over real services: the text matches, with preemptions and failures meanwhile."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def one(engine: Engine, prompt: str, params: SamplingParams) -> tuple[str,
 
 
 def draw_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema whose texts are short: everything in it has a bound."""
+    """A schema with short texts: every part of it has a bound."""
     leaves = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     kind = rng.choice(leaves if depth >= 3 else [*leaves, "object", "object", "array", "array", "anyOf", "ref"])
     low = rng.randint(0, 4)
@@ -336,7 +336,7 @@ def test_a_step_whose_grammar_finds_no_free_compiler_costs_no_request(services: 
 
 
 class Unchecking(WorkerClient):
-    """Brings grammars to steps that nobody has checked."""
+    """Sends grammars with steps without a check before."""
 
     async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
         """Nothing."""

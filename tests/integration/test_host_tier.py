@@ -1,4 +1,4 @@
-"""The host tier through both real processes: what leaves comes back as it was, and in the end both tiers are free."""
+"""The host tier through both real processes: offloaded content is restored, and in the end both tiers are free."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def end(holder: LeaseHolder) -> None:
 
 
 def begin(pair: Pair) -> LeaseHolder:
-    """A lease whose sequence 1 has run its prompt and two steps."""
+    """A lease with sequence 1, which has run its prompt and two steps."""
     holder = LeaseHolder.create(pair)
     holder.run(holder.admit((1, PROMPT)))
     holder.go_on(1, num_steps=2)
@@ -84,7 +84,7 @@ def begin(pair: Pair) -> LeaseHolder:
 
 
 def overwrite(pair: Pair) -> None:
-    """Nothing of what nobody holds is left in the pool."""
+    """Removes all unheld content from the pool."""
     request = cache_service_pb2.ResetPrefixCacheRequest(pool="default")
     ask(pair.cache.ResetPrefixCache, request)
     holder = LeaseHolder.create(pair)

@@ -1,4 +1,4 @@
-"""What the services say of themselves: complete, page by page, and consistent."""
+"""The services' inspection calls: complete, page by page, and consistent."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_state_that_is_none_is_refused(pair: Pair, method: str) -> None:
 
 @pytest.fixture(scope="module")
 def lone() -> Iterator[LoneCachemgr]:
-    """A cachemgr that asks who calls."""
+    """A cachemgr with authentication."""
     with tempfile.TemporaryDirectory(prefix="q-") as name:
         cachemgr = LoneCachemgr(Path(name)).start()
         yield cachemgr
@@ -253,7 +253,7 @@ def test_each_sees_what_is_its_own_and_operators_whose_it_is(lone: LoneCachemgr)
     bob.admit(1, [1, 2, 3, 4, 5])
 
     def names(caller: str, method: str, **fields: Any) -> list[Any]:
-        """Whose blocks or leases they are; of sequences, whose leases."""
+        """The tenants of blocks or leases; for sequences, of their leases."""
         request = getattr(cache_service_pb2, f"{method}Request")(pool="shared", **fields)
         answer = ask(getattr(lone.stub(caller), method), request)
         if method == "ListSequences":

@@ -1,4 +1,4 @@
-"""Advice and guarantees through a real cachemgr: what is kept, and what is said when it is not."""
+"""Retention and reservations through a real cachemgr: kept blocks, and errors for those that can't be kept."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ STAND_INS: dict[str, Any] = {"cachemgr_target": STAND_IN, "worker_target": STAND
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where runtime folders are made: short, and watched for what is left in it."""
+    """The parent of runtime folders: short, and checked for leftovers."""
     with tempfile.TemporaryDirectory(prefix="q-") as name:
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", name)

@@ -325,7 +325,7 @@ def test_what_is_away_says_when_to_ask_again(start: Start, call_as: Any) -> None
 
 
 def test_a_lease_does_not_expire_for_time_in_which_cachemgr_was_stopped(start: Start, call_as: Any) -> None:
-    """Its renewal waits in the socket. A lease that nobody renews expires all the same."""
+    """Its renewal waits in the socket. A lease without renewals expires all the same."""
     server = start()
     client = call_as(server)
     worker = attached(client)

@@ -29,7 +29,7 @@ def cachemgr() -> Iterator[str]:
 
 
 def leases(cachemgr: str) -> list[cache_service_pb2.Lease]:
-    """Those that nobody has given back: cachemgr keeps a fenced lease until the worker has answered."""
+    """Leases that are not deleted: cachemgr keeps a fenced lease until the worker has answered."""
 
     async def ask() -> list[cache_service_pb2.Lease]:
         cache = CacheClient(cachemgr)

@@ -1,4 +1,4 @@
-"""What servers log of calls, and what they never log, seen from outside of real processes."""
+"""Log lines of calls, and content that is never logged, seen from outside of real processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def echo(channel: grpc.Channel, text: str, *metadata: tuple[str, str]) -> str:
 
 
 def echo_stream(channel: grpc.Channel, method: str, texts: list[str], *metadata: tuple[str, str]) -> str:
-    """The same of a stream."""
+    """As echo, for a stream."""
     stub: Any = channel.stream_stream(f"{SERVICE}/{method}", *CODING)
     call = stub((StringValue(value=text) for text in texts), timeout=DEADLINE_S, metadata=metadata)
     with contextlib.suppress(grpc.RpcError):
@@ -247,7 +247,7 @@ def run_with_tokens_that_stand_out(pair: Pair) -> str:
 
 
 def report(lease: LeaseHolder, number: int, sampled: int) -> attach_pb2.StepReport:
-    """Of a step that computed all there was of sequence 1."""
+    """The report of a step that computed all tokens of sequence 1."""
     return attach_pb2.StepReport(
         report_number=number,
         lease_id=lease.lease_id,

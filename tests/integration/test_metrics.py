@@ -147,7 +147,7 @@ def test_what_happens_is_counted(measured: Pair) -> None:
 
 
 def grown(before: Page, now: Page) -> Page:
-    """What has changed and by how much, block and token counts by state apart."""
+    """The changed values and their differences, without block and token counts by state."""
     ignored = ("quire_kv_blocks", "quire_kv_held_tokens")
     changes = {name: value - before.get(name, 0.0) for name, value in now.items() if not name.startswith(ignored)}
     return {name: change for name, change in changes.items() if change}

@@ -1,4 +1,5 @@
-"""A request's own mistake is its own: whatever refuses it, the requests beside it get the tokens that they get alone.
+"""A request's mistake affects no other: whatever refuses it, the requests beside it get the tokens that they get
+alone.
 
 The client checks a request before it sends it. So that the services have to refuse, the clients here change the
 messages of requests, marked by their seeds and their prompt, on the way.
@@ -64,7 +65,7 @@ def leave_plan(request: cache_service_pb2.PlanStepRequest, admission: cache_serv
 
 @pytest.fixture(autouse=True)
 def said(caplog: pytest.LogCaptureFixture) -> None:
-    """Keep the engine's warnings, whatever level another test has left: they say from what it recovers."""
+    """Keep the engine's warnings at any level of an earlier test: they name the causes of recoveries."""
     caplog.set_level(logging.WARNING, logger="quire.client.engine")
 
 
@@ -75,7 +76,7 @@ class Changes:
     to_input: ChangeInput = leave_input
     to_plan: ChangePlan = leave_plan
     changed: set[int] = field(default_factory=set)
-    """The seeds of requests whose entries were changed."""
+    """The seeds of requests with changed entries."""
 
 
 class ChangedWorker(WorkerClient):
@@ -181,7 +182,7 @@ VALUES_BY_NAME: dict[str, list[Any]] = {
     ],
     "bad_words": [[0], [0, VOCAB_SIZE - 1], [], [-1], [VOCAB_SIZE], [1] * 16, [1] * 17],
 }
-"""Of fields that hold messages."""
+"""The fields that hold messages."""
 
 
 def values_of(field: FieldDescriptor) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A step touches what its lease holds and computes what was planned; any other is refused and touches nothing."""
+"""A step accesses its lease's blocks and computes its plan; any other is refused and accesses nothing."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def refused(lease: LeaseHolder, request: worker_service_pb2.RunStepRequest) -> R
 
 @pytest.fixture
 def running_lease(lease: LeaseHolder) -> LeaseHolder:
-    """A lease whose sequence 1 has run a prompt and one more step."""
+    """A lease with sequence 1, which has run a prompt and one more step."""
     begin(lease, 1, PROMPT)
     lease.go_on(1, num_steps=1)
     lease.await_settled()

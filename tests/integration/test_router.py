@@ -32,12 +32,12 @@ def halves(text: str) -> tuple[str, str]:
 
 
 def places(text: str) -> dict[str, list[str]]:
-    """What each worker was asked about, and how often."""
+    """The prompts that each worker was queried for, and how often."""
     return {pool: about.split(", ") for pool, about, _, _ in ROW.findall(text)}
 
 
 def hit_percentage(text: str) -> float:
-    """As it is printed, which is what the rows say."""
+    """As it is printed in the rows."""
     numbers = [(int(num_tokens), int(num_cached)) for _, _, num_tokens, num_cached in ROW.findall(text)]
     (printed,) = re.findall(r": ([\d.]+)% of all tokens", text)
     assert float(printed) == round(100 * sum(row[1] for row in numbers) / sum(row[0] for row in numbers), 1)

@@ -110,7 +110,7 @@ async def run(routing: Router, requests: list[Request], disturb: Disturb | None 
 def generate(
     fleet: Fleet, requests: list[Request], disturb: Disturb | None = None, **config: Any
 ) -> tuple[Streams, int]:
-    """What the streams gave, and how many requests moved."""
+    """The streams' results, and the number of moved requests."""
 
     async def main() -> tuple[Streams, int]:
         async with router(fleet, **config) as routing:

@@ -235,7 +235,7 @@ def assert_prompt_logprobs(completion: Completion, model: Any, *, num_top: int) 
 
 
 def test_log_probabilities_of_prompts_in_chunks(services: LocalServices, model: Any) -> None:
-    """Beside others, that ask for other numbers or none; prompts that nobody has cached."""
+    """Beside other requests, with other numbers or none; prompts that are not cached."""
     prompts = [draw_tokens(count, seed=100 + count) for count in (1, 2, 13, 14, 15, 40, 61)]
     asked = [0, 3, 20, None, 1, 5, 2]
     requests = [

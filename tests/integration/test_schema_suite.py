@@ -47,7 +47,7 @@ NUM_FREE_TOKENS = 40
 """After so many tokens a text is brought to its end."""
 MAX_TOKENS = 600
 SAMPLE = slice(None, None, 12)
-"""Of the accepted schemas, those that a model generates texts for."""
+"""The accepted schemas for which a model generates texts."""
 TOKENIZER = make_tokenizer()
 END_ID = TOKENIZER.token_to_id(END)
 CLOSING = [TOKENIZER.token_to_id(letter) for letter in ('"', "}", "]", "0", "e", "l")]

@@ -1,4 +1,4 @@
-"""What both servers do, seen from outside of a real process: health, reflection, errors, addresses, signals, drain."""
+"""The common behaviour of both servers, from outside: health, reflection, errors, addresses, signals, drain."""
 
 import itertools
 import os
@@ -110,7 +110,7 @@ def call(channel: grpc.Channel, method: str, text: str) -> str:
 
 
 def call_raw(channel: grpc.Channel, method: str, data: bytes) -> grpc.StatusCode:
-    """The status of a call whose request is these bytes."""
+    """The status of a call with these bytes as its request."""
     try:
         channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=DEADLINE_S)
     except grpc.RpcError as error:

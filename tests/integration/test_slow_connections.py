@@ -1,4 +1,4 @@
-"""A server on a busy machine: it accepts a connection, and speaks HTTP/2 only later. Whoever dials waits for it."""
+"""A server on a busy machine: it accepts a connection, and speaks HTTP/2 only later. The client waits for it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[dict[str, str]]:
-    """Of a user who has just logged in: only the port is another one, and the runtime folder is this test's own."""
+    """The environment of a user after login: only the port is another one, and the runtime folder is the test's own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     with tempfile.TemporaryDirectory(prefix="q-", dir="/tmp") as folder:
         yield {**kept, "XDG_RUNTIME_DIR": folder, "QUIRE_UP_HTTP_LISTEN": "127.0.0.1:0"}

@@ -424,7 +424,7 @@ def test_many_streams_of_one_epoch_leave_the_last_one_attached(pair: Pair, attac
 def test_a_worker_whose_epoch_another_one_registers_is_attached_again(
     pair: Pair, attach: Attach, lease: LeaseHolder, generate: Generate
 ) -> None:
-    """The other one goes, too, once the worker is back: nobody has to notice anything."""
+    """The other one ends, too, once the worker reconnects: neither side notices the break before."""
     lease.run(lease.admit((1, PROMPT)))
     lease.await_settled()
     pool, other = pair.pool(), attach()
@@ -533,7 +533,7 @@ def test_a_report_of_what_was_not_planned_is_not_entered(report: dict[str, Any],
 
 
 def test_blocks_stay_with_a_lease_that_ended_until_its_worker_answers(pair: Pair, attach: Attach) -> None:
-    """The worker is cut off, the lease expires, a worker comes back: only its answer frees the blocks."""
+    """The worker is cut off, the lease expires, a worker connects: only its answer frees the blocks."""
     worker = attach()
     term = worker.register("cut", block_count=5).attached.term
     lease = worker.create_lease(pair, "cut", ttl_s=1.0)

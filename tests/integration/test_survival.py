@@ -124,11 +124,11 @@ def staged(model_dir: Path, *, with_state: bool = False) -> Iterator[Stage]:
 
 
 Disturb = Callable[[Engine, Hold], Awaitable[None]]
-"""Breaks something while the hold holds a step, releases it, and heals what it broke."""
+"""Injects a fault while the hold holds a step, releases it, and repairs the fault."""
 
 
 async def run(stage: Stage, disturb: Disturb | None = None, **config: Any) -> tuple[Streams, EngineStatistics]:
-    """What the streams gave, disturbed once if at all."""
+    """The streams' results, disturbed once at most."""
     streams: Streams = {}
     held: list[Hold] = []
     is_held = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Tenants' shares through a real cachemgr: floors, quotas, limits, and who is told of whom."""
+"""Tenants' shares through a real cachemgr: floors, quotas, limits, and the visibility of other tenants."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ def test_two_tenants_in_one_plan_share_nothing_and_each_is_held_to_its_own_share
     forked = gina.plan(forks=[{"parent_sequence_id": 2, "child_sequence_ids": [6], "token_count": 3}])
     assert not forked.refusals
     gina.settle()
-    whose = {
+    tenants = {
         each.sequence_id: each.tenant for each in call(cachemgr, "gina", "ListSequences", pool=worker.pool).sequences
     }
-    assert whose == {1: "alice", 2: "bob", 4: "alice", 5: "bob", 6: "bob"}
+    assert tenants == {1: "alice", 2: "bob", 4: "alice", 5: "bob", 6: "bob"}
     gina.release(1, 2, 4, 5, 6)
     assert [use(cachemgr, worker, name).held_block_count for name in ("alice", "bob", "gina")] == [0, 0, 0]
     assert not call(cachemgr, "olga", "AuditPool", pool=worker.pool).violations

@@ -52,7 +52,7 @@ engine.example      client  cert
 
 @dataclasses.dataclass
 class Cluster:
-    """The two processes and what is needed to reach them."""
+    """The two processes, their addresses and credentials."""
 
     services: LocalServices
     authority: Authority
@@ -81,7 +81,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, for services that have to name theirs."""
+    """Ports without a listener, for services that have to name theirs."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -201,7 +201,7 @@ def test_a_server_is_asked_for_the_name_that_was_given(cluster: Cluster) -> None
 
 @pytest.mark.parametrize("role", ["client", "operator", "worker"])
 def test_every_method_asks_for_its_role(cluster: Cluster, role: str) -> None:
-    """By hand, with empty requests: what is let in is refused for another reason, or answered."""
+    """By hand, with empty requests: an authorized call is refused for another reason, or answered."""
     from quire.cachemgr.roles import ROLES as CACHE_ROLES
     from quire.worker.roles import ROLES as WORKER_ROLES
 
@@ -229,7 +229,7 @@ def is_let_in(channel: grpc.Channel, path: str, method: Any, metadata: tuple[tup
 
 
 def refusal_reason(channel: grpc.Channel, path: str, method: Any, metadata: tuple[tuple[str, str], ...]) -> str:
-    """What an empty request is refused with, "" if it is not."""
+    """The reason that refuses an empty request, "" if there is none."""
     if method.client_streaming:
         answers = channel.stream_stream(path)(iter(()), metadata=metadata, timeout=DEADLINE_S)
         try:
@@ -255,7 +255,7 @@ def refusal_reason(channel: grpc.Channel, path: str, method: Any, metadata: tupl
 def test_a_tenant_sees_and_ends_only_what_is_its_own(
     cluster: Cluster, generate: Callable[[list[int], int], list[int]]
 ) -> None:
-    """Alice's leases and prefixes are nobody else's; an operator sees them, and whose they are."""
+    """Alice's leases and prefixes are invisible to other tenants; an operator sees them, and their tenants."""
     prompt = draw_tokens(40, seed=11)
 
     async def complete(token: str) -> tuple[int, ...]:

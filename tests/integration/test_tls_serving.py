@@ -46,7 +46,7 @@ def authority(folder: Path) -> Authority:
 
 @pytest.fixture(scope="module")
 def stranger(folder: Path) -> Authority:
-    """A CA that nobody trusts."""
+    """A CA without trust."""
     return Authority(folder, "stranger")
 
 
@@ -86,7 +86,7 @@ def start(prepare: Start) -> Start:
 
 
 def refusal_of_start(server: ServiceProcess) -> str:
-    """What a server says that does not start."""
+    """The error of a server that does not start."""
     server.start()
     with pytest.raises(ServiceExitedError):
         server.wait_serving(DEADLINE_S)
@@ -99,7 +99,7 @@ def log_of(server: ServiceProcess) -> str:
 
 
 def addresses(server: ServiceProcess) -> list[str]:
-    """Where it listens on TCP."""
+    """Its TCP addresses."""
     (line,) = [line for line in log_of(server).splitlines() if " listening addresses=" in line]
     return [address for address in line.rpartition("=")[2].split(",") if not address.startswith("unix:")]
 
@@ -166,7 +166,7 @@ class EchoStream:
         return answer.value
 
     def end(self) -> RefusedError:
-        """What the server ends it with."""
+        """The status with which the server ends it."""
         with pytest.raises(grpc.RpcError):
             next(self._answers)
         return RefusedError.of_call(self._answers)
@@ -324,7 +324,7 @@ def test_tokens_for_who_has_no_certificate(start: Start, authority: Authority, p
         assert call(channel, "WhoAmI", token="a-token") == "alice client"
         assert refusal(channel, "Echo") == (UNKNOWN, "CREDENTIALS_MISSING")
     with dial(with_token, authority, authority.issue("wanda.example")) as channel:
-        assert refusal(channel, "Hold") == (UNKNOWN, "CREDENTIALS_MISSING")  # nobody asked for it here
+        assert refusal(channel, "Hold") == (UNKNOWN, "CREDENTIALS_MISSING")  # this server authenticates nobody
     with dial(with_certificate, authority) as channel:
         handshake_failure(channel)
 

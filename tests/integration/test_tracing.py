@@ -232,7 +232,7 @@ def test_a_refused_call_says_why_and_an_unsampled_one_nothing(
         stub = cache_service_pb2_grpc.CacheServiceStub(channel)
         with pytest.raises(grpc.RpcError):
             stub.RenewLease(cache_service_pb2.RenewLeaseRequest(lease_id="gone"), timeout=DEADLINE_S, metadata=metadata)
-    traced(services, collector, PROMPT)  # what was told before it has come
+    traced(services, collector, PROMPT)  # earlier spans have arrived
     found = [(span.name, span.parent, span.error) for span in collector.spans(trace)]
     assert found == ([(f"{CACHE}/RenewLease", parent, "LEASE_NOT_FOUND")] if flags == "01" else [])
 

@@ -24,7 +24,7 @@ LEASES = ("lease-of-alice", "lease-of-bob")
 
 
 class LyingCachemgr(cache_service_pb2_grpc.CacheServiceServicer):
-    """Opens two leases and keeps no books: its key is known, so a test grants what it likes."""
+    """Opens two leases and keeps no books: its key is known, so a test signs any grant."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -114,7 +114,7 @@ def test_a_block_handed_out_twice_ends_the_worker(cachemgr: LyingCachemgr, worke
     assert worker.wait_exited(DEADLINE_S)
     assert worker.returncode == 1
     said = (
-        "I5 violated: block 1 does not hold what the sequence had in it (position 0); lease lease-of sequence 1 step 2"
+        "I5 violated: block 1 does not have the content of the sequence (position 0); lease lease-of sequence 1 step 2"
     )
     assert said in worker.log_tail()
     assert [cachemgr.reports.get(timeout=DEADLINE_S).lease_id for _ in range(2)] == list(LEASES)

@@ -80,7 +80,7 @@ def start(pair: Pair) -> None:
 
 
 def begin(pair: Pair, prompt: list[int] = PROMPT, *, num_steps: int = 3) -> LeaseHolder:
-    """A lease whose sequence 1 has run its prompt and some steps."""
+    """A lease with sequence 1, which has run its prompt and some steps."""
     holder = LeaseHolder.create(pair)
     holder.run(holder.admit((1, prompt)))
     holder.go_on(1, num_steps=num_steps - 1)
@@ -264,7 +264,7 @@ def test_a_worker_that_died_meanwhile_is_a_new_epoch(pair: Pair, generate: Gener
 def assert_begins_anew(
     pair: Pair, holder: LeaseHolder, generate: Generate, told: str, *, reason: str = "LEASE_NOT_FOUND"
 ) -> None:
-    """After the next start the pool has a new epoch, and serves. The reason is what the lease is refused for."""
+    """After the next start the pool has a new epoch, and serves. The reason is that of the lease's refusal."""
     start(pair)
     pool = pair.pool()
     assert pool.epoch != holder.epoch
@@ -375,7 +375,7 @@ def test_a_state_without_a_lease_that_the_worker_serves_is_a_new_epoch(pair: Pai
 
 
 def test_what_another_cachemgr_has_ruled_meanwhile_is_a_new_epoch(pair: Pair, generate: Generate) -> None:
-    """The worker goes to one without the state, which makes it begin anew, and comes back."""
+    """The worker connects to a cachemgr without the state, which requires a new epoch, and returns."""
     holder = begin(pair)
     kill(pair)
     kept = pair.folder / "kept"

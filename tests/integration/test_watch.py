@@ -1,4 +1,4 @@
-"""WatchBlocks: who replays it holds what ListBlocks says, whatever happens; and sees no more than it may."""
+"""WatchBlocks: a replayed copy is always equal to ListBlocks, and has no more than the caller may see."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Replica:
             self.blocks[block.block_id] = block
 
     def listed(self) -> dict[int, cache_service_pb2.Block]:
-        """What ListBlocks says to the same caller."""
+        """ListBlocks for the same caller."""
         request = cache_service_pb2.ListBlocksRequest(pool=self._pool, page_size=10_000)
         blocks: dict[int, cache_service_pb2.Block] = {}
         while True:
@@ -110,7 +110,7 @@ class Replica:
             request.page_token = answer.next_page_token
 
     def await_equal(self) -> None:
-        """Return when the copy is what is listed, every field of every block.
+        """Return when the copy is equal to the list, every field of every block.
 
         No client may plan meanwhile. Priorities can still expire, so that the blocks are listed again each time.
         """
@@ -233,7 +233,7 @@ def test_several_changes_of_a_block_are_one_event(cachemgr: LoneCachemgr, serve:
     assert events == [(STORED, 1, CACHED), (STORED, 2, CACHED)]
 
 
-# -- who replays it holds what is listed --------------------------------------------------------------------------
+# -- a replayed copy is equal to the list --------------------------------------------------------------------------
 
 
 class Load:
@@ -294,7 +294,7 @@ class Load:
         return {"sequence_id": self.next_id, "retention": retention, "reserved_token_count": reserved} | prompt
 
     def pin_or_unpin(self) -> None:
-        """What can't be pinned is not cached or too much: that is fine here."""
+        """A prefix that is not cached or too large can't be pinned: that is fine here."""
         pool = {"pool": self.tenant.worker.pool}
         if self.pins and self.random.random() < 0.5:
             pin_id = self.pins.pop(self.random.randrange(len(self.pins)))
@@ -400,7 +400,7 @@ def test_who_falls_behind_what_is_kept_has_to_begin_again(cachemgr: LoneCachemgr
 
 
 def test_a_reader_who_is_too_slow_is_told_so(cachemgr: LoneCachemgr, serve: Serve) -> None:
-    """What is not read does not pile up here: it is overwritten, and the stream ends with that."""
+    """Unread changes are not queued: they are overwritten, and the stream ends with that."""
     worker = serve(num_blocks=4_001)
     alice = Tenant.begin(cachemgr, worker, "alice")
     request = cache_service_pb2.WatchBlocksRequest(pool=worker.pool)
@@ -456,7 +456,7 @@ def test_a_pool_that_is_not_there_is_not_found(cachemgr: LoneCachemgr) -> None:
     assert end_of_watch(cachemgr.stub("olga"), pool="none").reason == "POOL_NOT_FOUND"
 
 
-# -- who sees what ------------------------------------------------------------------------------------------------
+# -- visibility ---------------------------------------------------------------------------------------------------
 
 
 def test_a_tenant_is_told_of_its_own_blocks_only(cachemgr: LoneCachemgr, serve: Serve, watch: Watch) -> None:

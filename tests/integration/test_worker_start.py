@@ -1,4 +1,4 @@
-"""A worker that can't serve what it is told to says so in one line and exits with 1."""
+"""A worker that can't serve with its flags reports that in one line and exits with 1."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_pool_is_as_large_as_sequences_can_use_unless_more_is_asked_for(
 
 @pytest.mark.parametrize(("arguments", "says"), [(("--fuse",), True), (("--no-fuse",), False), ((), False)])
 def test_a_cpu_fuses_for_who_asks_for_it(arguments: tuple[str, ...], says: bool, tmp_path: Path) -> None:
-    """Seen in what it logs before it finds that the pool does not fit."""
+    """Seen in the log before the pool is found not to fit."""
     done = start(tmp_path, "--model", str(DEMO_MODEL), "--num-blocks", "99999999", *arguments)
     assert "--num-blocks 99999999" in last_line(done)
     assert bool(re.search(r"fused \(torch\): norm \d+ of \d+, attention", done.stderr)) == says

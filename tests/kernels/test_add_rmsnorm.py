@@ -16,7 +16,7 @@ EPS = 1e-5
 
 
 def strided(values: Tensor, *, width: int) -> Tensor:
-    """The same values as a view of rows of `width` elements, the rest of which is NaN."""
+    """The values as a view of rows of `width` elements, with NaN in the remainder."""
     wide = values.new_full((values.shape[0], width), math.nan)
     wide[:, : values.shape[1]] = values
     return wide[:, : values.shape[1]]

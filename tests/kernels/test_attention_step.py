@@ -1,4 +1,4 @@
-"""Steps whose attention runs in Triton, against the float64 reference and against the same steps in torch."""
+"""Steps with attention in Triton, against the float64 reference and against the same steps in torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Case:
         return step.attend(0, self.q, scaling=self.spec.scaling, softcap=self.spec.softcap, sinks=self.sinks)
 
     def expected(self) -> torch.Tensor:
-        """From what the pool holds; after run()."""
+        """From the pool's content; after run()."""
         mask = self.spec.mask
         return reference.paged_attention(
             self.q,
@@ -155,7 +155,7 @@ def test_batches(sequences: list[tuple[int, int]], device: torch.device) -> None
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_layers(spec: LayerSpec, device: torch.device) -> None:
-    """Of one geometry, in one tensor; of two, in two."""
+    """Layers of one geometry, in one tensor; of two, in two."""
     in_one_tensor = spec.k_head_dim == spec.v_head_dim
     case = make_case(spec, BATCHES["all in between"], device, in_one_tensor=in_one_tensor)
     torch.testing.assert_close(case.run().double(), case.expected(), atol=2e-6, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels runs from one end to the other, and what it measures is right."""
+"""The benchmark of the kernels runs to its end, and its measurements are right."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whole fused models on the kernels: what the model's own modules say, and who decides that kernels run."""
+"""Whole fused models on the kernels: the results of the model's own modules, and the choice of kernels."""
 
 from __future__ import annotations
 

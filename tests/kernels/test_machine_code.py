@@ -1,4 +1,4 @@
-"""What ptxas makes of every kernel for sm_90, without a GPU: registers, spills, copies in flight, matrix instructions.
+"""ptxas's code of every kernel for sm_90, without a GPU: registers, spills, copies in flight, matrix instructions.
 
 The variants of a few models are compiled here each time, with QUIRE_MACHINE_CODE=all the whole matrix of features
 (minutes). gpu_desk/test_five_architectures.py compiles head dims and dtypes for other GPUs too.

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 def make_states(
     num_parts: int, *, head_dim: int = 32, dtype: torch.dtype = torch.float32, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Parts for 5 tokens of 3 heads: token 1 lacks the first part, token 2 has no part, what is absent is NaN."""
+    """Parts for 5 tokens of 3 heads: token 1 lacks the first part, token 2 has no part, missing values are NaN."""
     random = torch.Generator().manual_seed(num_parts)
     outs = torch.randn(num_parts, 5, 3, head_dim, generator=random)
     lses = torch.randn(num_parts, 5, 3, generator=random) * 10

@@ -34,7 +34,7 @@ def views_of_one_tensor(device: torch.device) -> list[Tensor]:
 
 
 def short_of_a_copy_engine(device: torch.device) -> list[Tensor]:
-    """One tensor whose runs take a tile and a part of one."""
+    """One tensor with runs of a tile and a part of one."""
     return [torch.empty(NUM_BLOCKS, TILE_WORDS * WORD_BYTES // 4 + 12, device=device)]
 
 

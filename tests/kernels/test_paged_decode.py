@@ -34,7 +34,7 @@ MEMORY = ("BSHD", "BHSD", "BLHSD")
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: what paged_decode() takes, and what the reference needs besides."""
+    """One batch: the arguments of paged_decode(), and those that only the reference needs."""
 
     q: Tensor
     k_pool: Tensor
@@ -339,7 +339,7 @@ def test_without_room_given(device: torch.device) -> None:
 
 
 def test_writes_where_it_is_told(device: torch.device) -> None:
-    """Rows behind a sequence's last query are another's, or nobody's."""
+    """Rows after a sequence's last query are another's, or unowned."""
     case = make_case(device, [5, 100, 7], q_lens=[3, 3, 1], num_kv_heads=2)
     room = torch.full((12, 6, 40), NAN, device=device)
     out = case.run(out=room[2:9, 1:5, :32])[0]

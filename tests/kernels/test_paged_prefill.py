@@ -77,7 +77,8 @@ def make_case(
 ) -> Case:
     """Sequences of (keys, queries), their blocks in random order, and pads behind them.
 
-    Slots before what the first query of a sequence sees are NaN, and blocks of such slots are not in the table.
+    Slots before the first position that a sequence's first query sees are NaN, and blocks of such slots are not in
+    the table.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-num_keys // block_size) for num_keys, _ in lengths]

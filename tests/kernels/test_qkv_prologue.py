@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's arguments, and in `sizes` what the reference takes besides."""
+    """One step's arguments, and in `sizes` those that only the reference takes."""
 
     qkv: Tensor
     k_pool: Tensor
@@ -217,7 +217,7 @@ def test_offsets_beyond_int32(device: torch.device, heads_first: bool) -> None:
 
 
 def huge_pools(device: torch.device, *, heads_first: bool) -> tuple[Tensor, Tensor]:
-    """Two fp8 pools [B, 16, 3, 32] in one tensor, whose last block, or last head, lies 2 ** 31 elements behind."""
+    """Two fp8 pools [B, 16, 3, 32] in one tensor, with the last block, or last head, 2 ** 31 elements behind."""
     if heads_first:
         memory = torch.empty(3, 2**20 + 1, 2, 16, 32, dtype=torch.int8, device=device)
         pools = memory.permute(2, 1, 3, 0, 4)

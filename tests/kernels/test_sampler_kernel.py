@@ -40,7 +40,7 @@ DTYPES = {
 
 
 def workspace(vocab_size: int, device: torch.device, *, max_num_seqs: int = 16) -> SamplerWorkspace:
-    """One whose memory holds NaN, or -1, so that what is read unwritten is noticed."""
+    """A workspace filled with NaN, or -1, so that reads of unwritten memory are noticed."""
     space = SamplerWorkspace.allocate(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
     for field in fields(space):
         tensor = getattr(space, field.name)
@@ -101,7 +101,7 @@ NEARLY_ONE = 3763
 
 
 def last_kept(logits: list[float], rows: list[Row], device: torch.device, *, given: tuple[str, ...]) -> list[int]:
-    """What the kernels draw where the uniform number is nearly 1: the last token kept, unless it is most unlikely."""
+    """The kernels' draw if the uniform number is nearly 1: the last token kept, unless it is most unlikely."""
     at_the_end = [replace(row, seed=0, position=NEARLY_ONE) for row in rows]
     tokens = draw(repeated(logits, len(rows), device), at_the_end, given=given)
     assert tokens == expected(repeated(logits, len(rows), device), at_the_end)
@@ -207,7 +207,7 @@ def test_rows_of_every_kind(device: torch.device) -> None:
 
 
 def kept_up_to(threshold: Tensor, logits: Tensor, row: Row) -> list[int]:
-    """The tokens whose gap is at most the threshold; its greatest value, which is no number, is that of no filter."""
+    """The tokens with a gap of at most the threshold; the greatest value, which is no number, means no filter."""
     if threshold.isnan():
         return list(range(len(logits)))
     return [int(token) for token in ((logits.max() - logits) / row.temperature <= threshold).nonzero()[:, 0]]

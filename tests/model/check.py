@@ -52,7 +52,7 @@ class Configuration:
     sizes: str
     large: str
     situations: tuple[str, ...] = ()
-    """What the search has to get to."""
+    """The states that the search has to reach."""
     is_cycle_search: bool = False
     """Looks for a run that never ends, instead of for violations."""
 
@@ -70,7 +70,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What Spin said. Memory in MB."""
+    """Spin's report. Memory in MB."""
 
     name: str
     verdict: str
@@ -266,7 +266,7 @@ def numbers_of(kind: str) -> dict[str, int]:
 
 
 def run(command: Sequence[str], folder: Path, timeout_s: float | None = None) -> str:
-    """What it printed. Raises Unusable if it fails."""
+    """The output of a command. Raises Unusable if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
         raise Unusable(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")

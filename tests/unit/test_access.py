@@ -1,4 +1,4 @@
-"""Who may call what: the token file, evidence, roles, and a table for every method of every service."""
+"""Authorization: the token file, evidence, roles, and a table for every method of every service."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_broken_token_file_changes_nothing(path: Path, broken: str | None, cap
 
 
 class Call:
-    """What a handler's context says of the caller."""
+    """The caller's credentials in a handler's context."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], **auth: bytes) -> None:
         self._metadata = metadata

@@ -1,4 +1,4 @@
-"""Addresses: what is read, what is refused, and whose socket file may be removed."""
+"""Addresses: accepted and refused ones, and the socket files that may be removed."""
 
 import os
 import socket

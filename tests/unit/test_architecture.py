@@ -1,4 +1,4 @@
-"""Who may import whom. The walls are the tables below; the rest of this file reads imports and compares."""
+"""The allowed imports. The walls are the tables below; the rest of this file reads imports and compares."""
 
 import ast
 import re

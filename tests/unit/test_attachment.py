@@ -1,4 +1,4 @@
-"""What a worker says to cachemgr: in order while the stream lives, and nothing is left waiting when it has ended."""
+"""A worker's messages to cachemgr: in order while the stream is open, and no call waits after its end."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ SPECS = {
 
 
 def layer() -> nn.Module:
-    """What transformers hands over as the module that attends."""
+    """The module that transformers passes to attention."""
     module = nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
     return module
@@ -199,7 +199,7 @@ def test_one_tensor_of_all_layers_changes_nothing(spec: LayerSpec) -> None:
 @pytest.mark.parametrize("in_one_tensor", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_a_pool_of_another_dtype_holds_rounded_keys_and_values(kv_dtype: torch.dtype, in_one_tensor: bool) -> None:
-    """Also of a prompt that could attend to its own: what is cached of it later must give the same."""
+    """Also of a prompt that could attend to its own keys: its cached part must later give the same."""
     case = make_case(CAUSAL, BATCHES["all at once"], kv_dtype=kv_dtype, in_one_tensor=in_one_tensor)
     case.k[0, 0, 0] = 1000.0  # which float8 has no number for
     out = case.run()
@@ -267,7 +267,7 @@ def test_a_block_filled_in_this_step_is_read_in_it() -> None:
 @pytest.mark.parametrize("mask", [Sliding(8), Chunked(8)], ids=["sliding", "chunked"])
 @pytest.mark.parametrize("count", [1, 6])
 def test_keys_outside_the_window_are_not_read(mask: Sliding | Chunked, count: int) -> None:
-    """What a window hides may have been given away: NaN there must not reach the result."""
+    """Blocks before a window may belong to another sequence: NaN there must not reach the result."""
     start = 26
     case = make_case(replace(CAUSAL, mask=mask), [(start, count)])
     expected = case.expected()
@@ -344,7 +344,7 @@ class TestReference:
         reference.write_kv(k, -k, pool, values := pool.clone(), slot_mapping=torch.tensor([4, -1, 2]))
         assert pool.flatten().tolist() == [0, 0, 3, 0, 1, 0]
         assert values.flatten().tolist() == [0, 0, -3, 0, -1, 0]
-        with pytest.raises(ValueError, match="same slot"):
+        with pytest.raises(ValueError, match="one slot"):
             reference.write_kv(k, k, pool, pool, slot_mapping=torch.tensor([4, 4, 2]))
         with pytest.raises(ValueError, match=r"not in 0 \.\. 5"):
             reference.write_kv(k, k, pool, pool, slot_mapping=torch.tensor([6, -1, -1]))

@@ -20,7 +20,7 @@ ENDS = frozenset({END_TOKEN})
 
 
 def top_of(tokens: list[int]) -> list[tuple[int, float]]:
-    """What the model says of each next token, the most probable first; all numbers differ, nearly."""
+    """The model's scores of each next token, the most probable first; nearly all numbers differ."""
     values = {token: -(zlib.crc32(bytes([*tokens, token])) % 100_003) / 20_000 for token in range(VOCABULARY)}
     return sorted(values.items(), key=lambda item: -item[1])
 

@@ -1,4 +1,4 @@
-"""`quire bench`: which benchmarks there are, how one is run, and that what they count is counted right."""
+"""`quire bench`: the list of benchmarks, running one, and their counts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_becomes_the_script_with_the_flags_it_was_given(
 
 
 def findings(quick: bool, progress: Any) -> Any:
-    """A benchmark that finds what it was asked."""
+    """A benchmark that returns its arguments."""
     made = report.table("a title", "what", "figure")
     made.add_row("quick", str(quick))
     return report.Findings([made], {"quick": quick, "samples": [1, 2, 3]}, draw, ["A note."])

@@ -1,4 +1,4 @@
-"""What is bounded: when it is full the next is refused and told when to ask again, and those before lose nothing."""
+"""Bounded tables: when one is full the next entry is refused with a retry delay, and earlier ones stay."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_worker_that_obeyed_a_newer_term_is_not_ruled(catalog: Catalog) -> Non
     attach(catalog, highest_term=TERM)
 
 
-# -- a cachemgr whose clock has been set back ----------------------------------------------------------------------
+# -- a cachemgr with a clock that was set back ----------------------------------------------------------------------
 
 HIGHER = TERM + 100
 

@@ -80,7 +80,7 @@ def test_a_command_shows_no_text_of_grpc() -> None:
         (Unavailable(RAW), "(Connection refused)"),
         (Unavailable("Deadline Exceeded", reason="DEADLINE_EXCEEDED"), "(no answer within 5 s)"),
         (QuireError("Method not found!", reason="UNIMPLEMENTED"), "(another service is there)"),
-        (Unavailable("x: Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame)"), "does not speak gRPC"),
+        (Unavailable("x: Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame)"), "does not use gRPC"),
         (Unavailable("x: connection attempt timed out before receiving SETTINGS frame"), "did not answer in time"),
     ],
 )
@@ -469,12 +469,12 @@ def test_a_broken_stream_fails_every_step_on_it_and_the_next_opens_another(tmp_p
 def test_a_stream_that_breaks_while_a_request_is_written_is_an_error_of_that_request(
     tmp_path: Path, accident: str
 ) -> None:
-    """gRPC tells who writes that it was cancelled: who believed it would end, and say nothing."""
+    """gRPC raises a cancellation for the write: a task that believed it would end without an error."""
 
     async def body(address: str, cache: Cache, worker: Worker) -> None:
         client = WorkerClient(address, retry=QUICK, step_timeout_s=0.2 if accident == "late" else 20.0)
         worker.reads.clear()
-        writing = asyncio.create_task(client.run(step_request(bytes(2**23))))  # more than goes to one who does not read
+        writing = asyncio.create_task(client.run(step_request(bytes(2**23))))  # more than fits the stream's window
         if accident == "too many answers":
             worker.answers.put_nowait(answer(1))
             worker.answers.put_nowait(answer(2))

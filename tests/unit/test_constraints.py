@@ -98,7 +98,7 @@ def test_allowed_tokens_equal_transformers() -> None:
 
 
 def test_everything_in_the_order_of_transformers() -> None:
-    """Bias before the repetition penalty, as in generate(); what is forbidden commutes with the rest."""
+    """Bias before the repetition penalty, as in generate(); forbidden tokens commute with the rest."""
     allowed = list(range(1, VOCAB, 2)) + ENDS
     constraints = Constraints(
         allowed_token_ids=ids(*allowed),
@@ -166,7 +166,7 @@ MIXTURE = [
 
 
 def test_rows_of_a_batch_do_not_change_one_another() -> None:
-    """Each row chooses among the others what it chooses alone, in a batch whose rows come and go."""
+    """Each row chooses among the others as it chooses alone, while rows of the batch change."""
     logits = [logits_of_step(step, len(MIXTURE)) for step in range(NUM_STEPS)]
     together: list[list[int]] = [[] for _ in MIXTURE]
     sampler = make_sampler(*MIXTURE)

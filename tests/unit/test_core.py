@@ -1,4 +1,4 @@
-"""The core as Python sees it: bytes as the protos say, and what is wrong as exceptions."""
+"""The core's Python interface: bytes of proto messages, and errors as exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine over two services that live in the test: what callers see, whatever the services do.
+"""The engine over two services in the test's process: its results for callers, with any failure of the services.
 
 The model here recites SCRIPT: after a prompt of p tokens, the token at position p + i is SCRIPT[i]. So the expected
 output is a slice, and a token that is lost, doubled or out of place shows.
@@ -251,7 +251,7 @@ PROMPT_END = TOKENIZER.encode("\n")[0]
 
 
 def recited_from(tokens: list[int]) -> int:
-    """The length of a prompt, with or without what was generated: it ends in a line break, and SCRIPT has none."""
+    """The length of a prompt, with or without generated tokens: it ends in a line break, and SCRIPT has none."""
     return tokens.index(PROMPT_END) + 1
 
 
@@ -515,7 +515,7 @@ def test_a_full_queue_refuses_one_request_and_no_other(config: dict[str, int], f
         for (completion,) in await asyncio.gather(*waiting):
             assert completion.token_ids == tuple(RECITED[:9])
         (completion,) = await engine.complete(["a\n"], greedy(9))
-        assert completion.token_ids == tuple(RECITED[:9]), "whoever has a token waits no more"
+        assert completion.token_ids == tuple(RECITED[:9]), "a request with a token is not waiting"
 
     with_engine(body, **config)
 

@@ -1,4 +1,4 @@
-"""What an engine measures, and the page it shows it on."""
+"""The engine's measurements, and its page of metrics."""
 
 from __future__ import annotations
 

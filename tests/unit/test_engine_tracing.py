@@ -157,7 +157,7 @@ def test_nothing_said_in_a_trace_is_text() -> None:
 
 
 class SlowWorker(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Takes its time to put a step in line, and ends it when it is told to."""
+    """Delays the queueing of a step, and ends it when the test says so."""
 
     def __init__(self) -> None:
         self.is_in_line = False

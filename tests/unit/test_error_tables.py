@@ -37,14 +37,14 @@ def engine_status(reason: Any) -> ErrorStatus:
 
 
 def retry_delay_s(detail: Any) -> float:
-    """Of a RetryInfo."""
+    """The delay of a RetryInfo."""
     retry = error_details_pb2.RetryInfo()
     assert detail.Unpack(retry)
     return float(retry.retry_delay.ToNanoseconds() / 1e9)
 
 
 class Service:
-    """What must agree for one service."""
+    """The tables of one service that must agree."""
 
     def __init__(
         self, name: str, *, enum: Any, proto: str, errors: Any, table: Any, delays: Any, domain: str, status: Any

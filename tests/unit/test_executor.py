@@ -56,7 +56,7 @@ def make_step(
 
 
 def steps() -> list[Step]:
-    """Two prompts, one of them in parts; then decodes, whose tokens stay on the device."""
+    """Two prompts, one of them in parts; then decodes, with tokens that stay on the device."""
     blocks = {
         "write_sequence_ids": [1, 2],
         "write_first_indexes": [0, 0],
@@ -163,7 +163,7 @@ def test_a_copy_of_the_host_tier_that_fails_damages_the_pool(model: PagedModel, 
 
 
 class LostModel:
-    """What a forward does on a GPU that has failed."""
+    """A forward on a GPU that has failed."""
 
     def __init__(self, model: PagedModel) -> None:
         self._model = model

@@ -40,7 +40,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere exec start
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that says what it sees, in a folder that counts as the tests' own."""
+    """A script that prints its environment, in a folder that counts as the tests' own."""
     monkeypatch.setattr(forking, "PROGRAMS", (*forking.PROGRAMS, tmp_path))
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))

@@ -1,4 +1,4 @@
-"""Fused modules in torch: equal to the model's own, per architecture, and what they must leave alone."""
+"""Fused modules in torch: equal to the model's own, per architecture, and the modules that stay unchanged."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class TestWeights:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Of the weights, merged ones included."""
+    """The bytes of the weights, merged ones included."""
     held = list(model.parameters())
     for stand_in in (vars(module).get("forward") for module in model.modules()):
         if isinstance(stand_in, FusedAttention):

@@ -1,4 +1,4 @@
-"""API keys and the limits of their tenants: files, what they refuse, and what they let through."""
+"""API keys and the limits of their tenants: files, refused and accepted requests."""
 
 from __future__ import annotations
 

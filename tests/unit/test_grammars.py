@@ -1,4 +1,4 @@
-"""Grammars: compiled under limits, kept by content, followed token by token, and masks for what they allow."""
+"""Grammars: compiled under limits, kept by content, followed token by token, and masks of their next tokens."""
 
 from __future__ import annotations
 

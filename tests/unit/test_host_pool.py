@@ -1,4 +1,4 @@
-"""The host tier's memory: what is copied there comes back, bit for bit, and nothing else is touched."""
+"""The host tier's memory: copied content is restored bit for bit, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many calls a server has open at a time: over a real gRPC server in this process."""
+"""The number of open calls of a server: over a real gRPC server in this process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def with_server(tmp_path: Path, body: Callable[[grpc.aio.Channel, HandlerGuard, 
 
 
 async def call(channel: grpc.aio.Channel, method: str) -> list[str]:
-    """What is answered."""
+    """The answer of a call."""
     coding = (StringValue.SerializeToString, StringValue.FromString)
     if method != "Stream":
         return [(await channel.unary_unary(f"/{SERVICE}/{method}", *coding)(StringValue(value="a"))).value]

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def make_pool(*, num_blocks: int = 7, dtype: torch.dtype = torch.float32) -> KVPool:
-    """A pool whose blocks, but for the null block, hold random numbers."""
+    """A pool with random numbers in all blocks but the null block."""
     pool = KVPool(UNEVEN_LAYERS, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(0)
     for tensor in pool.tensors():

@@ -1,4 +1,4 @@
-"""MLA on its latents: what the pool keeps, and when it keeps keys and values after all."""
+"""MLA on its latents: the pool's content, and the cases in which it keeps keys and values after all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases by themselves: until when, and what they remember."""
+"""Leases: their ends, and their kept answers."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def report_to(ledger: Ledger, lease_id: str, number: int, outcome: StepOutcome, 
 
 
 class Bench:
-    """A ledger with leases "a" and "b", and a worker that samples what it is told to, 9 if nothing."""
+    """A ledger with leases "a" and "b", and a worker that samples the test's tokens, 9 if there are none."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -1139,7 +1139,7 @@ def test_fenced_leases_and_their_steps_are_counted_until_they_are_gone(bench: Be
 
 
 def tiered(num_host_blocks: int) -> Bench:
-    """Sequence 1 of four computed tokens and one to compute, in blocks that nobody else finds."""
+    """Sequence 1 of four computed tokens and one to compute, in blocks that no other sequence finds."""
     bench = Bench(Ledger("pool", EPOCH, replace(geometry(), num_host_blocks=num_host_blocks), verify=True))
     bench.admit(1, 1, 2, 3, 4)
     bench.settle()

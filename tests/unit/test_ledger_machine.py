@@ -1,12 +1,12 @@
-"""The ledger against two independent pieces of plain Python: a worker that is obeyed by the letter, and second books.
+"""The ledger against two independent models in plain Python: a worker that follows every order, and second books.
 
-The worker has a memory. A slot's content is the tuple (tag, token 0, ..., token i) of everything that its KV stands
-for, built from what the step reads through the worker's own block table; tables change only by the grants' writes.
-Steps run late, interleaved, fail, are skipped; reports are delayed and repeated. Whatever the ledger gets wrong about
-sharing, reuse, copies or table writes is read back as a wrong tuple.
+The worker has a memory. A slot's content is the tuple (tag, token 0, ..., token i) of the tokens that its KV depends
+on, built from the slots that the step reads through the worker's own block table; tables change only by the grants'
+writes. Steps run late, interleaved, fail, are skipped; reports are delayed and repeated. Any error of the ledger in
+sharing, reuse, copies or table writes is read as a wrong tuple.
 
 The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it. Under LRU that
-includes which block is evicted next; of the default policy they know what it must never evict.
+includes which block is evicted next; for the default policy they know the blocks that it must never evict.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ POISON = ("poison",)
 NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
 NUM_EXAMPLES_OF_VERIFY = 1_000
 PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
-"""Whoever asks for a number of examples wants to know whether there is a failure, not the smallest one."""
+"""A run with a given number of examples is to find failures, not the smallest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a tenant may take, in blocks."""
+    """The limits of a tenant, in blocks."""
 
     floor: int
     limit: int
@@ -136,12 +136,12 @@ class PlannedRun:
 
 @dataclass
 class PlannedStep:
-    """What the client sends and what the test remembers of the moment at which the grant was made."""
+    """The client's request, and the test's state at the moment of the grant."""
 
     plan: Planned
     runs: list[PlannedRun]
     generations: dict[int, int]
-    """How often each block that the step touches had been handed out."""
+    """The number of allocations of each block that the step accesses."""
 
 
 @dataclass
@@ -275,7 +275,7 @@ class BookSequence:
     """Blocks that are kept for its reservation, as they were counted last."""
     cache_use: CacheUse = CacheUse.READ_AND_WRITE
     withheld: int = 0
-    """Leading blocks that a reset was about: they are not published when it comes back from the host tier."""
+    """Leading blocks that a reset has dropped: they are not published at its restore."""
 
     @property
     def known(self) -> int:
@@ -298,7 +298,7 @@ class BookRun:
     """Indexes of the blocks that it fills with tokens known when it was planned."""
     sampled: Token | None
     heirs: list[list] = field(default_factory=list)
-    """Sequences as they went on when this one was offloaded, each with what the run covers of it."""
+    """Sequences after this one was offloaded, each with the part of the run that it needs."""
 
 
 @dataclass(eq=False)
@@ -363,7 +363,7 @@ class Books:
         self.owners: dict[int, int] = {}
         """The tenant that each block was handed out for last."""
         self.is_lru = is_lru
-        """True if what is evicted is known beforehand: the block parked longest ago."""
+        """True if the evicted block is known beforehand: the block parked longest ago."""
         self.size = geometry.block_size
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
@@ -509,7 +509,7 @@ class Books:
         return sum(states[block] is BlockState.CACHED and self.owners[block] == tenant for block in self.kept())
 
     def num_unclaimed(self, tenant: int) -> int:
-        """Blocks that the tenant's floor promises beyond what is reserved for its sequences."""
+        """Blocks that the tenant's floor promises beyond the reservations of its sequences."""
         return max(0, self.shares[tenant].floor - self.num_held(tenant) - self.num_reserved(tenant))
 
     def num_promised(self) -> int:
@@ -569,10 +569,10 @@ class Books:
             self.allocated += 1
 
     def check_eviction(self, block: int) -> None:
-        """Of all policies: only what is parked, and a child that was parked before its parent goes before it.
+        """For all policies: only parked blocks are evicted, and a child that was parked before its parent goes first.
 
-        Where a block stands for another's tokens, the policy does not know it for the parent of what continues that
-        one: two had computed the same, or a copy came after a reset.
+        If a block replaced another sequence's equal block, the policy does not know it as the parent of the blocks
+        after that one: two sequences computed the same tokens, or a copy came after a reset.
         """
         if self.is_lru:
             assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
@@ -590,7 +590,7 @@ class Books:
     # resets
 
     def withhold(self, tags: Collection[int]) -> None:
-        """Sequences in the host tier will not publish what is computed of them."""
+        """Sequences in the host tier will not publish their computed blocks."""
         for sequence in (s for lease in self.leases.values() for s in lease.sequences.values()):
             if sequence.host is not None and sequence.tag in tags:
                 sequence.withheld = sequence.computed // self.size
@@ -830,7 +830,7 @@ class Books:
         return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
 
     def max_tokens(self, tenant: int, sequence: BookSequence | None = None) -> int:
-        """Of any sequence of a tenant, or of this one."""
+        """The tokens of any sequence of a tenant, or of this one."""
         others = sum(share.floor for share in self.shares) - self.shares[tenant].floor
         most = min(self.shares[tenant].limit, self.geometry.num_blocks - 1 - others)
         longest = min(self.longest(), most * self.size)
@@ -988,7 +988,7 @@ class Books:
         return found, published
 
     def pending(self) -> dict[tuple, int]:
-        """What steps in flight fill, that of the step being planned included; of equal blocks the first."""
+        """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first."""
         pending: dict[tuple, int] = {}
         for step in [*self.lease.steps, self.step]:
             for run in step.runs if not step.is_doomed else ():
@@ -1050,7 +1050,7 @@ class Books:
             sequence.published += 1
 
     def fence(self, lease_id: str) -> None:
-        """What is retired, then all tables of the lease, one sequence after the other."""
+        """Retired blocks, then all tables of the lease, one sequence after the other."""
         lease = self.leases.pop(lease_id)
         for sequence in lease.sequences.values():
             sequence.released = True
@@ -1090,7 +1090,7 @@ EVENTS = (
 
 
 class Client:
-    """One lease as its holder sees it: what was planned and not run, what was run and not reported."""
+    """One lease as its client sees it: steps planned and not run, steps run and not reported."""
 
     def __init__(self, lease_id: str) -> None:
         self.lease_id = lease_id
@@ -1443,7 +1443,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
     def report_wrongly(self, rng):
-        """Again what was reported, and what comes later."""
+        """Reports that were sent before, and later ones out of order."""
         client = self.pick(rng, lambda client: client.reported)
         before = state_of(self.ledger)
         for report in client.reported[-2:] if client else ():
@@ -1527,7 +1527,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.books.rest()
 
     def reset_some(self, rng):
-        """Of a tenant, a salt, or a prefix; other calls come between its beginning and its end."""
+        """Resets of a tenant, a salt, or a prefix; other calls run between its beginning and its end."""
         if self.resetting is not None:
             self.go_on_with_reset()
             return
@@ -1690,7 +1690,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(slots[0]) == len(slots[-1]) - size + 1
 
     def computed_tokens_are_there(self):
-        """Whatever a sequence counts as computed can be read through its table, but for what is still to be copied."""
+        """All computed tokens of a sequence can be read through its table, except blocks still to be copied."""
         size = self.geometry.block_size
         for client in self.clients.values():
             plans = [step.plan for step in client.to_run]

@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON, and whose call they are of."""
+"""Log lines as text and as JSON, and their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger and the catalog tell: lists in order, blocks and changes as messages, why a prefix misses."""
+"""Listings of the ledger and the catalog: lists in order, blocks and changes as messages, reasons of misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --help of the servers says."""
+"""The text of --help of the servers."""
 
 from __future__ import annotations
 

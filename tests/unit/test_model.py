@@ -122,7 +122,7 @@ def reference_model(name: str) -> Any:
     return model
 
 
-# Tokens per step and sequence; a sequence whose list has run out decodes. Sequence i enters at step i // 2.
+# Tokens per step and sequence; a sequence at the end of its list decodes. Sequence i enters at step i // 2.
 CHUNKS = [[3, 2], [7, 26], [12], [1], [9, 1, 10]]
 
 
@@ -231,7 +231,7 @@ def test_a_saved_checkpoint_loads(name: str, tmp_path: Path) -> None:
 
 
 class TestSelfCheck:
-    """What load must notice by numbers, because nothing else would."""
+    """Errors that load must find by numbers, because nothing else would."""
 
     @pytest.mark.parametrize(
         ("name", "change"),

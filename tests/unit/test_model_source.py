@@ -1,4 +1,4 @@
-"""A model's folder or hub id: what is missing is said at once."""
+"""A model's folder or hub id: a missing part is reported at once."""
 
 from __future__ import annotations
 

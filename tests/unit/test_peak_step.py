@@ -1,4 +1,4 @@
-"""The largest step: what it consists of, and that it runs."""
+"""The largest step: its contents, and that it runs."""
 
 import model_zoo as zoo
 import pytest

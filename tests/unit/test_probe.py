@@ -1,4 +1,4 @@
-"""What the probe reads off a model, what it classifies a mask as, and what it refuses."""
+"""The probe: the attention parameters that it reads from a model, its classes of masks, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker chooses before it loads a model."""
+"""A worker's choices before it loads a model."""
 
 from types import SimpleNamespace
 from typing import Any

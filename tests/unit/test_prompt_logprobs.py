@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: what the worker makes of hidden states, and how the engine puts the parts together."""
+"""Log-probabilities of prompts: the worker's scores of hidden states, and the engine's joining of the parts."""
 
 from __future__ import annotations
 

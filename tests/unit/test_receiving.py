@@ -157,7 +157,7 @@ def test_a_request_that_does_not_arrive_ends_its_call(tmp_path: Path, monkeypatc
 
 
 class SlowContext:
-    """A call whose message arrives when the test says so."""
+    """A call with a message that arrives when the test says so."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What is drawn of a pool: it fits, it counts right, and nothing a model says reaches the terminal as a command."""
+"""The drawing of a pool: it fits, its counts are right, and no model output controls the terminal."""
 
 import io
 import re

@@ -207,7 +207,7 @@ STRINGS = {
 
 
 def unbounded(descriptor: Any, seen: set[str]) -> Iterator[tuple[str, str]]:
-    """Message and field of whatever can be of any size."""
+    """Message and field of all values without a bound."""
     if descriptor.full_name in seen or descriptor.full_name.startswith("google."):
         return
     seen.add(descriptor.full_name)

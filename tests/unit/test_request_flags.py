@@ -27,7 +27,7 @@ def request(*arguments: str) -> tuple[SamplingParams, CacheParams]:
 
 
 def refusal(*arguments: str) -> click.ClickException:
-    """Return what the command line says of wrong flags."""
+    """Return the command line's message for wrong flags."""
     try:
         values = values_of(*arguments)
         try:

@@ -1,4 +1,4 @@
-"""What the collector walks through once it was tuned, in an interpreter of its own: pytest's heap is not a server's."""
+"""The objects that the tuned collector scans, in a separate interpreter: pytest's heap is not a server's."""
 
 import subprocess
 import sys

@@ -52,7 +52,7 @@ def random_logits(rows: int, *, seed: int = 0, scale: float = 3.0, vocab_size: i
 
 
 def hf_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What transformers' processors make of one row of logits, [V] float64; presence penalty by its definition."""
+    """transformers' processors on one row of logits, [V] float64; presence penalty by its definition."""
     ids = torch.tensor([PROMPT + OUTPUT])
     scores = logits[None].clone()
     if params.repetition_penalty != 1:
@@ -92,7 +92,7 @@ def test_inverts_the_distribution_of_transformers(params: SamplingParams, monkey
 
 @pytest.mark.parametrize("u", np.linspace(0, 1, 23, endpoint=False))
 def test_rows_of_a_batch_do_not_change_one_another(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mixture of parameters: a row draws among the others what it draws alone."""
+    """Every mixture of parameters: a row draws among the others as it draws alone."""
     params = [*FILTERS.values(), SamplingParams(), SamplingParams(repetition_penalty=2.0)]
     logits = random_logits(len(params))
     together = drawn_tokens(monkeypatch, make_sampler(*params), logits, u)

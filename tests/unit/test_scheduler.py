@@ -38,7 +38,7 @@ END_TOKEN = 6
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """What the model says: depends on every token and on the seed."""
+    """The model's next token: depends on every token and on the seed."""
     return zlib.crc32(bytes(tokens) + seed.to_bytes(8, "little")) % VOCABULARY
 
 
@@ -55,7 +55,7 @@ def expected_output(prompt: list[int], *, seed: int, max_tokens: int, ends: set[
 class Held:
     """A sequence in the model of cachemgr; a token being sampled is None.
 
-    sampled   position of the token that the worker has sampled last, and needs from nobody
+    sampled   position of the token that the worker has sampled last, and needs from no client
     """
 
     tokens: list[int | None]
@@ -380,7 +380,7 @@ class ModelWorker:
 
 
 class World:
-    """A scheduler and both models, two steps in flight at most; `choose(n)` decides what is free to happen."""
+    """A scheduler and both models, two steps in flight at most; `choose(n)` picks one of n possible events."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
         self.limits = limits
@@ -499,7 +499,7 @@ class World:
 
 
 def everybody(scheduler: Scheduler) -> list[Sequence]:
-    """Those that have not ended, and whom a step in flight is for."""
+    """Unfinished sequences, and those of steps in flight."""
     stepping = [sequence for step in scheduler._flight for sequence in step.sequences]
     followers = [child for children in scheduler._queues.followers.values() for child in children]
     return [*scheduler._queues.waiting, *scheduler._queues.running, *scheduler._queues.draining, *followers, *stepping]
@@ -789,13 +789,13 @@ def test_of_equals_the_one_that_loses_least_gives_way() -> None:
     )
     while not world.scheduler.statistics().preemptions:
         world.turn()
-    assert short.state is not SequenceState.RUNNING, "not the last in rank, who would lose more"
+    assert short.state is not SequenceState.RUNNING, "not the last in rank, which would lose more"
     assert first.state is long.state is other.state is SequenceState.RUNNING
     world.run()
 
 
 def starve(world: World, first: Sequence) -> None:
-    """Nothing is free from the third step on, in which the first in rank wants a block: somebody has to give way."""
+    """No block is free from the third step on, when the first in rank needs one: a sequence has to be preempted."""
     world.plan()
     world.plan()
     assert first.num_scheduled_tokens == 8
@@ -949,7 +949,7 @@ def test_nobody_overtakes_the_one_who_was_refused_blocks() -> None:
 
 
 def test_who_was_refused_for_a_reserve_asks_again_when_that_is_small_again() -> None:
-    """Under pressure admissions leave more to those who run; the end of one of them is the end of that."""
+    """Under pressure admissions leave more to running sequences; the pressure ends with the end of one of them."""
     world = World(limits(num_blocks=16))
     (ending,), (staying,) = (world.add([number], max_tokens=count, ends=()) for number, count in ((1, 3), (2, 20)))
     world.plan()
@@ -1365,7 +1365,7 @@ requests = st.lists(
     min_size=1,
     max_size=6,
 )
-# With one that holds a few sequences, or all; and one whose copies take too long.
+# With a host tier that holds a few sequences, or all; and one with copies that take too long.
 host_tiers = {"num_host_blocks": st.sampled_from([0, 4, 20]), "block_bytes": st.sampled_from([1, 1, 10**9])}
 worlds = st.builds(
     limits,
@@ -1477,7 +1477,7 @@ class Pressure:
     tenants: tuple[str, ...] = ("",)
 
     def run(self, seed: int) -> tuple[World, list[Sequence]]:
-        """Runs it to its end; at each plan nobody is preempted who must not be."""
+        """Runs it to its end; no plan preempts a sequence that it must not."""
         dice = random.Random(seed)
         world = World(limits(num_blocks=self.num_blocks, max_step_tokens=32, max_sequence_tokens=self.longest))
         world.scheduler._verify = False  # everything else here holds it

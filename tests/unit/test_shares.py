@@ -1,4 +1,4 @@
-"""The tenants' file: what it says of whom, what is wrong with it, and that it is read again."""
+"""The tenants' file: its shares, its errors, and that it is read again."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_a_share_in_blocks_of_a_pool(share: Share, resolved: tuple[int, ...]) ->
         ("default = 1", "default must be a section, [default]"),
         ("tenants = 1", "tenants must be sections, [tenants.NAME]"),
         ("[tenants]\na = 1", "tenants.a must be a section, [tenants.a]"),
-        ("[default]\nfloor = 1", "default.floor: a floor is for tenants by name"),
-        ('[default]\nfloor = "1%"', "default.floor: a floor is for tenants by name"),
+        ("[default]\nfloor = 1", "default.floor: only a tenant with its own section"),
+        ('[default]\nfloor = "1%"', "default.floor: only a tenant with its own section"),
         ("[default]\nlimit = -1", "default.limit is -1; must be a number of blocks, 0 to 2147483647, or"),
         ("[default]\nlimit = 2147483648", "default.limit is 2147483648; must be"),
         ("[default]\nlimit = 1.5", "default.limit is 1.5; must be"),

@@ -1,4 +1,4 @@
-"""The state directory: what is read again is what was written, and anything else is as if it were not there."""
+"""The state directory: saved state is restored, and any other content is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States per sequence: where a row goes on from, what a fork takes over, what is forgotten."""
+"""States per sequence: the position from which a row continues, forks, and invalid states."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_a_row_goes_on_behind_its_last_token_or_before_it() -> None:
     slots = make_slots()
     assert numbers(slots.load([1, 3], [2, 9])) == [12, 39]
     assert numbers(slots.load([3, 1], [8, 1])) == [38, 11]
-    assert numbers(slots.load([3, 0, 1], [0, 0, 2])) == [0, 0, 12], "who begins has zeros, whatever lies there"
+    assert numbers(slots.load([3, 0, 1], [0, 0, 2])) == [0, 0, 12], "a new sequence has zeros, for any old content"
 
 
 @pytest.mark.parametrize(("row", "start"), [(3, 7), (3, 10), (1, 9), (0, 1), (2, 5)])
 def test_from_nowhere_else(row: int, start: int) -> None:
-    with pytest.raises(StateNotKept, match=f"row {row} is to go on at position {start}"):
+    with pytest.raises(StateNotKept, match=f"row {row} is to continue at position {start}"):
         make_slots().load([row], [start])
 
 

@@ -205,7 +205,7 @@ class TestStepBatch:
             build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[3], token_ids=[[1, 2]])
         with pytest.raises(ValueError, match=r"have \[1, 1, 1, 0\] items"):
             build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[1], token_ids=[])
-        with pytest.raises(ValueError, match="a row comes twice"):
+        with pytest.raises(ValueError, match="a row occurs twice"):
             build(make_table([7]), (0, 0, [1]), (0, 1, [1]))
         with pytest.raises(KeyError):
             build(make_table([7]), (3, 0, [1]))

@@ -1,4 +1,4 @@
-"""What computing and copying cost, of late, and which of them a preempted sequence takes."""
+"""The measured costs of computing and copying, and the choice between them for a preempted sequence."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Time in the books: every call reads a pool without the pins and the advice whose time is over.
+"""Time in the books: every call reads a pool without expired pins and advice.
 
 The servicer runs in process with a clock that the test sets. Nothing else comes between the clock and the call.
 """

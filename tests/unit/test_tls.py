@@ -1,4 +1,4 @@
-"""Certificates, plain text and tokens, without a server: what is refused and said, and what is read again."""
+"""Certificates, plain text and tokens, without a server: refusals and their messages, and files read again."""
 
 from __future__ import annotations
 

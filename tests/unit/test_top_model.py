@@ -1,4 +1,4 @@
-"""What `quire top` makes of answers and of keys."""
+"""The state of `quire top` after answers and keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def look(*sequence_ids: int, pools: tuple[str, ...] = ("main",), pool_name: str 
 
 
 def press(place: Place, seen: Look, *keys: str) -> Action | None:
-    """Several keys; what the last one asks for."""
+    """Several keys; the action of the last one."""
     return [place.press(key, seen, page=3) for key in keys][-1]
 
 

@@ -1,4 +1,4 @@
-"""What `quire top` draws: it fits any terminal, it counts right, and it says the same without colour."""
+"""The screen of `quire top`: it fits any terminal, its counts are right, and colours only repeat its text."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_map_of_many_blocks_shows_how_full_their_cells_are() -> None:
 
 
 def test_blocks_are_counted_once_and_the_legend_counts_none() -> None:
-    """The legend's blocks were told of at another moment than the numbers, so that two counts would differ."""
+    """The legend's blocks are of another moment than the numbers, so that two counts would differ."""
     lines = draw(shown(book=book(100_000)))
     (legend,) = [line for line in lines if " a cell: " in line]
     assert re.search("shared +█ held by one +█ retired +█ cached +· free", legend)
@@ -303,7 +303,7 @@ def test_an_opened_sequence_is_scrolled() -> None:
 def test_a_table_that_is_not_told_and_a_sequence_that_has_ended() -> None:
     bare = pb.Sequence(lease_id_prefix="aaaa1111", sequence_id=101, token_count=40, block_count=3)
     place = Place(opened=("aaaa1111", 101))
-    assert any("3 blocks; cachemgr does not say which" in line for line in draw(shown(place, look=page(sequence=bare))))
+    assert any("3 blocks; cachemgr does not list them" in line for line in draw(shown(place, look=page(sequence=bare))))
     assert any("It has ended." in line for line in draw(shown(place)))
 
 

@@ -1,4 +1,4 @@
-"""The worker's own check of ownership: it stays silent over what the protocol allows, and names what it does not."""
+"""The worker's own check of ownership: it accepts all steps that the protocol allows, and reports others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = tuple[int, int, list[int]]
 
 
 class Worker:
-    """A verifier, and what it is told of steps: device tables as the grants made them unless a test says otherwise."""
+    """A verifier, and its inputs: device tables as the grants made them unless a test says otherwise."""
 
     def __init__(self) -> None:
         self.verifier = OwnershipVerifier(num_blocks=NUM_BLOCKS, block_size=SIZE, num_host_blocks=NUM_HOST_BLOCKS)
@@ -210,12 +210,12 @@ class TestWhatIsNot:
         worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [1])])
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]))
-        assert_violation(worker, "I5", 1, "does not hold what the sequence had in it (position 0)")
+        assert_violation(worker, "I5", 1, "does not have the content of the sequence (position 0)")
 
     def test_a_read_of_what_a_sequence_of_the_same_step_overwrites(self, worker: Worker) -> None:
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]), (2, 0, [9]), writes=[(2, 0, [1])])
-        assert_violation(worker, "I5", 1, "does not hold what the sequence had in it")
+        assert_violation(worker, "I5", 1, "does not have the content of the sequence")
 
     def test_a_block_shared_by_a_sequence_with_other_tokens(self, worker: Worker) -> None:
         worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
@@ -227,7 +227,7 @@ class TestWhatIsNot:
         worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]), writes=[(1, 0, [3])])
-        assert_violation(worker, "I5", 3, "does not hold what the sequence had in it")
+        assert_violation(worker, "I5", 3, "does not have the content of the sequence")
 
     def test_a_read_of_what_was_never_computed(self, worker: Worker) -> None:
         with pytest.raises(OwnershipViolation):
@@ -306,14 +306,14 @@ class TestWhatIsNot:
         worker.step(offloaded=[2], offloads=[(3, 0), (4, 2)])
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]), writes=[(1, 0, [5, 6])], restores=[(0, 5), (1, 6)])
-        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+        assert_violation(worker, "I5", 5, "does not have the content of the sequence")
 
     def test_a_restore_of_another_sequences_blocks(self, worker: Worker) -> None:
         worker.step((2, 0, [7] * 6), writes=[(2, 0, [3, 4])])
         worker.step(offloaded=[1, 2], offloads=[(1, 0), (2, 1), (3, 2), (4, 3)])
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]), writes=[(1, 0, [5, 6])], restores=[(2, 5), (3, 6)])
-        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+        assert_violation(worker, "I5", 5, "does not have the content of the sequence")
 
     def test_a_sequence_that_came_back_without_its_copies(self, worker: Worker) -> None:
         worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
@@ -330,7 +330,7 @@ class TestWhatIsNot:
         worker.step((2, 0, [7, 7, 7, 7, 7]), writes=[(2, 0, [3, 4])])
         with pytest.raises(OwnershipViolation):
             worker.step((3, 5, [9]), forks=[(1, 3)], writes=[(3, 0, [1, 5])], copies=[(4, 5)])
-        assert_violation(worker, "I5", 5, "does not hold what the sequence had in it")
+        assert_violation(worker, "I5", 5, "does not have the content of the sequence")
 
     @pytest.mark.parametrize("block_id", [0, NUM_BLOCKS])
     def test_a_block_that_nobody_can_own(self, worker: Worker, block_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Watches of a catalog's pools, in process: what is sent when, and what is left when one ends."""
+"""Watches of a catalog's pools, in process: the answers and their times, and the state after the end of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drivers share: rows of one subject for each pool size, printed as JSON on the last line."""
+"""The common parts of the drivers: rows of one subject for each pool size, printed as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workload import Prompts, Rows, Subject, calibrate, fill
 def metadata_per_block(make: Callable[[int], Subject], num_blocks: int) -> float:
     """Bytes of Python memory per block of a pool full of cached blocks, nothing held.
 
-    A subject with `native_bytes()` adds what it keeps outside of Python's allocator.
+    A subject with `native_bytes()` adds its memory outside of Python's allocator.
     """
     gc.collect()
     tracemalloc.start()
@@ -34,11 +34,11 @@ def metadata_per_block(make: Callable[[int], Subject], num_blocks: int) -> float
 
 
 def drive(make: Callable[[int], Subject], *, package: str) -> None:
-    """Runs what the command line asks for."""
+    """Runs the rows of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--memory", type=int, default=0, help="blocks of the pool whose metadata is measured; 0: none")
+    parser.add_argument("--memory", type=int, default=0, help="blocks of a pool to measure its metadata; 0: none")
     arguments = parser.parse_args()
     calibration = calibrate()
     samples: dict[str, Any] = {}

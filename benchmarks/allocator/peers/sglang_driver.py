@@ -33,7 +33,7 @@ class Held:
 
 
 class Sglang:
-    """Does what the scheduler's prefill, decode and release do, without the requests' own classes."""
+    """Does the work of the scheduler's prefill, decode and release, without the requests' own classes."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -49,7 +49,7 @@ class Transformers:
 
     def admit(self, state: RequestState) -> int:
         """Timed: search_prefix_match, can_store_request_tokens (which allocates), mark_complete_blocks (which
-        publishes); if there is no room, what the scheduler does: evict_cached_blocks, and again."""
+        publishes); if there is no room, evict_cached_blocks and a retry, as in the scheduler."""
         cache, num_tokens = self._cache, len(state.initial_tokens)
         start = clock()
         num_found = cache.search_prefix_match(state.request_id, state.initial_tokens)

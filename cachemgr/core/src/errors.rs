@@ -1,4 +1,4 @@
-//! What a call ends with if not with an answer.
+//! Errors: refusals of a request, and broken invariants.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -72,7 +72,7 @@ impl Refusal {
         Refusal { reason, message, metadata: Vec::new() }
     }
 
-    /// The same with one more number of its sentence.
+    /// Adds one number of the message.
     pub fn with(mut self, name: &'static str, value: impl Display) -> Refusal {
         self.metadata.push((name.into(), value.to_string()));
         self

@@ -1,13 +1,13 @@
 //! The books of a pool of KV blocks.
 //!
-//!     books     one pool in one epoch: leases, sequences, steps in flight, plans, reports; what can be asked of them
-//!     cache     blocks: who holds them, what is found, what is evicted
+//!     books     one pool in one epoch: leases, sequences, steps in flight, plans, reports; listings
+//!     cache     blocks: reference counts, the prefix index, eviction
 //!     store     changes as values, and the files that they are written to
 //!     wire      messages of protos/quire/cache/v1
-//!     errors    refusals, and books that are wrong
-//!     python    the only one that knows Python
+//!     errors    refusals and broken invariants
+//!     python    the Python bindings; no other module uses Python
 //!
-//! No clock. No I/O and no threads either, but in `store::files`.
+//! No clock. No I/O and no threads outside of `store::files`.
 
 #![forbid(unsafe_code)]
 

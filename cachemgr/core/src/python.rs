@@ -1,6 +1,6 @@
-//! The books as Python calls them: messages in and out, nothing decided here.
+//! The Python bindings of the books: messages in and out, no decisions.
 //!
-//! Token ids, sequence ids and counts come as bytes, 4 each, little-endian: what `array.tobytes()` gives.
+//! Token ids, sequence ids and counts are bytes, 4 each, little-endian: the format of `array.tobytes()`.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -95,7 +95,7 @@ fn bytes_of(tokens: &[i32]) -> Vec<u8> {
     tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
 }
 
-/// What `beginning_of` made of a name.
+/// The name that `beginning_of` encoded.
 fn name_of(beginning: &[u8]) -> String {
     String::from_utf8_lossy(beginning).trim_end_matches('\0').to_string()
 }
@@ -111,13 +111,13 @@ fn position(position: Option<usize>) -> i64 {
     position.map_or(-1, |position| position as i64)
 }
 
-/// An admission that is asked about, decoded and checked.
+/// A decoded and checked admission of a request.
 #[pyclass(name = "Admission", module = "quire.cachemgr._core", frozen)]
 struct PyAdmission(Admission);
 
 #[pymethods]
 impl PyAdmission {
-    /// Of a serialised Admission, for pools whose sequences have at most `most_tokens`. Raises CallRefused.
+    /// Decodes a serialised Admission, for pools with sequences of at most `most_tokens`. Raises CallRefused.
     #[new]
     fn new(py: Python<'_>, body: &[u8], most_tokens: usize) -> PyResult<PyAdmission> {
         let message = decoded::<messages::Admission>(body)?;
@@ -159,7 +159,7 @@ impl PyStepPlan {
         !self.0.refusals.is_empty()
     }
 
-    /// Of each item that was refused: the number of its kind, its sequence, and why.
+    /// For each refused item: the number of its kind, its sequence, and the refusal.
     #[getter]
     fn refusals<'py>(&self, py: Python<'py>) -> PyResult<Vec<(i32, i64, Bound<'py, PyAny>)>> {
         let view =
@@ -168,7 +168,7 @@ impl PyStepPlan {
     }
 }
 
-/// A sequence as it was when it was asked for.
+/// A sequence at the time of the call.
 #[pyclass(name = "SequenceView", module = "quire.cachemgr._core", frozen, get_all)]
 struct SequenceView {
     seq_id: i32,
@@ -191,7 +191,7 @@ struct SequenceView {
     cache_use: i32,
 }
 
-/// A lease as it was when it was asked for, one that has ended included.
+/// A lease at the time of the call, one that has ended included.
 #[pyclass(name = "Lease", module = "quire.cachemgr._core", frozen, get_all)]
 struct LeaseView {
     lease_id: String,
@@ -256,7 +256,7 @@ struct PyExplanation {
     other_tenant: Option<String>,
 }
 
-/// A step in flight as it was when it was asked for.
+/// A step in flight at the time of the call.
 #[pyclass(name = "StepView", module = "quire.cachemgr._core", frozen, get_all)]
 struct StepView {
     step_number: u64,
@@ -279,7 +279,7 @@ struct PyLedger {
 }
 
 impl PyLedger {
-    /// Runs a change of the books. One that panics leaves them wrong: nothing may be granted any more.
+    /// Runs a change of the books. A panic leaves them in an unknown state: no grant is made after it.
     fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
         let told = |panic: Box<dyn Any + Send>| {
             let text = panic.downcast_ref::<String>().cloned();
@@ -294,7 +294,7 @@ impl PyLedger {
         changed.map_err(|failure| to_python(py, failure))
     }
 
-    /// The same, and tells those who wait for a change.
+    /// As above, and wakes the streams that wait for a change.
     fn telling<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
         let changed = self.changing(py, change)?;
         self.tell_of_change(py)?;
@@ -506,7 +506,7 @@ impl PyLedger {
         self.lease(py, lease_id)
     }
 
-    /// Takes over an open lease of an earlier epoch; its sequences are gone.
+    /// Adopts an open lease of an earlier epoch; its sequences are lost.
     fn adopt_lease(&mut self, py: Python<'_>, lease: &LeaseView) -> PyResult<()> {
         let LeaseView { lease_id, tenant, ttl_s, expires_at, was_let_in, .. } = lease;
         self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), *ttl_s, *expires_at, *was_let_in))
@@ -547,7 +547,7 @@ impl PyLedger {
         found.into_iter().filter(|(its_key, _)| its_key.as_str() >= key).collect()
     }
 
-    /// How many leases each tenant has, those that have ended included.
+    /// The number of leases of each tenant, those that have ended included.
     fn num_leases_by_tenant(&self) -> HashMap<String, usize> {
         let mut counts = HashMap::new();
         for lease in self.stored.books().leases.values() {
@@ -564,12 +564,12 @@ impl PyLedger {
         self.lease(py, lease_id)
     }
 
-    /// Stops a lease; its blocks come back with `lease_fenced`. False if it is not open.
+    /// Stops a lease; `lease_fenced` frees its blocks. False if it is not open.
     fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<bool> {
         self.changing(py, |books| books.end_lease(lease_id))
     }
 
-    /// Stops the leases whose time is over and returns their ids.
+    /// Stops the expired leases and returns their ids.
     fn expire_leases(&mut self, py: Python<'_>, now: f64) -> PyResult<Vec<String>> {
         self.changing(py, |books| books.expire_leases(now))
     }
@@ -584,7 +584,7 @@ impl PyLedger {
         self.stored.books().next_expiry()
     }
 
-    /// Nothing touches the lease's blocks any more: all of them come back. No effect if it is gone.
+    /// Frees all blocks of a fenced lease. No effect if the lease is removed already.
     fn lease_fenced(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
         if self.stored.books().lease(lease_id).is_some() {
             self.telling(py, |books| books.close_lease(lease_id))?;
@@ -594,9 +594,9 @@ impl PyLedger {
 
     // -- steps --------------------------------------------------------------------------------------------------------
 
-    /// Plans the next step of a lease, as a serialised PlanStepRequest asks for it, and renews the lease.
+    /// Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
     ///
-    /// `names_tenants`: the caller may say whose an admission is.
+    /// `names_tenants`: the caller may name the tenant of an admission.
     #[pyo3(signature = (body, *, now, names_tenants = false))]
     fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyStepPlan> {
         let mut request = decoded::<messages::PlanStepRequest>(body)?;
@@ -694,7 +694,7 @@ impl PyLedger {
 
     // -- tenants ------------------------------------------------------------------------------------------------------
 
-    /// What tenants may take from now on: a default, and others by name.
+    /// Sets the tenants' shares: a default, and others by name.
     fn set_shares(&mut self, py: Python<'_>, default: PyShare, by_name: HashMap<String, PyShare>) -> PyResult<()> {
         let by_name: BTreeMap<_, _> =
             by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
@@ -710,7 +710,7 @@ impl PyLedger {
         uses
     }
 
-    /// The same of one of them.
+    /// One tenant's use.
     fn tenant_use(&self, name: &str) -> Option<TenantUse> {
         self.stored.books().tenants().find(name.as_bytes()).map(|tenant| self.use_of(tenant))
     }
@@ -730,7 +730,7 @@ impl PyLedger {
         Ok(AdmissionCheckView { num_cached_tokens: check.num_cached_tokens, num_needed, num_available, refusal })
     }
 
-    /// Ends the pins and the advice whose time is over. Cost: O(1) if none has ended.
+    /// Ends expired pins and advice. Cost: O(1) if none has ended.
     fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
         if self.stored.has_ended(now) {
             self.telling(py, |books| books.advance(now))?;
@@ -743,7 +743,7 @@ impl PyLedger {
         self.stored.books().next_end().map(|end| end as f64 / 1e3)
     }
 
-    /// Keeps what is cached of a prefix from being evicted.
+    /// Keeps the cached blocks of a prefix from eviction.
     #[pyo3(signature = (tokens, *, salt, tenant, ttl_s, now))]
     fn pin_prefix(
         &mut self,
@@ -762,13 +762,13 @@ impl PyLedger {
         Ok(self.pin_view(&pin))
     }
 
-    /// Takes back a pin of the tenant, or of anybody. False if there is none.
+    /// Removes a pin of the tenant, or of any tenant. False if there is none.
     #[pyo3(signature = (pin_id, *, tenant = None))]
     fn unpin_prefix(&mut self, py: Python<'_>, pin_id: PinId, tenant: Option<&str>) -> PyResult<bool> {
         self.telling(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
     }
 
-    /// At most `most` pins behind one, of one tenant or of all, by id.
+    /// At most `most` pins after a given one, of one tenant or of all, by id.
     #[pyo3(signature = (*, tenant = None, behind = None, most = 1_000))]
     fn pins(&self, tenant: Option<&str>, behind: Option<PinId>, most: usize) -> Vec<PinView> {
         let id = tenant.map(|name| self.stored.books().tenants().find(name.as_bytes()));
@@ -782,8 +782,8 @@ impl PyLedger {
 
     // -- looking ------------------------------------------------------------------------------------------------------
 
-    /// Serialised blocks of a ListBlocksResponse from `first` on, and where the next page begins. Of any state if none
-    /// is given, of all tenants and leases likewise.
+    /// Serialised blocks of a ListBlocksResponse from `first` on, and the first block of the next page. Without a
+    /// state, a tenant or a lease: blocks of all.
     #[pyo3(signature = (first, most, *, state, tenant, lease_id))]
     fn list_blocks<'py>(
         &self,
@@ -802,7 +802,8 @@ impl PyLedger {
         Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
     }
 
-    /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and where to go on.
+    /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and the block to continue
+    /// from.
     #[pyo3(signature = (first, most, *, tenant, with_content))]
     fn snapshot<'py>(
         &self,
@@ -816,8 +817,8 @@ impl PyLedger {
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
-    /// Serialised events of a WatchBlocksResponse: what changed from number `first` on, and the number to go on from;
-    /// None if that is not known any more.
+    /// Serialised events of a WatchBlocksResponse: the changes from number `first` on, and the number to continue from;
+    /// None if the journal does not keep the next one any more.
     #[pyo3(signature = (first, most, *, tenant, with_content))]
     fn changes<'py>(
         &self,
@@ -836,7 +837,7 @@ impl PyLedger {
         self.stored.books().pool().journal().num_changes()
     }
 
-    /// How many of them are known.
+    /// The number of changes that the journal keeps.
     fn num_changes_kept(&self) -> usize {
         self.stored.books().pool().journal().num_kept()
     }
@@ -869,7 +870,7 @@ impl PyLedger {
         Ok(self.tell(explanation))
     }
 
-    /// Makes the blocks from `first` to before `end` unfindable, all of them by default; returns how many were.
+    /// Removes the blocks from `first` to before `end` from the index, all of them by default; returns their number.
     #[pyo3(signature = (first = 0, end = None, *, now = 0.0))]
     fn reset_prefix_cache(
         &mut self,
@@ -882,21 +883,21 @@ impl PyLedger {
         self.telling(py, |books| books.reset_prefix_cache(first, end, now))
     }
 
-    /// Begins a reset of a tenant's content: of all of it; with a salt, of what is under it; with tokens too, of what
-    /// begins with their full blocks.
+    /// Begins a reset of a tenant's content: of all of it; with a salt, of the content under it; with tokens, too, of
+    /// the content that begins with their full blocks.
     #[pyo3(signature = (tenant, *, salt = None, tokens = b"".as_slice()))]
     fn begin_reset(&mut self, py: Python<'_>, tenant: &str, salt: Option<&[u8]>, tokens: &[u8]) -> PyResult<PyReset> {
         let tokens = ids(tokens)?;
         self.changing(py, |books| books.begin_reset(tenant.as_bytes(), salt, &tokens)).map(PyReset)
     }
 
-    /// Drops the next part of what a reset is about: how many blocks and pins; None if all is done.
+    /// Drops the next part of a reset's content: returns the numbers of blocks and pins; None if all is done.
     #[pyo3(signature = (reset, *, now = 0.0))]
     fn go_on_with_reset(&mut self, py: Python<'_>, reset: &mut PyReset, now: f64) -> PyResult<Option<(usize, usize)>> {
         self.telling(py, |books| books.go_on_with_reset(&mut reset.0, now))
     }
 
-    /// How many pins there are.
+    /// The number of pins.
     fn num_pins(&self) -> usize {
         self.stored.books().pins().len()
     }
@@ -917,7 +918,7 @@ impl PyLedger {
         self.stored.books().violations()
     }
 
-    /// What is wrong with the blocks from `first` to before `end`.
+    /// The violations in the blocks from `first` to before `end`.
     fn audit(&self, first: BlockId, end: BlockId) -> Vec<String> {
         self.stored.books().audit(&(first..end.min(self.stored.books().geometry().num_blocks as BlockId)))
     }
@@ -940,7 +941,7 @@ impl PyLedger {
         self.stored.books().pool().parked_blocks()
     }
 
-    /// Sets what the default policy plans: low and high place and share by class. For tests.
+    /// Sets the default policy's plan: low and high place and share by class. For tests.
     fn set_retention(&mut self, plan: Vec<(usize, usize, f64)>, is_trusted: bool) -> PyResult<()> {
         let Some(lineage) = self.stored.books_mut().pool_mut().policy().lineage() else {
             return Err(PyValueError::new_err("the policy does not plan"));

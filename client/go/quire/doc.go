@@ -5,7 +5,7 @@
 //	generation := engine.Generate(ctx, &enginev1.GenerateRequest{Prompt: quire.Text("The default value")})
 //	for chunk, err := range generation.Chunks() {
 //
-// A program that plans by itself drives two services. cachemgr decides who owns which KV
+// A program that plans by itself drives two services. cachemgr decides which sequence owns which KV
 // block: take a [Lease] from a [Client] and plan steps with it. A [Worker] has
 // the model and runs the steps that were planned. One step is
 //
@@ -35,7 +35,7 @@
 //
 // # Time
 //
-// A call whose context has no deadline gets one, see [WithTimeout] and
+// A call with a context without a deadline gets one, see [WithTimeout] and
 // [WithStepTimeout]; streams have none. Nothing is sent twice: a call that fails
 // with [ErrUnavailable] may have been applied. Repeat it with the same
 // request_id, then it is applied once.

@@ -33,7 +33,7 @@ type options struct {
 	dial        []grpc.DialOption
 }
 
-// WithTimeout sets the deadline of calls whose context has none. Default 10 s.
+// WithTimeout sets the deadline of calls with a context that has none. Default 10 s.
 func WithTimeout(timeout time.Duration) Option {
 	return func(o *options) { o.timeout = timeout }
 }

@@ -39,9 +39,9 @@ PROBES = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what Python runs, within how many seconds, and what somebody has to look at afterwards.
+    """One step: its Python command, its time limit in seconds, and its results to look at.
 
-    without_gpu    what Python runs where there is no GPU, if that shows anything
+    without_gpu    the Python command for a machine without a GPU, if there is one
     """
 
     name: str
@@ -163,7 +163,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended: ok, failed, timed out, not run; and why."""
+    """The outcome of a step: ok, failed, timed out, not run; and the reason."""
 
     step: Step
     verdict: str

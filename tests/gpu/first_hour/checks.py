@@ -107,7 +107,7 @@ async def complete(
 
 
 def generate_on_cpu(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """The same by transformers alone, in float32."""
+    """Generates by transformers alone, in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     answers = []
@@ -118,7 +118,7 @@ def generate_on_cpu(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def share_of_equal(one: Sequence[list[int]], other: Sequence[list[int]]) -> float:
-    """Of the tokens of each answer, those before the first that differs."""
+    """The tokens of each answer before the first that differs."""
     equal = 0
     for left, right in zip(one, other, strict=True):
         for a, b in zip(left, right, strict=True):
@@ -152,7 +152,7 @@ def check_start() -> None:
 
 
 def check_sync() -> None:
-    """Start a model of each family in this process, and say whose decode and mixed steps are captured."""
+    """Start a model of each family in this process, and print which decode and mixed steps are captured."""
     not_captured = []
     with tempfile.TemporaryDirectory() as folder:
         for family in CAPTURED:
@@ -173,7 +173,7 @@ def run_steps(loaded: Loaded) -> None:
 
 
 def check_capture_failure() -> None:
-    """Models whose forward can't be captured; behind each of them one that can."""
+    """Models with a forward that can't be captured; after each of them one that can."""
     from transformers.models.llama.modeling_llama import LlamaModel
 
     forward = LlamaModel.forward
@@ -218,7 +218,7 @@ def check_dtypes() -> None:
 
 
 def check_traces() -> None:
-    """A trace of decode steps and one of steps with prompts, and what they show."""
+    """A trace of decode steps and one of steps with prompts, and checks of both."""
     for name, first in (("prompts", 1), ("decodes", 10)):
         path = OUTPUT / f"trace-{name}.json"
         path.unlink(missing_ok=True)

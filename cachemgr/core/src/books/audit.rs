@@ -11,7 +11,7 @@ use crate::cache::prefix::{BlockId, Past};
 use crate::cache::tenants::TenantId;
 
 impl Books {
-    /// What is wrong, one sentence each. Cost: O(blocks + table entries).
+    /// All violations, one sentence each. Cost: O(blocks + table entries).
     pub fn violations(&self) -> Vec<String> {
         let mut wrong = self.audit(&(0..self.geometry.num_blocks as BlockId));
         wrong.extend(self.audit_counts());
@@ -19,8 +19,8 @@ impl Books {
         wrong
     }
 
-    /// What is wrong with the blocks of a range. Cost: O(blocks of the range + table entries + free blocks), so that a
-    /// large pool can be checked in slices with calls between them: each slice is right or wrong by itself.
+    /// The violations in a range of blocks. Cost: O(blocks of the range + table entries + free blocks), so that a large
+    /// pool can be checked in slices with calls between them: no slice depends on another.
     pub fn audit(&self, blocks: &Range<BlockId>) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit(blocks, &mut wrong);
@@ -32,7 +32,7 @@ impl Books {
         wrong
     }
 
-    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s for all of them.
+    /// The violations in the counts. Cost: O(blocks), a fraction of `audit`'s for all of them.
     pub fn audit_counts(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit_counts(&mut wrong);
@@ -48,7 +48,7 @@ impl Books {
         wrong
     }
 
-    /// What is wrong with tenants' accounts, pins and reservations. Cost: as `audit_counts`.
+    /// The violations in tenants' accounts, pins and reservations. Cost: as `audit_counts`.
     pub fn audit_promises(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit_accounts(&mut wrong);
@@ -75,7 +75,7 @@ impl Books {
         }
     }
 
-    /// What is reserved is there, and is what the sequences still need.
+    /// Checks that the reserved blocks are available, and are those that the sequences still need.
     fn audit_reservations(&self, wrong: &mut Vec<String>) {
         let (num_reserved, num_there) = (self.pool.accounts().num_reserved(), self.pool.num_allocatable());
         if num_reserved > num_there {
@@ -150,12 +150,12 @@ impl Books {
     }
 
     /// I4: sequences that share a block agree on every token up to the last slot of it that both fill, as steps were
-    /// planned. A block that begins behind what a sequence fills says nothing: it is kept for a reservation, or was for
-    /// tokens that were not computed, and is replaced before the sequence writes to it, as long as it is shared.
+    /// planned. A block after a sequence's last token is not compared: it is kept for a reservation, or was for tokens
+    /// that were not computed. As long as it is shared, it is replaced before the sequence writes to it.
     ///
-    /// Two that agree up to the end of one block agree up to the ends of those before it: each sequence is gone through
-    /// from its end, and compared once with each of those it shares with. Of a block's holders all are compared with the
-    /// one that fills most of it.
+    /// Two sequences that agree up to the end of one block agree up to the ends of the blocks before it. So each
+    /// sequence is read from its end, and compared once with each sequence that it shares blocks with. All holders of a
+    /// block are compared with the one that fills most of it.
     fn check_sharing(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.ref_count(*block) > 1;
         if !blocks.clone().any(|block| is_shared(&block)) {
@@ -215,7 +215,7 @@ impl Books {
     }
 }
 
-/// How often each block of a range is in these lists.
+/// The number of occurrences of each block of a range in these lists.
 fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<BlockId>>) -> Vec<u32> {
     let mut times = vec![0; blocks.len()];
     for list in lists {
@@ -228,7 +228,7 @@ fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<
     times
 }
 
-/// All of a sequence but the hashes that were computed because somebody asked.
+/// All fields of a sequence except cached hashes.
 fn bounds(sequence: &Sequence) -> impl Debug {
     let Sequence { seq_id, number, tenant, root, block_table, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;

@@ -1,4 +1,4 @@
-//! Counts of what happened in a pool.
+//! Counters of a pool.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,7 @@ pub struct Counters {
     pub recomputed_tokens: u64,
     pub forks: u64,
     pub copied_blocks: u64,
-    /// Sequences that were released to make room and came back, which do not count as admissions; their tokens.
+    /// Sequences that were released to make room and admitted again, which do not count as admissions; their tokens.
     pub resumed_admissions: u64,
     pub resumed_tokens: u64,
     pub resumed_cached_tokens: u64,
@@ -25,7 +25,7 @@ pub struct Counters {
     pub restores: u64,
     pub offloaded_blocks: u64,
     pub restored_blocks: u64,
-    /// Tokens whose keys and values reported steps computed, and tokens that these steps added to sequences.
+    /// Tokens with keys and values that reported steps computed, and tokens that these steps added to sequences.
     pub computed_tokens: u64,
     pub generated_tokens: u64,
     /// Since the books are here: they are not stored.

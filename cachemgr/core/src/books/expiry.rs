@@ -1,4 +1,4 @@
-//! When leases end, if nobody renews them, and the order in which lists have them. Time is an argument.
+//! The expiry times of leases, and the order of leases in lists. Time is an argument.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
@@ -59,10 +59,10 @@ impl PartialEq for Entry {
 
 impl Eq for Entry {}
 
-/// Which leases have run out. Renewals cost nothing here: an entry that is early is put back when it comes up.
+/// The leases by expiry. A renewal costs nothing here: an entry that is due too early is put back then.
 ///
-/// The end of a lease costs nothing either. Its entry stays until it comes up, or until there are twice as many entries
-/// as there were open leases at the last look, SPARE_ENTRIES at least; then all of them are looked through.
+/// The end of a lease costs nothing either. Its entry stays until it is due, or until there are twice as many entries
+/// as there were open leases at the last sweep, at least SPARE_ENTRIES; then all of them are checked.
 #[derive(Debug, Default)]
 pub struct ExpiryQueue {
     entries: BinaryHeap<Entry>,
@@ -81,7 +81,7 @@ impl ExpiryQueue {
         }
     }
 
-    /// Takes out the lease of the next entry whose time is over.
+    /// Removes the next expired entry and returns its lease.
     pub fn pop(&mut self, now: f64) -> Option<String> {
         self.entries.peek().filter(|entry| entry.at <= now)?;
         self.entries.pop().map(|entry| entry.lease_id)
@@ -100,7 +100,7 @@ impl ExpiryQueue {
 /// Leases by their page keys, so that a page of a list costs no more than its leases.
 pub type LeaseOrder = BTreeMap<String, String>;
 
-/// Orders leases in lists without giving their ids away, which are capabilities: 24 hexadecimal digits.
+/// Orders leases in lists without disclosing their ids, which are capabilities: 24 hexadecimal digits.
 pub fn page_key(lease_id: &str) -> String {
     Sha256::digest(lease_id)[..12].iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -6,7 +6,7 @@ use crate::cache::losses::Loss;
 use crate::cache::prefix::{Hash, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
 
-/// Blocks whose hashes under other roots are looked up for one answer: some ten milliseconds.
+/// The limit of blocks looked up by hashes under other roots for one answer: about ten milliseconds.
 const MAX_HASHED: usize = 65_536;
 
 /// Why a block of a prefix can't be found.
@@ -21,26 +21,26 @@ pub enum Miss {
     OtherTenant(TenantId),
 }
 
-/// How far a prefix is found, and why no further.
+/// The found part of a prefix, and the reason for the first miss.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Explanation {
     /// Full blocks of the tokens.
     pub num_blocks: usize,
-    /// Leading ones of them that are found: the index of the first that is not.
+    /// Number of leading blocks that are found: the index of the first that is not.
     pub num_found: usize,
     /// Prefix hash of that one.
     pub missing: Option<Hash>,
     pub miss: Miss,
-    /// Blocks behind it that are there.
+    /// Cached blocks after it.
     pub num_stranded: usize,
 }
 
 impl Books {
-    /// Why no more of these tokens is found; changes nothing but hashes that are kept once they were asked for. What
-    /// other tenants have is told only if asked to.
+    /// Explains why no more of these tokens is found. Changes nothing except hashes, which are cached. Reports other
+    /// tenants' content only if `with_other_tenants`.
     ///
-    /// Cost: one SHA-256 per block, as a lookup; if the miss is not known to be a loss, also O(steps in flight), and one
-    /// SHA-256 for each block of the prefix that is there under another root, at most MAX_HASHED.
+    /// Cost: one SHA-256 per block, as a lookup. If the miss is not a known loss, also O(steps in flight), and one
+    /// SHA-256 for each block of the prefix that is cached under another root, at most MAX_HASHED.
     pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
         let size = self.geometry.block_size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
@@ -147,7 +147,7 @@ mod tests {
         settle(bench, lease_id);
     }
 
-    /// Of alice's.
+    /// Hashes of alice's blocks.
     fn hashes_of(tokens: &[i32]) -> Vec<Hash> {
         let mut hashes = Vec::new();
         chain_hashes(root_hash(b"alice", b"", b"f"), tokens, 2, &mut hashes);

@@ -1,4 +1,4 @@
-//! Sizes of a pool, and what follows from them.
+//! Sizes of a pool, and values derived from them.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ pub struct Geometry {
     pub block_size: usize,
     /// The null block included.
     pub num_blocks: usize,
-    /// Of the host tier; 0: there is none.
+    /// Blocks of the host tier; 0: there is none.
     pub num_host_blocks: usize,
     pub max_sequences: usize,
     pub max_sequence_tokens: usize,
@@ -24,7 +24,7 @@ impl Geometry {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// The longest sequence: what the model can take and the pool can hold.
+    /// The longest sequence: the lesser of the model's context and the pool's blocks.
     pub fn max_tokens(&self) -> usize {
         self.max_sequence_tokens.min((self.num_blocks - 1) * self.block_size)
     }

@@ -1,4 +1,4 @@
-//! Leases: what each holds, its steps, and the answers that it may ask for again.
+//! Leases: their sequences, their steps, and the answers kept for repeated requests.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -32,11 +32,11 @@ pub struct Lease {
     /// Outcomes are known up to this step: reported, or doomed.
     pub known_step: u64,
     pub in_flight: VecDeque<StepInFlight>,
-    /// Table entries changed since the last plan, which the next grant has to tell the worker.
+    /// Table entries changed since the last plan; the next grant carries them.
     pub table_changes: Vec<(Row, usize)>,
     /// Sequences with a reservation.
     pub reserved: Vec<Row>,
-    /// The root that was asked for last, by tenant and salt.
+    /// The root used last, by tenant and salt.
     last_root: Option<(TenantId, Vec<u8>, Hash)>,
     /// The lease ends this many seconds after it was renewed last.
     pub ttl: f64,
@@ -52,12 +52,12 @@ pub struct Lease {
     answers: VecDeque<Answer>,
 }
 
-/// By what the repetition of a request is known.
+/// Identifies a repeated request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestKey<'a> {
     /// Empty: it is not repeated.
     pub request_id: &'a str,
-    /// Of the request.
+    /// Digest of the request.
     pub digest: &'a [u8],
 }
 
@@ -65,7 +65,7 @@ pub struct RequestKey<'a> {
 #[derive(Debug, Serialize, Deserialize)]
 struct Answer {
     request_id: String,
-    /// Of the request.
+    /// Digest of the request.
     digest: Vec<u8>,
     plan: Arc<StepPlan>,
 }
@@ -90,7 +90,7 @@ impl Lease {
         Ok(Some(answer.plan.clone()))
     }
 
-    /// Keeps the answer to a request id for a repetition, and forgets the oldest beyond REMEMBERED_PLANS.
+    /// Keeps the answer to a request id for a repetition, and drops the oldest beyond REMEMBERED_PLANS.
     pub fn remember(&mut self, key: &RequestKey, plan: &Arc<StepPlan>) {
         if key.request_id.is_empty() {
             return;
@@ -113,7 +113,7 @@ impl Lease {
         Err(Failure::Refused(refusal.with("limit", MAX_STEPS_IN_FLIGHT)))
     }
 
-    /// Brings up to date what is reserved for the lease's sequences.
+    /// Updates the reservations of the lease's sequences.
     pub fn update_reservations(&mut self, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
         for row in &self.reserved {
             update_reservation(*row, pool, table, geometry);

@@ -5,14 +5,14 @@ use crate::books::expiry::{ExpiryQueue, page_key};
 use crate::books::leases::Lease;
 
 impl Books {
-    /// A lease ends at a time from now on. `was_let_in` is what an earlier epoch says of it.
+    /// Sets a lease's expiry. `was_let_in`: the value from an earlier epoch.
     pub fn set_expiry(&mut self, lease_id: &str, expires_at: f64, was_let_in: bool) {
         let Some(lease) = self.leases.get_mut(lease_id) else { return };
         (lease.expires_at, lease.was_let_in) = (expires_at, was_let_in);
         self.expiry.add(lease_id, &self.leases);
     }
 
-    /// Renews all leases of books that were stored: nobody could do it meanwhile. Cost: O(leases).
+    /// Renews all leases of stored books, since no client could renew them meanwhile. Cost: O(leases).
     pub fn resume(&mut self, now: f64) {
         self.leases.values_mut().for_each(|lease| lease.renew(now));
         self.order = self.leases.keys().map(|lease_id| (page_key(lease_id), lease_id.clone())).collect();
@@ -27,7 +27,7 @@ impl Books {
         self.leases.get_mut(lease_id).filter(|lease| lease.is_open())
     }
 
-    /// An open lease whose time is over; the caller ends it. Cost: O(log n) for each entry that has come up.
+    /// An open lease that has expired; the caller ends it. Cost: O(log n) for each entry that is due.
     pub fn next_expired(&mut self, now: f64) -> Option<String> {
         while let Some(lease_id) = self.expiry.pop(now) {
             match self.leases.get(&lease_id).filter(|lease| lease.is_open()) {

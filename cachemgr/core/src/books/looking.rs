@@ -1,4 +1,4 @@
-//! What is told of sequences and blocks: pages of them, and what changed since.
+//! Lists sequences and blocks: in pages, and as changes since a number of the journal.
 
 use crate::books::Books;
 use crate::books::sequences::Row;
@@ -8,7 +8,7 @@ use crate::cache::prefix::{BlockId, NULL_BLOCK};
 use crate::cache::tenants::TenantId;
 use crate::wire::messages::{self, Block, BlockEvent, BlockEventKind};
 
-/// Blocks that are looked at for one page: the rest of a page that is sparse comes with the next one.
+/// The limit of blocks scanned for one page: a page with few matches ends there, and the next one continues.
 pub const MAX_SCANNED: BlockId = 65_536;
 /// Owns nothing.
 const NOBODY: TenantId = TenantId::MAX;
@@ -59,8 +59,8 @@ impl Books {
         listed.into_iter().map(|(_, row)| row).collect()
     }
 
-    /// A page of a list of blocks: those from `first` on, at most `most`, and where the next page begins, if there is
-    /// one. Cost: O(MAX_SCANNED), and of a lease its table entries.
+    /// A page of a list of blocks: at most `most` of those from `first` on, and the first block of the next page, if
+    /// there is one. Cost: O(MAX_SCANNED), and for a lease its table entries.
     pub fn list_blocks(&self, first: BlockId, most: usize, filter: &BlockFilter) -> (Vec<BlockId>, Option<BlockId>) {
         let first = first.max(NULL_BLOCK + 1);
         let num_blocks = self.geometry.num_blocks as BlockId;
@@ -93,7 +93,7 @@ impl Books {
         held
     }
 
-    /// What is told of a block.
+    /// A block as lists show it.
     pub fn describe(&self, block: BlockId) -> Block {
         let pool = &self.pool;
         let Some(owner) = pool.owner(block) else {
@@ -111,7 +111,8 @@ impl Books {
         }
     }
 
-    /// A page of a snapshot: events of the blocks that are not free, and where the next page begins, if there is one.
+    /// A page of a snapshot: events of the blocks that are not free, and the first block of the next page, if there is
+    /// one.
     pub fn snapshot(
         &self,
         first: BlockId,
@@ -126,8 +127,9 @@ impl Books {
         (blocks.into_iter().map(|block| self.event(block, kind(block), with_content)).collect(), next)
     }
 
-    /// The next blocks that changed from number `first` of the journal on, as they are now, and the number to go on
-    /// from; None if what came next is not known any more. To a tenant, what is not its own any more is free.
+    /// The next changed blocks from number `first` of the journal on, in their present state, and the number to
+    /// continue from; None if the journal does not keep the next change any more. A tenant sees blocks that it has lost
+    /// as free.
     pub fn changes(
         &self,
         first: u64,
@@ -296,7 +298,7 @@ mod tests {
 
     // -- changes ------------------------------------------------------------------------------------------------------
 
-    /// What somebody knows who applies what it is told.
+    /// The state of a client that applies all changes.
     struct Replica {
         tenant: Option<&'static str>,
         reads: bool,

@@ -1,4 +1,4 @@
-//! The books of one pool in one epoch: which block belongs to whom, and which steps may still touch it.
+//! The books of one pool in one epoch: the holders of each block, and the steps that may still access it.
 //!
 //! Single writer, no I/O, no clock: every method is atomic.
 
@@ -43,7 +43,7 @@ use crate::cache::prefix::{BlockId, chain_hashes, root_hash};
 use crate::cache::tenants::{MAX_TENANTS, TenantId, Tenants, beginning_of};
 use crate::errors::{Reason, Refusal, Result, invalid};
 
-/// What tenants may take.
+/// The tenants' shares.
 #[derive(Debug, Serialize, Deserialize)]
 struct Shares {
     default: Share,
@@ -119,7 +119,7 @@ impl Books {
         self.order.insert(page_key(lease_id), lease_id.to_string());
     }
 
-    /// What tenants may take from now on, by name; all others get the default.
+    /// Sets the tenants' shares, by name; all others get the default.
     pub fn set_shares(&mut self, default: Share, by_name: BTreeMap<Vec<u8>, Share>) {
         self.shares = Shares { default, by_name };
         for name in self.shares.by_name.keys().cloned().collect::<Vec<_>>() {
@@ -142,14 +142,14 @@ impl Books {
         &self.tenants
     }
 
-    /// The lease has ended; its blocks come back when it is closed. No effect if it is gone.
+    /// Ends a lease; `close_lease` frees its blocks. No effect if it is removed already.
     pub fn end_lease(&mut self, lease_id: &str) {
         if let Some(holdings) = self.leases.get_mut(lease_id) {
             holdings.is_ending = true;
         }
     }
 
-    /// The lease has ended and nothing touches its blocks any more: all of them come back. No effect if it is gone.
+    /// Frees all blocks of an ended lease, which no step can access any more. No effect if it is removed already.
     pub fn close_lease(&mut self, lease_id: &str) -> Result<()> {
         let Some(holdings) = self.leases.remove(lease_id) else {
             return Ok(());
@@ -167,7 +167,7 @@ impl Books {
         Ok(())
     }
 
-    /// What a lease holds. The caller has opened it.
+    /// A lease's contents. The caller has opened it.
     pub fn lease(&self, lease_id: &str) -> Option<&Lease> {
         self.leases.get(lease_id)
     }
@@ -236,8 +236,8 @@ impl Books {
         is_full.then(|| invalid("admissions.tenant", format!("'{}'", String::from_utf8_lossy(name)), limit()))
     }
 
-    /// True if an admission would be accepted of a tenant now, and what it would take; takes nothing. What steps in flight
-    /// fill is not counted as found.
+    /// True if an admission of a tenant would be accepted now, and the blocks that it would take; takes none. Blocks
+    /// that steps in flight fill do not count as found.
     pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> AdmissionCheck {
         let tenant_id = self.enter_tenant(tenant);
         let Books { geometry, pool, .. } = &*self;
@@ -265,8 +265,8 @@ impl Books {
         Ok(())
     }
 
-    /// Makes the blocks from `first` to before `end` unfindable; returns how many were. The first ones: takes all pins
-    /// back, and what is in the host tier is not published when it comes back.
+    /// Removes the blocks from `first` to before `end` from the index; returns their number. The first range also ends
+    /// all pins, and sequences in the host tier will not publish their blocks at restore.
     pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
         if first == 0 {
             self.drop_pins()?;
@@ -379,7 +379,7 @@ impl Books {
     }
 }
 
-/// An admission that names a tenant, of a caller who may not.
+/// Refuses an admission that names a tenant without the role for it.
 fn refuse_without_role(seq_id: i64, caller: &[u8]) -> Refusal {
     let caller = String::from_utf8_lossy(caller);
     let message =
@@ -392,7 +392,7 @@ fn refuse_without_role(seq_id: i64, caller: &[u8]) -> Refusal {
 #[derive(Debug)]
 pub struct AdmissionCheck {
     pub num_cached_tokens: usize,
-    /// Blocks that it would be handed out, now or later.
+    /// Blocks that it would be allocated, now or later.
     pub needed: usize,
     /// Blocks that the tenant could take.
     pub available: usize,
@@ -520,7 +520,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Of the lease's first step in flight: all computed, and 9 sampled wherever it samples.
+    /// A report of the lease's first step in flight: everything computed, and token 9 sampled by each run that samples.
     pub(crate) fn report(books: &Books, lease_id: &str) -> StepReport {
         let step = books.leases[lease_id].in_flight.front().unwrap();
         let sampled = || step.runs.iter().filter(|run| run.samples).map(|run| run.seq_id);
@@ -713,7 +713,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Whoever said how long it will be at most is never without room.
+    /// A sequence with a reservation never runs out of blocks.
     fn check_promises(bench: &Bench, lease_id: &str, plan: &StepPlan) {
         for refused in &plan.refusals {
             let is_no_room = matches!(refused.refusal.reason, Reason::OutOfBlocks | Reason::QuotaExceeded);

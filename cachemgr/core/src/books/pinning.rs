@@ -1,4 +1,4 @@
-//! Pins what is cached of a prefix, and takes pins back.
+//! Pins the cached blocks of a prefix, and removes pins.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::cache::tenants::TenantId;
 use crate::errors::{Reason, Refusal, Result};
 
 impl Books {
-    /// Pins what is cached of a prefix, its full blocks, until then; one that is pinned already gets the new end.
+    /// Pins the cached full blocks of a prefix until the given time; if it is pinned already, sets the new end.
     ///
     /// Refused: PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS.
     pub fn pin_prefix(
@@ -88,7 +88,7 @@ impl Books {
         [self.pins.next_end(), self.pool.next_end_of_advice()].into_iter().flatten().min()
     }
 
-    /// Ends what has run out: pins and advice.
+    /// Ends expired pins and advice.
     pub fn advance(&mut self, now: f64) -> Result<()> {
         self.pool.end_advice(millis(now));
         while let Some(id) = self.pins.first_ended(now) {

@@ -1,4 +1,4 @@
-//! Prefix pins: what tenants keep from being evicted.
+//! Prefix pins: prefixes that tenants keep from eviction.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use crate::cache::advice::{Millis, millis};
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
 
-/// The beginning of the prefix hash of the last block that is pinned: the same for the same prefix.
+/// The beginning of the prefix hash of the last pinned block: equal for equal prefixes.
 pub type PinId = [u8; 16];
 
 /// A prefix that is kept.
@@ -42,7 +42,7 @@ impl Pins {
         self.by_id.values()
     }
 
-    /// The pins behind one, by id.
+    /// The pins after a given one, by id.
     pub fn behind(&self, id: PinId) -> impl Iterator<Item = &Pin> {
         self.by_id.range((std::ops::Bound::Excluded(id), std::ops::Bound::Unbounded)).map(|(_, pin)| pin)
     }

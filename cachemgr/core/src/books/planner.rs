@@ -1,9 +1,9 @@
-//! Plans one step of one lease: applies a request's items to the books, one by one, each whole or not at all.
+//! Plans one step of one lease: applies a request's items to the books, one by one, each atomically.
 //!
 //! Order: releases, offloads, trims, forks, extends, restores, admissions. Forks come before extends, so that a block that
 //! is shared from now on is not written by its old holder in the same step.
 //!
-//! What lets go of a block, and until when it stays retired (n is the step being planned):
+//! Events that free a block, and the step until which it stays retired (n is the step being planned):
 //!
 //!     a sequence that is released, a trimmed tail      the last step in flight before n
 //!     the source of a copy done at the start of n      n: within the pool, to the host tier and from there
@@ -31,13 +31,13 @@ use crate::errors::{Reason, Refusal, Result, invalid};
 const DIGEST_BYTES: usize = 16;
 const MAX_SEQUENCE_ID: i64 = i32::MAX as i64;
 
-/// What a sequence is worth that is expected back within so many seconds.
+/// The level of a sequence that is expected back within so many seconds.
 const RETURN_LEVELS: [(f64, Level); 3] = [(10.0, 8), (60.0, 7), (f64::INFINITY, 6)];
-/// No expectation stands shorter or longer.
+/// Shorter expectations are raised to the least, longer ones cut to the most.
 const LEAST_EXPECTED_S: f64 = 1.0;
 const MOST_EXPECTED_S: f64 = 3600.0;
 
-/// True if an item was refused, inside of whether the books are right.
+/// Outer `Err`: broken invariant. Inner `Err`: the item was refused.
 type Answer = Result<std::result::Result<(), Refusal>>;
 
 /// Ends a function with a refusal, if there is one.
@@ -85,7 +85,7 @@ impl<'a> StepPlanner<'a> {
         StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget: None }
     }
 
-    /// Applies the request and puts the step in flight. `owners`: whose its admissions are.
+    /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.
     pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<StepPlan> {
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
@@ -133,7 +133,7 @@ impl<'a> StepPlanner<'a> {
         i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())
     }
 
-    /// Positions before this one can't be computed again: the state that they begin with is gone.
+    /// Positions before this one can't be computed again: the model's state before them is lost.
     fn oldest_state(&self, sequence: &Sequence) -> usize {
         if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 }
     }
@@ -190,7 +190,7 @@ impl<'a> StepPlanner<'a> {
         sequence.blocks_tail_first(0)
     }
 
-    /// These will be asked for again: they are worth more than others for a while, the sooner the more.
+    /// Raises the level of these blocks until their expected use; an earlier use ranks higher.
     fn expect_back(&mut self, tail_first: &[BlockId], seconds: f64) {
         let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
         let until = millis(self.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S));
@@ -199,7 +199,7 @@ impl<'a> StepPlanner<'a> {
         self.pool.advise(&raised, Advice { level, until });
     }
 
-    /// These will not be asked for again: those that nobody holds and of which nothing was said go first.
+    /// Marks blocks as not needed again: those without a holder and without advice are evicted first.
     fn expect_never(&mut self, tail_first: &[BlockId]) {
         let is_unwanted = |block: &BlockId| {
             let (ref_count, level) = (self.pool.ref_count(*block), self.pool.level(*block));
@@ -226,7 +226,7 @@ impl<'a> StepPlanner<'a> {
         }
     }
 
-    /// Gives blocks of the host tier back; steps in flight before this one may still touch them.
+    /// Frees blocks of the host tier; steps in flight before this one may still access them.
     fn let_go_in_host(&mut self, blocks: Vec<HostBlockId>) -> Result<()> {
         match self.lease.in_flight.back_mut() {
             Some(last) if !blocks.is_empty() => {
@@ -600,8 +600,8 @@ impl<'a> StepPlanner<'a> {
         Ok(Ok(()))
     }
 
-    /// Copies what is computed behind the first `num_found` blocks to fresh ones. All host blocks of the sequence come
-    /// back when the step has ended.
+    /// Copies the computed blocks after the first `num_found` to fresh ones. All host blocks of the sequence are free
+    /// when the step has ended.
     fn copy_back(&mut self, row: Row, num_found: usize, fresh: &[BlockId]) -> Result<()> {
         let host_blocks = self.table.take_host_blocks(row).unwrap_or_default();
         let num_valid = self.geometry.num_blocks_for(self.table.get(row).num_scheduled);
@@ -670,8 +670,9 @@ impl<'a> StepPlanner<'a> {
         Ok(Ok(()))
     }
 
-    /// Blocks that must be there beside those that are handed out now: for the tokens to come of a sequence with a
-    /// reservation, and for what it shares with others before it is computed, should that fail; for theirs likewise.
+    /// Blocks that must be allocatable beside those that are allocated now: for the future tokens of a sequence with a
+    /// reservation, and for the blocks that it shares with others before they are computed, in case that fails; the
+    /// same for these others.
     fn num_guaranteed(&self, admission: &Admission, found: &[BlockId], num_published: usize) -> usize {
         let mut num_guaranteed = 0;
         if admission.reserved_tokens > 0 {
@@ -691,9 +692,9 @@ impl<'a> StepPlanner<'a> {
         self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared)
     }
 
-    /// Enters what is said of a sequence's blocks; returns what is said of those to come.
+    /// Enters the advice for a sequence's blocks; returns the advice for its later blocks.
     ///
-    /// A range counts at least as much as those behind it: a chain that lost its head is worth nothing.
+    /// A range gets at least the level of the ranges after it: a chain without its head is useless.
     fn advise(&mut self, retention: &[Retention], block_table: &[BlockId]) -> Option<Advice> {
         let size = self.geometry.block_size;
         let mut end = 0;
@@ -718,7 +719,7 @@ impl<'a> StepPlanner<'a> {
         tail
     }
 
-    /// The longest known prefix: its blocks, and how many of them the index has; the rest are being filled.
+    /// The longest known prefix: its blocks, and the number of those in the index; steps in flight fill the rest.
     ///
     /// `hashes` are those of the blocks that may be found.
     fn find_prefix(&mut self, hashes: &[Hash]) -> (Vec<BlockId>, usize) {
@@ -733,8 +734,8 @@ impl<'a> StepPlanner<'a> {
         (found, num_published)
     }
 
-    /// Blocks of a prompt that may be found: at least one token is left to compute. None where a state goes with them,
-    /// and of a sequence that does not read the cache.
+    /// Blocks of a prompt that may be found: at least one token is left to compute. None for a model with a state per
+    /// sequence, and for a sequence that does not read the cache.
     fn num_sharable(&self, num_tokens: usize, cache_use: CacheUse) -> usize {
         let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;
         if is_read { (num_tokens - 1) / self.geometry.block_size } else { 0 }
@@ -765,7 +766,7 @@ impl<'a> StepPlanner<'a> {
         self.schedule_within(row, num_known - start, max_compute);
     }
 
-    /// As many of a sequence's next tokens as the plan's budget and a limit of its own allow, 0 being none.
+    /// Schedules a sequence's next tokens, within the plan's budget and its own limit (0: no limit).
     fn schedule_within(&mut self, row: Row, num_tokens: usize, max_compute: usize) {
         let limits = [(max_compute > 0).then_some(max_compute), self.budget];
         let count = limits.into_iter().flatten().fold(num_tokens, usize::min);
@@ -1103,7 +1104,7 @@ mod tests {
 
     type Pairs = Vec<(u32, u32)>;
 
-    /// What a plan copies to the host tier, and from there: sources and targets.
+    /// A plan's copies to the host tier, and from there: sources and targets.
     fn copies(plan: &StepPlan) -> (Pairs, Pairs) {
         let pairs = |sources: &[u32], targets: &[u32]| {
             assert_eq!(sources.len(), targets.len());
@@ -1400,7 +1401,8 @@ mod tests {
         assert_eq!(host_counts(&bench), (6, 0, 0));
     }
 
-    // -- what is worth keeping ----------------------------------------------------------------------------------------
+    // -- retention
+    // --------------------------------------------------------------------------------------------------------
 
     fn range(num_tokens: usize, level: Level, ttl: Option<f64>) -> Retention {
         Retention { num_tokens, level, ttl }

@@ -1,4 +1,4 @@
-//! What a client asks of its next step, and what it gets: plain values.
+//! A client's request for its next step, and the answer: plain values.
 
 use serde::{Deserialize, Serialize};
 
@@ -59,11 +59,11 @@ pub struct Extend {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Restore {
     pub seq_id: i64,
-    /// The most tokens to compute in this step; 0: no limit of its own.
+    /// The limit of tokens to compute in this step; 0: no limit of its own.
     pub max_compute: usize,
 }
 
-/// What a sequence does with the prefix cache.
+/// How a sequence uses the prefix cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CacheUse {
     #[default]
@@ -88,7 +88,7 @@ impl CacheUse {
 pub struct Admission {
     pub seq_id: i64,
     pub tokens: Vec<i32>,
-    /// The most tokens to compute in this step; 0: no limit of its own.
+    /// The limit of tokens to compute in this step; 0: no limit of its own.
     pub max_compute: usize,
     pub salt: Vec<u8>,
     /// The most tokens the sequence will ever have, guaranteed; 0: best effort.
@@ -102,13 +102,13 @@ pub struct Admission {
     pub tenant: Option<Vec<u8>>,
 }
 
-/// How much a range of a sequence is worth keeping.
+/// The retention of a range of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Retention {
     /// From the end of the range before it on; 0: all that follow.
     pub num_tokens: usize,
     pub level: Level,
-    /// How long this stands, in seconds; None: as long as the content.
+    /// The validity of the advice, in seconds; None: as long as the content is cached.
     pub ttl: Option<f64>,
 }
 
@@ -116,11 +116,11 @@ pub struct Retention {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReturnHint {
     pub seq_id: i64,
-    /// It will be asked for again in about so many seconds; None: never.
+    /// The expected time until its next use, in seconds; None: never.
     pub expected_in: Option<f64>,
 }
 
-/// Everything a client wants of one step.
+/// A client's request for one step.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct StepRequest {
     pub releases: Vec<i64>,
@@ -161,7 +161,7 @@ pub struct RefusedItem {
     pub refusal: Refusal,
 }
 
-/// What one step may touch and is to compute; grows while it is planned, constant afterwards.
+/// The blocks that one step may access, and its computations. Built while the step is planned, constant afterwards.
 ///
 /// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -200,7 +200,7 @@ pub struct StepPlan {
 }
 
 impl StepPlan {
-    /// Of what the worker is told: the same request, planned on the same books, has the same.
+    /// A checksum of the worker's orders: the same request, planned on the same books, has the same.
     pub fn checksum(&self) -> u64 {
         let numbers = [
             &self.write_first_indexes,
@@ -231,7 +231,7 @@ impl StepPlan {
     }
 }
 
-/// Of FNV, for 64 bits.
+/// The prime of 64-bit FNV.
 const PRIME: u64 = 0x0000_0100_0000_01b3;
 
 fn fold(numbers: impl ExactSizeIterator<Item = u32>) -> u64 {

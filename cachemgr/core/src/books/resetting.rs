@@ -1,7 +1,7 @@
 //! Resets the prefix cache of a tenant, a salt, or a prefix with all that continues it, in parts.
 //!
-//! Other calls come between the parts. A reset is about what could be found when it began: a block whose content is
-//! another one since then is left.
+//! Other calls run between the parts. A reset drops the content that was cached when it began: a block with newer
+//! content is left.
 
 use crate::books::Books;
 use crate::books::pins::PinId;
@@ -9,12 +9,12 @@ use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
 
-/// Blocks and pins that are looked at for one part, and those before them, as far as these are not known yet.
+/// The limit of blocks and pins checked for one part, and of blocks before them that are not known yet.
 const MAX_LOOKED: usize = 8_192;
 /// Blocks that are dropped in one part.
 const MAX_DROPPED: usize = 1_024;
 
-/// Where content begins that is dropped with all that continues it: a root, or the last block of a prefix.
+/// The beginning of the dropped content: a root, or the last block of a prefix.
 #[derive(Debug, Clone, Copy)]
 struct Stem {
     hash: Hash,
@@ -39,7 +39,7 @@ pub struct Reset {
     num_looked: usize,
 }
 
-/// What is to be dropped next: pins first, then blocks.
+/// The next part to drop: pins first, then blocks.
 #[derive(Debug, Default)]
 pub struct ResetPart {
     pub pins: Vec<PinId>,
@@ -47,8 +47,9 @@ pub struct ResetPart {
 }
 
 impl Books {
-    /// Begins a reset of a tenant's content: of all of it, of what is under a salt, or of what begins with the full
-    /// blocks of these tokens under a salt. Nothing is dropped yet. Cost: O(tokens + sequences in the host tier).
+    /// Begins a reset of a tenant's content: of all of it, of the content under a salt, or of the content under a salt
+    /// that begins with the full blocks of these tokens. Drops nothing yet. Cost: O(tokens + sequences in the host
+    /// tier).
     pub fn begin_reset(&self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Reset {
         let stem = salt.map(|salt| self.stem_of(tenant, salt, tokens));
         Reset {
@@ -70,7 +71,7 @@ impl Books {
         Stem { hash: hashes[hashes.len() - 1], num_blocks: hashes.len() - 1 }
     }
 
-    /// The sequences in the host tier of this tenant and with this root will not publish what is computed of them.
+    /// Keeps the sequences in the host tier of this tenant and with this root from publishing their computed blocks.
     pub(crate) fn withhold(&mut self, tenant: Option<TenantId>, root: Option<&Hash>) {
         for row in self.leases.values().flat_map(|lease| lease.sequences.values()) {
             let sequence = self.table.get_mut(*row);
@@ -97,11 +98,11 @@ impl Books {
 }
 
 impl Reset {
-    /// What is to be dropped next; None at the end. Cost: bounded by MAX_LOOKED, and the blocks of one sequence.
+    /// The next part to drop; None at the end. Cost: bounded by MAX_LOOKED, and the blocks of one sequence.
     pub fn next_part(&mut self, books: &Books) -> Option<ResetPart> {
         self.num_looked = 0;
         let mut part = ResetPart::default();
-        self.tenant?; // None: nobody has such content
+        self.tenant?; // None: no tenant has such content
         if !self.has_looked_at_pins {
             self.look_at_pins(books, &mut part.pins);
             return Some(part);
@@ -144,7 +145,7 @@ impl Reset {
         }
     }
 
-    /// True if the block can be found and is what the reset is about.
+    /// True if the block is in the index and belongs to the reset's content.
     fn is_wanted(&mut self, pool: &BlockPool, block: BlockId) -> bool {
         if !pool.index().is_findable(block) || pool.owner(block) != self.tenant {
             return false;
@@ -152,8 +153,8 @@ impl Reset {
         self.stem.is_none_or(|stem| self.continues(pool, stem, block))
     }
 
-    /// True if a findable block continues the stem, or if that can't be told because a block before it is gone: what
-    /// can't be found now could be found again when that one is computed.
+    /// True if a block in the index continues the stem, or if that is unknown because a block before it is missing: it
+    /// could be found again when the missing block is computed.
     fn continues(&mut self, pool: &BlockPool, stem: Stem, block: BlockId) -> bool {
         let (index, mut path, mut at) = (pool.index(), Vec::new(), block);
         let verdict = loop {

@@ -1,4 +1,4 @@
-//! True if there is room: for a tenant, in a pool, beside what others were promised.
+//! Checks for room: for a tenant, in a pool, beside the blocks promised to others.
 
 use crate::books::geometry::Geometry;
 use crate::books::plans::Admission;
@@ -16,7 +16,7 @@ pub struct Room<'a> {
 }
 
 impl Room<'_> {
-    /// An admission whose tokens or reservation can never be accepted.
+    /// Refuses an admission with tokens or a reservation that can never be accepted.
     pub fn refuse_impossible(&self, admission: &Admission) -> Option<Refusal> {
         let (seq_id, num_tokens, reserved) = (admission.seq_id, admission.tokens.len(), admission.reserved_tokens);
         if reserved > 0 && reserved < num_tokens {
@@ -28,7 +28,7 @@ impl Room<'_> {
             .or_else(|| refuse_foreign_tokens(seq_id, &admission.tokens, self.geometry))
     }
 
-    /// A sequence that would be longer than it can ever be; `reserved` is what it said, 0 if it said nothing.
+    /// Refuses a sequence longer than it can ever be; `reserved` is its reservation, 0 if it has none.
     pub fn refuse_too_long(&self, seq_id: i64, num_tokens: usize, reserved: usize) -> Option<Refusal> {
         let of_model = (self.geometry.max_sequence_tokens, "model");
         let of_pool = ((self.geometry.num_blocks - 1) * self.geometry.block_size, "pool");
@@ -49,8 +49,8 @@ impl Room<'_> {
         self.pool.num_available(self.tenant).saturating_sub(num_parked)
     }
 
-    /// Too few blocks for what a sequence needs beyond what is reserved for it. `num_parked` evictable ones are acquired
-    /// beside, `spared` are to be left.
+    /// Refuses a sequence if there are too few blocks beyond its reservation. Also acquires `num_parked` evictable
+    /// blocks; `spared` blocks are left.
     pub fn refuse(&self, seq_id: i64, needed: usize, num_parked: usize, spared: usize) -> Option<Refusal> {
         if needed + num_parked == 0 {
             return None;
@@ -75,8 +75,8 @@ impl Room<'_> {
         Some(refusal.with("needed", needed).with("free", available).with("retired", retired))
     }
 
-    /// Blocks that a sequence with a reservation may still have to be handed out: for the tokens to come, and for those
-    /// of its own that it can't write though it may have to compute them again, should a step in flight fail.
+    /// Blocks that a sequence with a reservation may still need: for the tokens to come, and for those of its blocks
+    /// that it can't write but may have to compute again if a step in flight fails.
     pub fn num_reserved_for(&self, sequence: &Sequence) -> usize {
         if sequence.reserved_tokens == 0 || sequence.is_offloaded() {
             return 0;
@@ -99,8 +99,8 @@ impl Room<'_> {
         sequence.block_table[cut].iter().filter(|block| self.is_at_risk(**block)).count()
     }
 
-    /// Blocks from the first not computed on that others will share from now on: of these blocks of its table, those
-    /// that are its own so far.
+    /// Blocks from the first not computed on that others will share from now on: those of its table that only it holds
+    /// so far.
     pub fn num_newly_at_risk(&self, sequence: &Sequence, shared: &[BlockId]) -> usize {
         if sequence.reserved_tokens == 0 {
             return 0;
@@ -116,7 +116,7 @@ fn refuse_empty(seq_id: i64, num_tokens: usize) -> Option<Refusal> {
     (num_tokens == 0).then(|| Refusal::new(Reason::EmptyPrompt, message()).with("sequence_id", seq_id))
 }
 
-/// Tokens that the model does not know.
+/// Refuses tokens outside of the model's vocabulary.
 pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -> Option<Refusal> {
     let is_foreign = |token: &i32| *token as u32 as usize >= geometry.vocab_size; // negative ones are large
     let index = tokens.iter().position(is_foreign)?;
@@ -126,7 +126,7 @@ pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -
     Some(refusal.with("index", index).with("value", value).with("limit", limit))
 }
 
-/// Brings up to date what is reserved for a sequence.
+/// Updates a sequence's reservation.
 pub fn update_reservation(row: Row, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
     let sequence = table.get_mut(row);
     let needed = (Room { geometry, pool, tenant: sequence.tenant }).num_reserved_for(sequence);
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(reasons(&full.fork(1, &[2], 3)), [Reason::OutOfBlocks]);
     }
 
-    /// As `bench`, with what it does not need taken.
+    /// As `bench`, with all blocks taken that it does not need.
     fn bench_with_no_room_left() -> Bench {
         let mut bench = bench();
         assert_eq!(reasons(&bench.admit(9, &[20, 21, 22])), []);
@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(full.tokens(1).len(), 5);
     }
 
-    /// Of two with the same tokens the one that was published first is kept: not if that takes what is promised.
+    /// Of two blocks with the same tokens the one published first is kept, unless that takes a promised block.
     #[test]
     fn a_duplicate_is_kept_if_the_other_one_is_the_last_to_be_had() {
         for reserved_tokens in [10, 8] {
@@ -478,7 +478,7 @@ mod tests {
         Admission { tenant: Some(tenant.to_vec()), ..admission }
     }
 
-    /// A plan of a caller who may name tenants.
+    /// A plan of a caller that may name tenants.
     fn naming(admissions: Vec<Admission>) -> StepRequest {
         StepRequest { admissions, names_tenants: true, ..StepRequest::default() }
     }

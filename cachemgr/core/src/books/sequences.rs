@@ -1,12 +1,13 @@
-//! Sequences: their tokens, their block tables, and how far both have come.
+//! Sequences: their tokens, their block tables, and the progress of both.
 //!
 //!     0            num_cached      num_computed     num_scheduled     num_known        num_tokens
 //!     |-- found ------|-- reported -----|-- planned -----|-- waiting -----|-- promised -----|
 //!       in the cache     by the worker     in steps         known tokens     being sampled
 //!                                          in flight        not run yet      by steps in flight
 //!
-//! Each bound is at most the next, but for num_scheduled and num_known: a promised token may be scheduled too. The table
-//! has blocks for all of them, but perhaps for the token sampled last, which gets its slot when it is scheduled.
+//! Each bound is at most the next, except num_scheduled and num_known: a promised token may be scheduled, too. The
+//! table has blocks for all of them, except perhaps for the token sampled last, which gets its slot when it is
+//! scheduled.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,10 +17,10 @@ use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
 use crate::cache::tenants::TenantId;
 
-/// Where a sequence is kept; its own until no step in flight needs it any more.
+/// The row of a sequence in the table; not reused while a step in flight needs it.
 pub type Row = u32;
 
-/// One stream of tokens whose KV lives in the pool; owned by one lease.
+/// One stream of tokens with its KV in the pool; owned by one lease.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Sequence {
     pub seq_id: i32,
@@ -37,35 +38,36 @@ pub struct Sequence {
     /// Known ones, and those being sampled.
     pub num_tokens: usize,
     pub num_cached: usize,
-    /// Tokens whose KV is valid, as reported.
+    /// Tokens with valid KV, as reported.
     pub num_computed: usize,
     /// Tokens that are computed or that a step in flight computes.
     pub num_scheduled: usize,
-    /// Leading blocks whose hash the index has seen.
+    /// Leading blocks with hashes in the index.
     pub num_published: usize,
     /// Leading blocks that a reset of the cache was about: they are not published again.
     pub num_withheld: usize,
     /// Slots before this one, from the scheduled ones on, are known to be the sequence's own to write.
     pub num_writable: usize,
-    /// Where the token stands that the worker sampled last, or is sampling: it can be run without being named.
+    /// The position of the token that the worker sampled last, or is sampling: a run can compute it without a token id.
     pub sampled_position: Option<usize>,
-    /// Where a model with a state per sequence can go on computing, from here on: before the token that ran last.
+    /// For a model with a state per sequence, the least position from which it can compute: before the token that ran
+    /// last.
     pub oldest_state: usize,
     pub released: bool,
     /// The most tokens it will ever have, guaranteed; 0: best effort.
     pub reserved_tokens: usize,
     /// Blocks that are kept for it beyond those in its table.
     pub num_reserved: usize,
-    /// What was said of the blocks that it will get.
+    /// The advice for the blocks that it will get.
     pub tail_advice: Option<Advice>,
-    /// Where it is while it is in the host tier, and has no block table; the first ones of its tokens.
+    /// Its blocks while it is in the host tier, without a block table; they hold its first tokens.
     pub host_blocks: Option<Vec<HostBlockId>>,
     last_hash: Hash,   // of the last published block
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
 
 impl Sequence {
-    /// A prompt, the hashes of its full blocks, and how many of them were found, and found published.
+    /// A prompt, the hashes of its full blocks, and the numbers of blocks found, and found published.
     pub fn begin(
         seq_id: i32,
         tenant: TenantId,
@@ -105,8 +107,8 @@ impl Sequence {
         }
     }
 
-    /// A sequence that begins with this one's first tokens, promised ones included, as far as they are computed but for
-    /// the last. It has the same blocks, which the caller acquires.
+    /// A fork: it begins with this one's first tokens, promised ones included. All but the last are computed as far as
+    /// here. It has the same blocks, which the caller acquires.
     pub fn fork(&self, child_id: i32, num_tokens: usize, block_size: usize, index: &PrefixIndex) -> Sequence {
         let num_known = num_tokens.min(self.num_known());
         let num_scheduled = self.num_scheduled.min(num_tokens - 1);
@@ -145,8 +147,8 @@ impl Sequence {
         }
     }
 
-    /// The same sequence in the host tier, where its blocks are these: no published ones, and no token that the worker
-    /// would remember.
+    /// The sequence as it is in the host tier, in these blocks: without published blocks, and without a token that the
+    /// worker has sampled.
     pub fn offload(&self, host_blocks: Vec<HostBlockId>, index: &PrefixIndex) -> Sequence {
         let published = &self.block_table[..self.num_published];
         let num_dropped =
@@ -179,7 +181,8 @@ impl Sequence {
         }
     }
 
-    /// Back in the pool, with this table: its first `num_found` blocks were found in the index, the others are its own.
+    /// Returns to the pool with this table: its first `num_found` blocks were found in the index, the others are its
+    /// own.
     /// `hashes` are those of all its full blocks.
     pub fn restore(&mut self, block_table: Vec<BlockId>, num_found: usize, hashes: &[Hash], block_size: usize) {
         let num_valid = num_found * block_size;
@@ -191,7 +194,7 @@ impl Sequence {
         self.hashes = hashes[self.num_published..].to_vec();
     }
 
-    /// In the host tier, when the cache is reset: what is computed of it is not published when it comes back.
+    /// For a sequence in the host tier at a reset: its computed blocks are not published at restore.
     pub fn withhold(&mut self, block_size: usize) {
         self.num_withheld = self.num_computed / block_size;
     }
@@ -230,7 +233,7 @@ impl Sequence {
         self.tokens.push(token);
     }
 
-    /// Keeps the first tokens, promised ones counted, and what is said of them. Blocks stay in the table.
+    /// Keeps the first tokens, with promised ones, and their advice. Blocks stay in the table.
     pub fn truncate(&mut self, num_tokens: usize, block_size: usize, index: &PrefixIndex) {
         let num_full = num_tokens / block_size;
         if num_full < self.num_published {
@@ -250,7 +253,7 @@ impl Sequence {
         self.sampled_position = self.sampled_position.filter(|position| *position < num_tokens);
     }
 
-    /// What steps in flight were to compute and sample will not come: back to what was reported.
+    /// Removes the tokens that steps in flight were to compute and sample: back to the reported state.
     pub fn forget_uncomputed(&mut self) {
         self.num_scheduled = self.num_computed;
         self.oldest_state = self.oldest_state.min(self.num_computed);
@@ -271,13 +274,13 @@ impl Sequence {
         &self.last_hash
     }
 
-    /// Prefix hash of the block at an index, from the published ones on, whose tokens are known.
+    /// Prefix hash of the block at an index, not before the published ones, with known tokens.
     pub fn hash_at(&mut self, block_index: usize, block_size: usize) -> &Hash {
         self.hash_up_to(block_index + 1, block_size);
         &self.hashes[block_index - self.num_published]
     }
 
-    /// Publishes the blocks up to the first `num_full`, whose tokens are known: returns their hashes.
+    /// Publishes the blocks up to the first `num_full`, all with known tokens: returns their hashes.
     pub fn take_hashes(&mut self, num_full: usize, block_size: usize) -> Vec<Hash> {
         self.hash_up_to(num_full, block_size);
         let taken: Vec<Hash> = self.hashes.drain(..num_full - self.num_published).collect();
@@ -353,7 +356,7 @@ impl SequenceTable {
         self.rows.len() as Row - 1
     }
 
-    /// What is wrong with the counts.
+    /// Reports violations in the counts.
     pub fn audit(&self, wrong: &mut Vec<String>) {
         let num_offloaded = self.rows.iter().flatten().filter(|sequence| sequence.is_offloaded()).count();
         if num_offloaded != self.num_offloaded {

@@ -1,4 +1,4 @@
-//! Enters what the worker reports of a step.
+//! Enters the worker's report of a step.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ pub struct StepReport {
     pub outcome: StepOutcome,
     /// The plan's runs in their order.
     pub seq_ids: Vec<i32>,
-    /// Tokens whose KV is valid.
+    /// Tokens with valid KV.
     pub token_counts: Vec<i32>,
     pub sampled_ids: Vec<i32>,
     pub sampled_tokens: Vec<i32>,
@@ -39,8 +39,8 @@ pub struct StepReport {
 impl Books {
     /// Enters the worker's report of a step.
     ///
-    /// A step that is settled already, or of a lease that is gone, has no effect. Refused (INVALID_ARGUMENT) if the
-    /// report does not fit what was planned.
+    /// A step that is settled already, or of a lease that has ended, has no effect. Refused (INVALID_ARGUMENT) if the
+    /// report does not fit the plan.
     pub fn settle(&mut self, lease_id: &str, report: &StepReport) -> Result<()> {
         self.enter_report(lease_id, report)?;
         self.last_report = self.last_report.max(report.report_number);
@@ -100,7 +100,7 @@ impl Settlement<'_> {
         Ok(Some(step))
     }
 
-    /// The token that each run sampled, 0 where nobody waits for one.
+    /// The token that each run sampled, 0 for a run that samples none.
     fn tokens_by_run(&self, step: &StepInFlight, report: &StepReport) -> Result<Vec<i32>> {
         let vocab_size = self.geometry.vocab_size;
         if let Some(token) = report.sampled_tokens.iter().find(|token| **token as u32 as usize >= vocab_size) {
@@ -165,7 +165,7 @@ impl Settlement<'_> {
         self.publish(&published)
     }
 
-    /// Makes the full blocks that were computed findable; where another block stands for the hash, takes that.
+    /// Publishes the full blocks that were computed; a block with an equal hash replaces them.
     fn publish(&mut self, published: &[(Row, usize)]) -> Result<()> {
         let mut duplicates = Vec::new();
         for &(row, num_full) in published {
@@ -189,8 +189,8 @@ impl Settlement<'_> {
         duplicates.into_iter().try_for_each(|(row, index, standing)| self.swap(row, index, standing))
     }
 
-    /// Two blocks hold the same tokens: keep the one that is published. Both, if that one is the last that could be
-    /// handed out: it is promised to somebody, and the other one may not come back before it is needed.
+    /// Two blocks hold the same tokens: keep the published one. Keep both if the published one is the last allocatable
+    /// block: it is promised to a sequence, and the other block may not be free before it is needed.
     fn swap(&mut self, row: Row, index: usize, standing: BlockId) -> Result<()> {
         if self.pool.num_parked(&[standing]) > self.pool.num_spare() {
             return Ok(());
@@ -212,7 +212,7 @@ impl Settlement<'_> {
         }
     }
 
-    /// A step computed nothing: whatever was planned before that was known will compute nothing either.
+    /// A step computed nothing: steps that were planned before this was known will compute nothing either.
     fn doom_in_flight(&mut self) {
         for step in &mut self.lease.in_flight {
             step.doom();
@@ -222,7 +222,7 @@ impl Settlement<'_> {
     }
 }
 
-/// A report has to be about what was planned.
+/// Refuses a report that does not fit the plan.
 fn refuse_unplanned(step: &StepInFlight, report: &StepReport) -> Result<()> {
     let planned = step.runs.iter().map(|run| (run.seq_id, run.sampled_position as i32));
     let reported = report.seq_ids.iter().copied().zip(report.token_counts.iter().copied());
@@ -233,7 +233,7 @@ fn refuse_unplanned(step: &StepInFlight, report: &StepReport) -> Result<()> {
     refused(invalid("step_report.sequence_ids", "other runs", limit))
 }
 
-/// A step behind one that computed nothing can't have been computed.
+/// Refuses a report of COMPUTED for a step after one that computed nothing.
 fn refuse_doomed(step: &StepInFlight) -> Result<()> {
     if !step.is_doomed || step.runs.is_empty() {
         return Ok(());

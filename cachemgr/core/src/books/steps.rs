@@ -1,4 +1,4 @@
-//! Steps in flight: what each computes, and what it keeps from being handed out.
+//! Steps in flight: their computations, and the blocks that they keep from reuse.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,17 +8,17 @@ use crate::books::sequences::{Row, Sequence};
 use crate::cache::host::HostBlockId;
 use crate::cache::prefix::BlockId;
 
-/// What a step computes of one sequence.
+/// One step's computation for one sequence.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Run {
     pub row: Row,
     pub seq_id: i32,
-    /// Where the token stands that it samples, if it does: behind the last position computed.
+    /// The position of the token that it samples, if it samples: after the last position computed.
     pub sampled_position: usize,
     /// Positions before this count as computed when the step is; less after a trim.
     pub end: usize,
     pub samples: bool,
-    /// True if the sequence still wants the token that is sampled.
+    /// True if the sequence still needs the sampled token.
     pub receives: bool,
 }
 
@@ -32,7 +32,7 @@ pub struct Fill {
     pub end: usize,
 }
 
-/// A sequence that goes on in another row: it was offloaded while the step was in flight.
+/// A sequence that was offloaded while the step was in flight, and continues in another row.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Heir {
     pub row: Row,
@@ -45,22 +45,22 @@ pub struct Heir {
 pub struct StepInFlight {
     pub step_number: u64,
     pub runs: Vec<Run>,
-    /// Who else takes over what a run samples: forks, by index of the run.
+    /// Forks that also take a run's sampled token, by index of the run.
     pub also: BTreeMap<usize, Vec<Row>>,
     pub heirs: Vec<Heir>,
     /// Blocks to unpin when the step has ended, in the order in which they were let go.
     pub pinned: Vec<Vec<BlockId>>,
-    /// Blocks of the host tier, likewise.
+    /// Blocks of the host tier that the step may access.
     pub pinned_in_host: Vec<Vec<HostBlockId>>,
     pub fills: Vec<Fill>,
-    /// Rows of sequences that end with this step: the worker keeps its own until then.
+    /// Rows of sequences that end with this step: the worker keeps its rows until then.
     pub released_rows: Vec<Row>,
     /// It was planned before the outcome of one was known that computed nothing: it will compute nothing either.
     pub is_doomed: bool,
 }
 
 impl StepInFlight {
-    /// The sequence is trimmed: what is computed for it counts only up to what is kept.
+    /// The sequence was trimmed: tokens computed for it count only up to the kept ones.
     pub fn cut(&mut self, row: Row, num_tokens: usize, block_size: usize) {
         for (index, forks) in &mut self.also {
             if self.runs[*index].sampled_position >= num_tokens {
@@ -77,7 +77,7 @@ impl StepInFlight {
         }
     }
 
-    /// What is computed for the sequence counts only up to here.
+    /// Blocks computed for the sequence count only up to here.
     pub fn limit(&mut self, row: Row, num_blocks: usize, block_size: usize) {
         self.limit_fills(row, num_blocks);
         if let Some(run) = self.run_of(row) {
@@ -101,7 +101,7 @@ impl StepInFlight {
         }
     }
 
-    /// The sequence, of so many tokens, goes on in another row: what is computed and sampled for it counts there.
+    /// Moves the sequence, of so many tokens, to another row: its computed and sampled tokens count there.
     pub fn hand_over(&mut self, row: Row, heir: Row, num_tokens: usize) {
         self.join(row, heir, num_tokens);
         let end = self.run_of(row).map(|run| run.end);
@@ -120,7 +120,7 @@ impl StepInFlight {
         self.runs.iter_mut().for_each(|run| run.receives = false);
     }
 
-    /// A sequence not among these whose sampled token somebody waits for.
+    /// A sequence not among these, with a sampled token that a run waits for.
     pub fn first_waiting(&self, token_of: &HashMap<i32, i32>) -> Option<i32> {
         let is_wanted = |index: usize| self.also.get(&index).is_some_and(|forks| !forks.is_empty());
         let waits =

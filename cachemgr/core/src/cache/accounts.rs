@@ -1,15 +1,15 @@
-//! What each tenant holds of a pool, and what it may.
+//! Each tenant's use of a pool, and its limits.
 //!
-//!     held      active, retired and pinned blocks: nobody can take them from it
-//!     cached    findable, and held by nobody: they are its own until they are evicted
+//!     held      active, retired and pinned blocks: not available to others
+//!     cached    in the index, without a holder: the tenant's until they are evicted
 //!     reserved  guaranteed to its sequences, and not held yet
-//!     promised  what it may still take whatever others do: what is reserved, or what its floor is above what it holds
+//!     promised  always available to it: the reserved blocks, or those missing to its floor, whichever is more
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::tenants::TenantId;
 
-/// What a tenant may take of a pool, in blocks.
+/// The limits of a tenant in a pool, in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// It can always hold as many.
@@ -23,7 +23,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// Of who may take everything.
+    /// The share of a tenant without limits.
     pub fn everything(num_usable: usize) -> Share {
         Share { floor: 0, quota: num_usable, limit: num_usable, pin_budget: num_usable }
     }
@@ -36,7 +36,7 @@ pub struct Account {
     pub num_held: usize,
     pub num_cached: usize,
     pub num_reserved: usize,
-    /// Of those held, whether sequences hold them too or not.
+    /// Held blocks that are pinned, whether sequences hold them too or not.
     pub num_pinned: usize,
 }
 
@@ -53,7 +53,7 @@ impl Account {
         (self.num_held + self.num_cached).saturating_sub(self.share.quota)
     }
 
-    /// What its sequences hold or were promised.
+    /// Blocks that its sequences hold or are guaranteed.
     pub fn num_charged(&self) -> usize {
         self.num_held + self.num_reserved
     }
@@ -110,14 +110,14 @@ impl Accounts {
         self.num_reserved
     }
 
-    /// Of so many that could be handed out, those that the tenant may take for what was not promised to it.
+    /// Of so many allocatable blocks, those that the tenant may take beyond its promised ones.
     pub fn num_available(&self, tenant: TenantId, num_allocatable: usize) -> usize {
         let account = self.get(tenant);
         let num_unclaimed = account.num_promised() - account.num_reserved; // of its floor
         num_allocatable.saturating_sub(self.num_promised - num_unclaimed)
     }
 
-    /// Of so many that could be handed out, those that nobody was promised.
+    /// Of so many allocatable blocks, those that are promised to no tenant.
     pub fn num_spare(&self, num_allocatable: usize) -> usize {
         num_allocatable.saturating_sub(self.num_promised)
     }
@@ -128,8 +128,8 @@ impl Accounts {
         share.limit.min(self.num_usable.saturating_sub(self.num_floors - share.floor))
     }
 
-    /// Whose cached blocks go first if `count` blocks are handed out to a tenant, and how many of each: its own, if it
-    /// is over its quota then, and those of others who are, most over first.
+    /// The tenants that lose cached blocks first if `count` blocks are allocated to a tenant, and the number of
+    /// each: its own, if that puts it over its quota, and those of others over theirs, the one most over first.
     pub fn reclaims(&self, asker: TenantId, count: usize) -> Vec<(TenantId, usize)> {
         if !self.has_quotas {
             return Vec::new();
@@ -184,7 +184,7 @@ impl Accounts {
         self.num_promised = self.num_promised - before + account.num_promised();
     }
 
-    /// What is wrong with the sums.
+    /// Reports violations in the sums.
     pub fn audit(&self, wrong: &mut Vec<String>) {
         let num_promised: usize = self.accounts.iter().map(Account::num_promised).sum();
         let num_reserved: usize = self.accounts.iter().map(|account| account.num_reserved).sum();
@@ -205,7 +205,7 @@ mod tests {
         Share { floor, quota, limit, pin_budget: 5 }
     }
 
-    /// Of 100 blocks, tenant by tenant.
+    /// Accounts of 100 blocks, tenant by tenant.
     fn accounts(shares: &[Share]) -> Accounts {
         let mut accounts = Accounts::new(100);
         shares.iter().enumerate().for_each(|(tenant, share)| accounts.set_share(tenant as TenantId, *share));

@@ -1,4 +1,4 @@
-//! How much blocks are worth keeping, by what their holders said.
+//! Holders' advice on the retention of blocks.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,17 +11,17 @@ use crate::cache::prefix::BlockId;
 pub type Level = u8;
 
 pub const LEAST_WORTH: Level = 1;
-/// As if nothing had been said.
+/// The level of a block without advice.
 pub const UNADVISED: Level = 5;
 pub const MOST_WORTH: Level = 9;
 pub const NUM_LEVELS: usize = MOST_WORTH as usize;
 
 /// Milliseconds of the caller's clock.
 pub type Millis = u64;
-/// Advice that stands as long as the content does.
+/// The end of advice that is valid as long as the content.
 pub const FOREVER: Millis = Millis::MAX;
 
-/// What is said of a block, and until when it stands.
+/// The advice for a block, and its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Advice {
     pub level: Level,
@@ -37,7 +37,8 @@ pub fn millis(seconds: f64) -> Millis {
 pub struct AdviceBook {
     levels: Vec<Level>,
     until: Vec<Millis>,
-    /// Which advice ends when; out of date where other advice has come. What was said first ends first of equal ones.
+    /// Advice by its end, earliest first, in the order of entry among equal ones. Entries replaced by newer advice stay
+    /// here.
     ends: BinaryHeap<Reverse<(Millis, u64, BlockId)>>,
     num_said: u64,
 }
@@ -60,7 +61,7 @@ impl AdviceBook {
         Advice { level: self.level(block), until: self.until[block as usize] }
     }
 
-    /// Enters advice about a block, whatever was said before.
+    /// Enters advice for a block in place of earlier advice.
     pub fn enter(&mut self, block: BlockId, advice: Advice) {
         let until = if advice.level == UNADVISED { FOREVER } else { advice.until };
         self.levels[block as usize] = advice.level;
@@ -76,7 +77,7 @@ impl AdviceBook {
         }
     }
 
-    /// The content is gone, and with it what was said.
+    /// Removes the advice for an evicted block.
     pub fn forget(&mut self, block: BlockId) {
         self.levels[block as usize] = UNADVISED;
         self.until[block as usize] = FOREVER;
@@ -87,7 +88,7 @@ impl AdviceBook {
         self.ends.peek().map(|Reverse((end, _, _))| *end)
     }
 
-    /// A block whose advice has ended, if there is one.
+    /// A block with ended advice, if there is one.
     pub fn pop_ended(&mut self, now: Millis) -> Option<BlockId> {
         while let Some(Reverse((end, _, block))) = self.ends.peek().copied() {
             if end > now {

@@ -4,13 +4,13 @@ use std::fmt::Debug;
 
 use crate::cache::prefix::{BlockId, Hash};
 
-/// Keeps the parked blocks: findable, and held by nobody. Each method's cost is O(1) per block it is given.
+/// Keeps the parked blocks: in the index, without a holder. Each method's cost is O(1) per block it is given.
 pub trait EvictionPolicy: Debug + Send + Sync {
     /// A sequence begins: `found` are its blocks with known content, in table order, `fresh` those that continue
     /// them. `hashes` are the prefix hashes of its full blocks, from the first one on.
     fn admit(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]);
 
-    /// Nobody holds these any more; they can be given up from now on. Children come before their parents.
+    /// These have no holder any more, and can be evicted from now on. Children come before their parents.
     fn park(&mut self, blocks: &[BlockId]);
 
     /// In use again, or dropped: no longer to be given up.
@@ -22,7 +22,7 @@ pub trait EvictionPolicy: Debug + Send + Sync {
     /// Gives up `count` of the parked blocks, children before their parents. There have to be as many.
     fn evict(&mut self, count: usize, victims: &mut Vec<BlockId>);
 
-    /// How many blocks are parked.
+    /// The number of parked blocks.
     fn num_parked(&self) -> usize;
 
     /// True if the block is parked.

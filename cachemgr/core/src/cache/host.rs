@@ -1,11 +1,11 @@
-//! The host tier: which of its blocks hold an offloaded sequence, and which a planned step could still touch.
+//! The host tier: the blocks that hold an offloaded sequence, and those that a planned step could still access.
 //!
 //!     held  pins  state
 //!     yes   any   held       by exactly one sequence: nothing is shared here
-//!     no    > 0   retired    given back, but a planned step could still write or read it
+//!     no    > 0   retired    released, but a planned step could still write or read it
 //!     no    0     free       on the free stack
 //!
-//! Host blocks have numbers of their own, from 0 on; each has room for what one block of the pool holds.
+//! Host blocks have numbers of their own, from 0 on; each has room for one block of the pool.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ pub struct HostBlockCounts {
     pub retired: usize,
 }
 
-/// Callers keep the books of who holds which block.
+/// Callers record the holder of each block.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HostPool {
     is_held: Vec<bool>,
@@ -63,9 +63,9 @@ impl HostPool {
         Some(refusal.with("needed", needed).with("free", free).with("retired", retired).with("limit", limit))
     }
 
-    /// Hands out blocks, those of the lowest numbers first as long as none came back.
+    /// Allocates blocks, in the order of their numbers as long as none was released.
     ///
-    /// The caller has asked `refuse`.
+    /// The caller has checked `refuse`.
     pub fn allocate(&mut self, count: usize) -> Result<Vec<HostBlockId>> {
         let Some(num_left) = self.free.len().checked_sub(count) else {
             return broken(format!("{count} host blocks to hand out, {} are free", self.free.len()));
@@ -77,7 +77,7 @@ impl HostPool {
         Ok(blocks)
     }
 
-    /// Nobody holds these any more, which somebody held. They are free at once unless they are pinned.
+    /// Releases these held blocks. They are free at once unless they are pinned.
     pub fn release(&mut self, blocks: &[HostBlockId]) -> Result<()> {
         for &block in blocks.iter().rev() {
             if !std::mem::take(&mut self.is_held[block as usize]) {
@@ -89,7 +89,7 @@ impl HostPool {
         Ok(())
     }
 
-    /// The same, but none is free before as many `unpin`.
+    /// As `release`, but none is free before as many `unpin`.
     pub fn retire(&mut self, blocks: &[HostBlockId]) -> Result<()> {
         blocks.iter().for_each(|block| self.pins[*block as usize] += 1);
         self.release(blocks)
@@ -102,12 +102,12 @@ impl HostPool {
                 return broken(format!("host block {block} is unpinned, it has no pin"));
             };
             self.pins[block as usize] = pins;
-            self.free.extend((pins == 0).then_some(block)); // nobody is handed a pinned one
+            self.free.extend((pins == 0).then_some(block)); // a pinned one is not reused
         }
         Ok(())
     }
 
-    /// What is wrong, given how many sequences hold each block and how many steps in flight pin it.
+    /// Reports violations, given the number of sequences that hold each block and of steps in flight that pin it.
     pub fn audit(&self, holders: &[u32], steps: &[u32], wrong: &mut Vec<String>) {
         let mut times_free = vec![0; self.len()];
         self.free.iter().for_each(|block| times_free[*block as usize] += 1);

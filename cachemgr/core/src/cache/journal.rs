@@ -1,10 +1,10 @@
-//! The last changes of a pool's blocks, numbered: what somebody who keeps a copy of their listing has to look at again.
+//! The last changes of a pool's blocks, numbered, for clients that keep a copy of the listing.
 //!
-//! An entry says which block and whose, not what it became: who reads looks at the block as it is then. So any number of
-//! changes of one block is one thing to tell, and applying the same one twice does no harm.
+//! An entry has the block and its owner, not its new state: the reader takes the block's state at reading. So several
+//! changes of one block become one, and applying a change twice is harmless.
 //!
-//! When the content of each block changed last stands beside them: a block may be read when its content is another one
-//! already than at the time of the entry, and that has to be told then.
+//! The journal also has the time of each block's last change of content: when an entry is read, the block may have
+//! newer content than at the entry, and the reader must report that.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -19,13 +19,13 @@ const MIN_KEPT: usize = 65_536;
 /// Changes that are read for one answer, times the blocks that it may have.
 const READ_AHEAD: usize = 16;
 
-/// What became of one block since somebody looked.
+/// The change of one block since a reader's last number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
     pub block: BlockId,
     /// True if it began or ceased to be found by content since.
     pub of_content: bool,
-    /// True if it was the block of the tenant that was asked for when one of these changes came.
+    /// True if it was the given tenant's block at one of these changes.
     pub was_own: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct Journal {
     ring: Vec<(BlockId, TenantId)>,
     mask: usize,
     num_changes: u64,
-    content_at: Vec<u64>, // by block, the number behind the last change of its content
+    content_at: Vec<u64>, // by block, the number after the last change of its content
 }
 
 impl Journal {
@@ -44,12 +44,12 @@ impl Journal {
         Journal { ring: vec![(0, 0); num_kept], mask: num_kept - 1, num_changes: 0, content_at: vec![0; num_blocks] }
     }
 
-    /// Changes so far: what is changed after a look has this number or a later one.
+    /// The number of changes so far: a later change has this number or a higher one.
     pub fn num_changes(&self) -> u64 {
         self.num_changes
     }
 
-    /// How many changes back one can go.
+    /// The number of changes that are kept.
     pub fn num_kept(&self) -> usize {
         self.ring.len()
     }
@@ -60,7 +60,7 @@ impl Journal {
         self.num_changes += 1;
     }
 
-    /// The same of several blocks, with the owners of all blocks.
+    /// Enters a change of several blocks, with the owners of all blocks.
     pub fn touch_all(&mut self, blocks: &[BlockId], owners: &[TenantId]) {
         let Journal { ring, mask, num_changes, .. } = self;
         for (block, number) in blocks.iter().zip(*num_changes..) {
@@ -75,13 +75,13 @@ impl Journal {
         self.content_at[block as usize] = self.num_changes;
     }
 
-    /// The number behind the last change of the block's content.
+    /// The number after the last change of the block's content.
     pub fn content_changed_at(&self, block: BlockId) -> u64 {
         self.content_at[block as usize]
     }
 
-    /// The next blocks that changed from number `first` on, each once and at most `most`, and the number to go on from.
-    /// `tenant`: whose blocks to tell of that they were. None if what came next is not known any more.
+    /// The next changed blocks from number `first` on, each once and at most `most`, and the number to continue from.
+    /// `tenant`: only blocks that were this tenant's. None if the next change is not kept any more.
     ///
     /// Cost: O(READ_AHEAD * most).
     pub fn since(&self, first: u64, most: usize, tenant: Option<TenantId>) -> Option<(Vec<Change>, u64)> {

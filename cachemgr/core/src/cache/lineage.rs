@@ -1,4 +1,4 @@
-//! The policy that learns how long each kind of prefix is worth keeping.
+//! The eviction policy that learns a retention time for each class of prefix.
 //!
 //! 1. The cache is a tree of prefixes. A segment is a run of blocks that were always used together: a conversation is one
 //!    segment that grows, and is cut in two where a prompt leaves it. Each use of a segment is an event; the gap to its
@@ -6,12 +6,12 @@
 //!    the hash of their first block, so that gaps longer than a stay in the cache are counted too.
 //! 2. Events fall into classes: how often the segment was used, and the last gap; for new ones the size, and whether they
 //!    continue something. Each class has a histogram of gaps, and all of them fade.
-//! 3. What time T each class is kept is planned from these (`retention`).
-//! 4. T is one of ten, each with an LRU list of its own; the victim is the list head whose time ends first. A segment's
+//! 3. The time T that each class is kept is planned from these (`retention`).
+//! 4. T is one of ten, each with an LRU list of its own; the victim is the list head with the earliest end. A segment's
 //!    list is never one with a shorter time than a descendant's, and it is used no earlier; so its time ends no earlier,
-//!    and chains go leaf first whatever was learned.
-//! 5. Where the plan is not clearly better, every segment gets the same T: that is LRU, exactly. Clearly: predicted to be,
-//!    and shown to be on events that came after it was made.
+//!    and chains are evicted leaf first for every plan.
+//! 5. Where the plan is not clearly better, every segment gets the same T: that is exactly LRU. Clearly better means:
+//!    predicted to be better, and measured so on events after the plan was made.
 //!
 //! Sources: TTL caches as utility maximisation (Dehghan et al., INFOCOM 2016), hit density (LHD, NSDI 2018), ghosts (ARC,
 //! FAST 2003). Time is counted in blocks; nothing is random.
@@ -27,7 +27,7 @@ use crate::cache::retention::{
 };
 use crate::cache::rings::Rings;
 
-/// The segment of a block without content, and the key of a segment whose first hash nobody told.
+/// The segment of a block without content, and the key of a segment without a known first hash.
 const UNKNOWN: u32 = 0;
 
 const KEY_BYTES: usize = 7;
@@ -46,14 +46,14 @@ struct Segment {
     start: u32,       // index of its first block in a table
     num_blocks: u32,  // that bear its number
     num_evicted: u32, // from its end, since it was used last
-    num_uses: u8,     // MOST_USES stands for more, too
+    num_uses: u8,     // MOST_USES also means more
     class: u8,
     place: u8,           // of the time it is kept
     planned: Option<u8>, // the place that the plan had for it when it was used
-    is_forked: bool,     // a prompt left its end, or it was cut there: what comes next is another's
+    is_forked: bool,     // a prompt left its end, or it was cut there: its continuation is another segment
 }
 
-/// What is kept of an evicted segment.
+/// The record of an evicted segment.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Ghost {
     used_at: i64,
@@ -73,7 +73,7 @@ struct Ghosts {
 }
 
 impl Ghosts {
-    /// Keeps a ghost. One of the same key is replaced, and is as old as it was.
+    /// Keeps a ghost. It replaces one of the same key and keeps its age.
     fn insert(&mut self, key: u64, ghost: Ghost) {
         if let Some((_, known)) = self.by_key.get_mut(&key) {
             *known = ghost;
@@ -114,21 +114,21 @@ fn key_of(hashes: &[Hash], index: usize) -> u64 {
     u64::from_le_bytes(key)
 }
 
-/// Keeps each kind of prefix as long as it is worth. 12 bytes per block, 48 per segment, and the ghosts.
+/// Keeps each class of prefix for its planned time. 12 bytes per block, 48 per segment, and the ghosts.
 ///
 /// Costs do not depend on the pool's size. `admit` is O(segments of the prompt), and O(1) per fresh block and per block
-/// of a segment that is cut. A block without a segment (nobody told of its admission) takes its parent's.
+/// of a segment that is cut. A block without a segment (its admission was not entered) gets its parent's.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Lineage {
     pub planner: RetentionPlanner,
     num_blocks: usize,
     rings: Rings, // one per time; the last nodes are their sentinels, the very last for blocks that nothing is known of
     segment_of: Vec<u32>,
-    segments: Vec<Segment>, // the first is nobody's
+    segments: Vec<Segment>, // the first one is unused
     unused_segments: Vec<u32>,
     ghosts: Ghosts,
     most_ghosts: usize,
-    sampling: u64, // segments whose key has these bits set are not observed: there would be too many ghosts
+    sampling: u64, // segments with a key that has these bits set are not observed: there would be too many ghosts
     clock: i64,    // blocks allocated
     num_parked: usize,
 }
@@ -283,7 +283,7 @@ impl Lineage {
         key.max(1) & self.sampling == 0
     }
 
-    /// How many segments an observed one stands for.
+    /// The number of segments that an observed one represents.
     fn scale(&self) -> i64 {
         self.sampling as i64 + 1
     }
@@ -343,7 +343,7 @@ impl Lineage {
         }
     }
 
-    /// The ring whose head's time ends first; of equal ones the longest time's, the child's.
+    /// The ring with the earliest end of its head's time; of equal ones the one with the longest time, which is the child's.
     fn first_to_end(&self) -> u32 {
         let unknown = self.unknown_ring();
         if self.rings.first(unknown) != unknown {
@@ -462,7 +462,7 @@ impl EvictionPolicy for Lineage {
         self.label(blocks, UNKNOWN);
     }
 
-    /// Takes the head whose time ends first, and what follows it of the same segment, until there are enough.
+    /// Takes the head with the earliest end of its time, and the blocks after it in the same segment, until there are enough.
     fn evict(&mut self, count: usize, victims: &mut Vec<BlockId>) {
         self.num_parked -= count;
         self.planner.enter_eviction(count, self.num_parked);
@@ -568,7 +568,7 @@ mod tests {
             table
         }
 
-        /// Evicts all that is cached: what comes back is a ghost's.
+        /// Evicts all cached blocks: content that returns matches a ghost.
         fn evict_all(&mut self) {
             let blocks = self.pool.allocate(self.pool.num_allocatable(), &ASKER).unwrap();
             blocks.iter().for_each(|block| self.enter_eviction(*block));
@@ -607,7 +607,7 @@ mod tests {
         prompts
     }
 
-    /// A policy for 16 blocks whose trusted plan keeps each class as long as told, and the others as long as LRU.
+    /// A policy for 16 blocks with a trusted plan: it keeps each class as long as given, and the others as long as LRU.
     fn planned(places: &[(usize, usize)]) -> Lineage {
         let mut lineage = Lineage::new(17);
         let mut plan = vec![Choice { low: BASE_TIME, high: BASE_TIME, share: 0.0 }; NUM_CLASSES];
@@ -778,7 +778,7 @@ mod tests {
         assert_eq!(cache.segments(&table), [(3, 3, false)]);
         let lineage = cache.lineage();
         let number = lineage.segment_of(table[0]);
-        let place = lineage.planner.place(13); // blocks that were allocated and told of since then
+        let place = lineage.planner.place(13); // blocks allocated and entered since then
         assert_eq!(usize::from(lineage.segment(number).class), class_of_reused(3, place));
         assert_eq!((lineage.segment(number).used_at, lineage.segment(number).num_evicted), (19, 0));
     }
@@ -868,7 +868,7 @@ mod tests {
         }
     }
 
-    // -- what goes first ----------------------------------------------------------------------------------------------
+    // -- eviction order -----------------------------------------------------------------------------------------------
 
     #[test]
     fn chains_go_leaf_first_and_every_block_comes_back_once() {
@@ -994,7 +994,7 @@ mod tests {
         assert_eq!((unplanned.segments[1].planned, usize::from(unplanned.segments[1].place)), (None, BASE_TIME));
     }
 
-    // -- what it brings -----------------------------------------------------------------------------------------------
+    // -- hit rates ----------------------------------------------------------------------------------------------------
 
     fn num_hits(policy: &str, num_usable: usize, prompts: &[Vec<i32>]) -> usize {
         let mut cache = Cache::new(policy, num_usable);

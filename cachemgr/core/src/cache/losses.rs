@@ -1,4 +1,4 @@
-//! What was cached and is not any more, and under which roots anything was: what is remembered to explain a miss.
+//! Records of lost content, and of the roots in use, to explain a miss.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -12,7 +12,7 @@ pub const NUM_ROOTS: usize = 1_024;
 /// Losses that are remembered: one for four blocks, within these bounds.
 const LOSSES: (usize, usize) = (1_024, 65_536);
 
-/// Why a block's content is gone.
+/// The reason why a block lost its content.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Cause {
     /// To make room for this tenant; the beginning of the lease's name.
@@ -30,9 +30,10 @@ pub struct Loss {
     pub cause: Cause,
 }
 
-/// A table of losses by hash: one that falls on an older one's place replaces it. About 60 bytes each.
+/// A table of losses by hash; an entry replaces an older one in the same place. About 60 bytes each.
 ///
-/// Content that came back stays in it until it is lost again; so it says something only of what can't be found.
+/// Content that was computed again stays in it until it is lost again; so an entry is valid only for content that is
+/// not in the index.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Losses {
     places: Vec<Option<Loss>>,
@@ -44,13 +45,13 @@ impl Losses {
         Losses { places: vec![None; (num_blocks / 4).clamp(least, most).next_power_of_two()] }
     }
 
-    /// What was found by this hash made room for what the asker wants.
+    /// The content of this hash was evicted for `asker`.
     pub fn evicted(&mut self, hash: &Hash, asker: &Asker) {
         let cause = Cause::Evicted { tenant: asker.tenant, lease: asker.lease };
         self.enter(Loss { hash: *hash, at: asker.now, cause });
     }
 
-    /// What was found by this hash was dropped.
+    /// The content of this hash was dropped.
     pub fn reset(&mut self, hash: &Hash, at: f64) {
         self.enter(Loss { hash: *hash, at, cause: Cause::Reset });
     }
@@ -60,12 +61,12 @@ impl Losses {
         self.places[place] = Some(loss);
     }
 
-    /// How the content of this hash, which can't be found, was lost; None if that is not known.
+    /// The loss of the content of this hash, which is not in the index; None if it is unknown.
     pub fn find(&self, hash: &Hash) -> Option<&Loss> {
         self.places[self.place(hash)].as_ref().filter(|loss| loss.hash == *hash)
     }
 
-    /// How many of these, which can't be found, were evicted: up to the first of which that is not known.
+    /// The number of evicted hashes of these, none of which is in the index: up to the first with an unknown loss.
     pub fn num_evicted(&self, hashes: &[Hash]) -> usize {
         let is_evicted = |hash: &&Hash| self.find(hash).is_some_and(|loss| loss.cause != Cause::Reset);
         hashes.iter().take_while(is_evicted).count()
@@ -77,7 +78,7 @@ impl Losses {
     }
 }
 
-/// Where the prefix hashes of a tenant with a salt begin.
+/// The root of the prefix hashes of a tenant with a salt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Root {
     pub hash: Hash,

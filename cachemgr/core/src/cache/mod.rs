@@ -1,4 +1,4 @@
-//! The blocks of a pool: who holds each, what can be found in them, and which are evicted first.
+//! The blocks of a pool: reference counts, the prefix index, and the eviction order.
 
 pub mod accounts;
 pub mod advice;

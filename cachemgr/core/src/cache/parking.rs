@@ -1,11 +1,11 @@
-//! The blocks that nobody holds but that could be found again, and which of them is given up next.
+//! The blocks without a holder that are in the index, and the order of their eviction.
 //!
-//!     1  those of tenants over their quota            the asker's own first; of each the least worth first
-//!     2  what was said to be worth less than others   level by level, the least recently parked first
-//!     3  what nothing was said of                     by the eviction policy
-//!     4  what was said to be worth more               level by level, the least recently parked first
+//!     1  those of tenants over their quota   the asker's own first; for each tenant in the order of 2 to 4
+//!     2  with a priority below the default   level by level, the least recently parked first
+//!     3  without advice                      by the eviction policy
+//!     4  with a priority above the default   level by level, the least recently parked first
 //!
-//! Levels and tenants cost nothing where nobody gives advice and no tenant has a quota.
+//! Levels and tenants cost nothing without advice and without quotas.
 
 use serde::{Deserialize, Serialize};
 
@@ -69,7 +69,7 @@ impl TenantRings {
         self.rings.append(block, sentinel);
     }
 
-    /// What the tenant gives up first.
+    /// The tenant's block that is evicted first.
     fn first(&mut self, tenant: TenantId) -> Option<BlockId> {
         (LEAST_WORTH..=MOST_WORTH).find_map(|level| {
             let sentinel = self.sentinel(tenant, level);
@@ -105,7 +105,7 @@ impl Parking {
         self.policy.is_parked(block) || self.shelves.as_ref().is_some_and(|shelves| shelves.rings.contains(block))
     }
 
-    /// Each once, as far as it goes in the order in which they are given up.
+    /// All parked blocks, each once, in eviction order where it is known.
     pub fn parked(&self) -> Vec<BlockId> {
         let on_shelves = |levels: std::ops::RangeInclusive<Level>| {
             let rings = self.shelves.iter().flat_map(move |shelves| {
@@ -121,13 +121,13 @@ impl Parking {
         self.shelves.as_ref().map_or(UNADVISED, |shelves| shelves.book.level(block))
     }
 
-    /// What was said of a block, if anything was.
+    /// The advice for a block, if there is any.
     pub fn advice(&self, block: BlockId) -> Option<Advice> {
         let advice = self.shelves.as_ref()?.book.advice(block);
         (advice.level != UNADVISED).then_some(advice)
     }
 
-    /// Begins or ends to keep the blocks by tenant. `owner` tells whose a block is.
+    /// Begins or ends to keep the blocks by tenant. `owner` returns a block's tenant.
     pub fn set_by_tenant(&mut self, is_kept: bool, owner: impl Fn(BlockId) -> TenantId) {
         if is_kept == self.tenants.is_some() {
             return;
@@ -142,7 +142,7 @@ impl Parking {
         }
     }
 
-    /// Nobody holds these any more. Children come before their parents.
+    /// Parks blocks without a holder. Children come before their parents.
     pub fn park(&mut self, blocks: &[BlockId], owner: TenantId) {
         match &mut self.shelves {
             None => self.policy.park(blocks),
@@ -191,7 +191,7 @@ impl Parking {
         }
     }
 
-    /// Gives up `count` of the parked blocks: first as many of each tenant as `reclaims` says. There have to be enough.
+    /// Evicts `count` of the parked blocks: first as many of each tenant as in `reclaims`. There have to be enough.
     pub fn evict(&mut self, count: usize, reclaims: &[(TenantId, usize)], victims: &mut Vec<BlockId>) {
         let end = victims.len() + count;
         for &(tenant, num_reclaimed) in reclaims {
@@ -231,7 +231,7 @@ impl Parking {
 
     // -- advice -------------------------------------------------------------------------------------------------------
 
-    /// Enters advice about blocks, the last one of a table first. `owner` is whose they are, if they are parked.
+    /// Enters advice for blocks, the last one of a table first. `owner` is their tenant, if they are parked.
     pub fn advise(&mut self, blocks: &[BlockId], advice: Advice, owner: TenantId) {
         if self.shelves.is_none() {
             if advice.level == UNADVISED {
@@ -258,7 +258,7 @@ impl Parking {
         self.shelves.as_ref().and_then(|shelves| shelves.book.next_end())
     }
 
-    /// Ends the advice whose time is over: of these blocks nothing is said any more.
+    /// Ends the expired advice, and lists its blocks in `ended`.
     pub fn end_advice(&mut self, now: Millis, owner: impl Fn(BlockId) -> TenantId, ended: &mut Vec<BlockId>) {
         while let Some(block) = self.shelves.as_mut().and_then(|shelves| shelves.book.pop_ended(now)) {
             let nothing = Advice { level: UNADVISED, until: crate::cache::advice::FOREVER };
@@ -267,12 +267,12 @@ impl Parking {
         }
     }
 
-    /// A sequence begins: tells the policy what it uses.
+    /// Tells the policy which blocks a new sequence uses.
     pub fn admit(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
         self.policy.admit(found, fresh, hashes);
     }
 
-    /// What is wrong with a block that should be parked or not.
+    /// Reports violations of a block that should be parked or not.
     pub fn audit(&self, block: BlockId, should_be: bool, wrong: &mut Vec<String>) {
         let places =
             [self.policy.is_parked(block), self.shelves.as_ref().is_some_and(|shelves| shelves.rings.contains(block))];

@@ -11,7 +11,7 @@ use crate::cache::lru::Lru;
 /// The first is the default.
 pub const POLICIES: [&str; 2] = ["lineage", "lru"];
 
-/// One of them.
+/// Any of the policies.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Policy {
     Lineage(Box<Lineage>),

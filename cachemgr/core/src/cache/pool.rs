@@ -1,10 +1,10 @@
-//! The block pool: how often each block is held, which are free, and what is evicted next.
+//! The block pool: the reference count of each block, the free blocks, and the next one to evict.
 //!
-//! A block is in exactly one state, told by three facts about it:
+//! A block is in exactly one state, given by three facts about it:
 //!
 //!     references  pins  hash     state
 //!     > 0         any   any      active    in that many block tables
-//!     0           > 0   any      retired   released, but a planned step could still touch it
+//!     0           > 0   any      retired   released, but a planned step could still access it
 //!     0           0     yes      cached    evictable: parked; or kept by a prefix pin
 //!     0           0     no       free      on the free stack
 //!
@@ -54,7 +54,7 @@ pub struct BlockCounts {
     pub retired: usize,
 }
 
-/// What the pool holds and did, counted as it goes.
+/// Counters and sums of the pool, kept up to date by each change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolCounters {
     pub num_active: usize,
@@ -65,7 +65,7 @@ pub struct PoolCounters {
     pub num_evicted: u64,
 }
 
-/// Blocks 1 to num_blocks - 1. Callers keep the books of who holds them; this keeps how many do.
+/// Blocks 1 to num_blocks - 1. Callers record the holders of a block; this has their number only.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct BlockPool {
     index: PrefixIndex,
@@ -128,17 +128,17 @@ impl BlockPool {
         self.counters
     }
 
-    /// What changed last.
+    /// The last changes.
     pub fn journal(&self) -> &Journal {
         &self.journal
     }
 
-    /// What could be found once.
+    /// Content that was in the index and is lost.
     pub fn losses(&self) -> &Losses {
         &self.losses
     }
 
-    /// Under what admissions began.
+    /// The roots of admissions.
     pub fn roots(&self) -> &Roots {
         &self.roots
     }
@@ -152,7 +152,7 @@ impl BlockPool {
         &mut self.contents
     }
 
-    /// Blocks that `allocate` could hand out now: free or evictable.
+    /// Blocks that `allocate` could return now: free or evictable.
     pub fn num_allocatable(&self) -> usize {
         self.free.len() + self.parking.num_parked()
     }
@@ -172,12 +172,12 @@ impl BlockPool {
         self.pins[block as usize]
     }
 
-    /// Whose block it is; nobody's if it is free.
+    /// The block's tenant; None if it is free.
     pub fn owner(&self, block: BlockId) -> Option<TenantId> {
         (self.state(block) != BlockState::Free).then(|| self.owners[block as usize])
     }
 
-    /// True if its one holder may write it: nobody else holds it, and it never was findable by content.
+    /// True if its one holder may write it: it has no other holder, and was never published.
     pub fn is_writable(&self, block: BlockId) -> bool {
         self.ref_count(block) == 1 && self.index.past(block) == Past::None
     }
@@ -194,7 +194,7 @@ impl BlockPool {
         }
     }
 
-    /// The free stack, the next one to be handed out last.
+    /// The free stack, the next one to be allocated last.
     pub fn free_blocks(&self) -> &[BlockId] {
         &self.free
     }
@@ -204,8 +204,8 @@ impl BlockPool {
         self.parking.parked()
     }
 
-    /// Hands out `count` blocks with one reference each: without content first, then what is evicted for them.
-    /// They are the asker's tenant's from now on.
+    /// Allocates `count` blocks with one reference each, for the asker's tenant: blocks without content first, then
+    /// evicted ones.
     ///
     /// The caller has compared `count` with `num_allocatable`.
     pub fn allocate(&mut self, count: usize, asker: &Asker) -> Result<Vec<BlockId>> {
@@ -236,12 +236,12 @@ impl BlockPool {
         Ok(blocks)
     }
 
-    /// How many of these are evictable: what acquiring them takes from the allocatable ones.
+    /// The number of these that are evictable: acquiring them makes so many blocks less allocatable.
     pub fn num_parked(&self, blocks: &[BlockId]) -> usize {
         blocks.iter().filter(|block| self.is_idle(**block) && !self.is_kept(**block)).count()
     }
 
-    /// `count` more references to each of these blocks, which are held, or whose content is findable.
+    /// Adds `count` references to each of these blocks, which are held or in the index.
     pub fn acquire(&mut self, blocks: &[BlockId], count: u32) -> Result<()> {
         let mut parked = Vec::new();
         for &block in blocks {
@@ -271,7 +271,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// One reference less to each. Give a table's tail first: what comes first is evicted first.
+    /// Removes one reference from each. Give a table's tail first: blocks are evicted in this order.
     pub fn release(&mut self, blocks: &[BlockId]) -> Result<()> {
         blocks.iter().try_for_each(|block| self.let_go(*block))?;
         self.journal.touch_all(blocks, &self.owners);
@@ -279,7 +279,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// One reference less and one pin more to each: not handed out until `unpin`.
+    /// Removes one reference from each and adds one pin: not reused until `unpin`.
     pub fn retire(&mut self, blocks: &[BlockId]) -> Result<()> {
         for &block in blocks {
             self.let_go(block)?;
@@ -302,7 +302,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// A sequence begins: tells the eviction policy what it uses.
+    /// Tells the eviction policy which blocks a new sequence uses.
     pub fn enter_admission(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
         self.parking.admit(found, fresh, hashes);
     }
@@ -321,7 +321,7 @@ impl BlockPool {
         standing
     }
 
-    /// What a block continues that was published.
+    /// Enters the parent of a published block.
     pub fn enter_origin(&mut self, block: BlockId, origin: Origin) {
         self.index.enter_origin(block, origin);
     }
@@ -334,7 +334,7 @@ impl BlockPool {
         blocks.filter(|block| self.drop_one(*block, now)).count()
     }
 
-    /// The same of some blocks.
+    /// As above, for some blocks.
     pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64) -> usize {
         blocks.iter().filter(|block| self.drop_one(**block, now)).count()
     }
@@ -357,7 +357,7 @@ impl BlockPool {
         true
     }
 
-    /// What is wrong with the blocks of a range: lists and index against their states. Cost: O(range + free blocks).
+    /// Reports violations in a range of blocks: lists and index against their states. Cost: O(range + free blocks).
     pub fn audit(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         self.index.audit(blocks, wrong);
         let mut times_free = vec![0; blocks.len()];
@@ -386,7 +386,7 @@ impl BlockPool {
         }
     }
 
-    /// What is wrong with the counts. Cost: O(blocks), a fraction of `audit`'s.
+    /// Reports violations in the counts. Cost: O(blocks), a fraction of `audit`'s.
     pub fn audit_counts(&self, wrong: &mut Vec<String>) {
         self.index.audit_counts(wrong);
         let counters = PoolCounters {
@@ -410,7 +410,7 @@ impl BlockPool {
         }
     }
 
-    /// What is wrong with the tenants' accounts, counted block by block. Cost: as `audit_counts`.
+    /// Reports violations in the tenants' accounts, counted block by block. Cost: as `audit_counts`.
     pub fn audit_accounts(&self, wrong: &mut Vec<String>) {
         self.accounts.audit(wrong);
         let mut counted = vec![(0, 0, 0); self.accounts.len()];
@@ -421,7 +421,7 @@ impl BlockPool {
                 continue; // free
             }
             let Some((num_held, num_cached, num_pinned)) = counted.get_mut(*owner as usize) else {
-                wrong.push(format!("block {block} is tenant {owner}'s, who has no account"));
+                wrong.push(format!("block {block} is tenant {owner}'s, which has no account"));
                 continue;
             };
             let is_kept = self.is_kept(block as BlockId);
@@ -448,7 +448,7 @@ impl BlockPool {
         self.journal.touch_content(block, self.owners[block as usize]);
     }
 
-    /// The content of a block that was evicted makes room for what the asker wants.
+    /// Evicts the content of a block for the asker.
     fn lose(&mut self, block: BlockId, asker: &Asker) {
         if let Some(hash) = self.index.hash(block) {
             self.losses.evicted(hash, asker);
@@ -492,7 +492,7 @@ impl BlockPool {
 
     // -- tenants ------------------------------------------------------------------------------------------------------
 
-    /// What a tenant may take from now on. New tenants come one after the other.
+    /// Sets a tenant's share. New tenants have consecutive numbers.
     pub fn set_share(&mut self, tenant: TenantId, share: Share) {
         self.accounts.set_share(tenant, share);
         let owners = &self.owners;
@@ -504,24 +504,24 @@ impl BlockPool {
         self.accounts.reserve(tenant, before, after);
     }
 
-    /// Blocks that the tenant could be handed out now for what was not promised to it.
+    /// Blocks that the tenant could be allocated now beyond its promised ones.
     pub fn num_available(&self, tenant: TenantId) -> usize {
         self.accounts.num_available(tenant, self.num_allocatable())
     }
 
-    /// Blocks that could be handed out now and that nobody was promised.
+    /// Blocks that could be allocated now and are promised to no tenant.
     pub fn num_spare(&self) -> usize {
         self.accounts.num_spare(self.num_allocatable())
     }
 
-    // -- what is worth keeping ----------------------------------------------------------------------------------------
+    // -- retention ----------------------------------------------------------------------------------------------------
 
-    /// How much the block is worth keeping by what was said of it.
+    /// The block's eviction level by its advice.
     pub fn level(&self, block: BlockId) -> Level {
         self.parking.level(block)
     }
 
-    /// What was said of the block, if anything was.
+    /// The advice for the block, if there is any.
     pub fn advice(&self, block: BlockId) -> Option<Advice> {
         self.parking.advice(block)
     }
@@ -539,7 +539,7 @@ impl BlockPool {
         self.parking.next_end()
     }
 
-    /// Ends the advice whose time is over.
+    /// Ends the expired advice.
     pub fn end_advice(&mut self, now: Millis) {
         let (owners, mut ended) = (&self.owners, Vec::new());
         self.parking.end_advice(now, |block| owners[block as usize], &mut ended);
@@ -551,7 +551,7 @@ impl BlockPool {
         !self.keeps.is_empty() && self.keeps.contains_key(&block)
     }
 
-    /// How many prefix pins the block has.
+    /// The number of the block's prefix pins.
     pub fn keep_count(&self, block: BlockId) -> u32 {
         self.keeps.get(&block).copied().unwrap_or(0)
     }
@@ -603,7 +603,7 @@ impl BlockPool {
 
     // -- inside -------------------------------------------------------------------------------------------------------
 
-    /// What was in these does not matter from here on.
+    /// Frees these blocks: their content does not matter any more.
     fn push_free(&mut self, blocks: &[BlockId]) {
         blocks.iter().for_each(|block| self.index.forget_past(*block));
         self.journal.touch_all(blocks, &self.owners);
@@ -623,7 +623,7 @@ pub(crate) mod tests {
 
     pub(crate) const ASKER: Asker = Asker { tenant: 0, lease: [0; 8], now: 0.0 };
 
-    /// The same numbers for the same seed.
+    /// Random numbers, the same for the same seed.
     pub(crate) struct Random(pub u64);
 
     impl Random {
@@ -643,7 +643,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// What is told of books that are found to be wrong.
+    /// The message of a broken invariant.
     pub(crate) fn told<T: Debug>(answer: Result<T>) -> String {
         match answer {
             Err(Failure::Broken(what)) => what,
@@ -651,7 +651,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Of all blocks, two at a time.
+    /// Audits all blocks, two at a time.
     pub(crate) fn violations(pool: &BlockPool) -> Vec<String> {
         let (mut wrong, num_blocks) = (Vec::new(), pool.refs.len() as BlockId);
         (0..num_blocks).step_by(2).for_each(|first| pool.audit(&(first..num_blocks.min(first + 2)), &mut wrong));
@@ -954,7 +954,7 @@ pub(crate) mod tests {
             (|pool| pool.accounts.hold(0, 1), "tenant 0 has (2, 1, 1) blocks held, cached and pinned"),
             (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
             (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
-            (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, who has no account"),
+            (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, which has no account"),
             (|pool| *pool.keeps.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
         ];
         for (damage, told) in damages {
@@ -1012,7 +1012,7 @@ pub(crate) mod tests {
     const NUM_BLOCKS: usize = 11;
     const NUM_NAMES: usize = 6;
 
-    /// Plain lists of what should be; calls the pool and compares.
+    /// Plain lists of the expected state; calls the pool and compares.
     struct Model {
         pool: BlockPool,
         is_lru: bool,

@@ -54,7 +54,7 @@ fn write_tokens(tokens: &[i32], bytes: &mut [u8]) {
     }
 }
 
-/// What a block was since it was handed out.
+/// The history of a block since it was allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Past {
     /// Never findable.
@@ -65,7 +65,7 @@ pub enum Past {
     Dropped,
 }
 
-/// What a findable block continues.
+/// The parent of a block in the index.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// The prefix hash of the block before it, or the root.
@@ -74,11 +74,11 @@ pub struct Origin {
     pub index: u32,
 }
 
-/// From prefix hash to block and back. Holds only blocks whose content was computed.
+/// From prefix hash to block and back. Holds only blocks with computed content.
 ///
-/// A hash table with open addressing, twice the slots of what it can hold: it never grows. An entry is 32 bits of the
-/// mixed hash and the block, 0 where there is none. The mix has a key of its own in every process, so that nobody can
-/// choose tokens whose entries meet.
+/// A hash table with open addressing, with twice as many slots as entries: it never grows. An entry is 32 bits of the
+/// mixed hash and the block, 0 where there is none. Every process has its own key for the mix, so that no client can
+/// choose tokens with entries that collide.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(from = "SavedIndex")]
 pub struct PrefixIndex {
@@ -138,7 +138,7 @@ impl PrefixIndex {
         self.past[block as usize]
     }
 
-    /// What every block was.
+    /// The history of every block.
     pub fn pasts(&self) -> &[Past] {
         &self.past
     }
@@ -152,12 +152,12 @@ impl PrefixIndex {
         self.is_findable(block).then(|| &self.hashes[block as usize])
     }
 
-    /// What the block continues, since it was published.
+    /// The block's parent, from its publication on.
     pub fn origin(&self, block: BlockId) -> &Origin {
         &self.origins[block as usize]
     }
 
-    /// Enters what a block continues that was published.
+    /// Enters the parent of a published block.
     pub fn enter_origin(&mut self, block: BlockId, origin: Origin) {
         self.origins[block as usize] = origin;
     }
@@ -223,19 +223,19 @@ impl PrefixIndex {
         self.entries[place] = u64::from(mixed) << 32 | u64::from(block);
     }
 
-    /// A findable block is handed out anew: what it held can't be found any more.
+    /// Removes a block from the index because it is allocated again.
     pub fn forget(&mut self, block: BlockId) {
         self.remove(block);
         self.past[block as usize] = Past::None;
     }
 
-    /// A findable block can't be found any more, but stays one whose content was published.
+    /// Removes a block from the index, but keeps that it was published.
     pub fn drop_hash(&mut self, block: BlockId) {
         self.remove(block);
         self.past[block as usize] = Past::Dropped;
     }
 
-    /// A block that can't be found is free: it does not matter any more what it held.
+    /// Clears the history of a block that is free and not in the index.
     pub fn forget_past(&mut self, block: BlockId) {
         self.past[block as usize] = Past::None;
     }
@@ -262,7 +262,7 @@ impl PrefixIndex {
         }
     }
 
-    /// What is wrong with the count. Cost: O(blocks), a fraction of `audit`'s.
+    /// Reports violations in the count. Cost: O(blocks), a fraction of `audit`'s.
     pub fn audit_counts(&self, wrong: &mut Vec<String>) {
         let num_findable = self.past.iter().filter(|past| **past == Past::Findable).count();
         if num_findable != self.num_indexed {
@@ -275,7 +275,7 @@ impl PrefixIndex {
         (head.wrapping_mul(self.mix_key) >> 32) as u32
     }
 
-    /// Takes out an entry and moves those behind it up, so that no search ends too early.
+    /// Removes an entry and moves the entries after it up, so that no search ends too early.
     fn remove(&mut self, block: BlockId) {
         let mut place = self.mix(&self.hashes[block as usize]) as usize & self.mask;
         while self.entries[place] as u32 != block {
@@ -311,7 +311,7 @@ mod tests {
         digest_of(&[number as i32, (number >> 32) as i32])
     }
 
-    /// Of all blocks, some at a time.
+    /// Audits all blocks, some at a time.
     fn violations(index: &PrefixIndex) -> Vec<String> {
         let (mut wrong, num_blocks) = (Vec::new(), index.past.len() as BlockId);
         for first in (0..num_blocks).step_by(3) {
@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(index.past(1), Past::None);
     }
 
-    /// Entries come and go at random in a table of four slots a time; what a plain map says holds after every change.
+    /// Random inserts and removals in a table with four slots at a time; compared with a plain map after every change.
     #[test]
     fn it_agrees_with_a_map() {
         for num_blocks in [2, 3, 5, 17, 64] {

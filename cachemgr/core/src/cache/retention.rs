@@ -1,8 +1,8 @@
-//! How long each class of prefixes is worth keeping: learned from the gaps between uses.
+//! The retention time of each class of prefix, learned from the gaps between uses.
 //!
-//! Keeping a class for a time T brings F(T) hits per block and takes B(T) = integral of 1 - F block-times. Which T is best
-//! for each class, if all has to fit in the pool, is a fractional knapsack over the concave hulls of (B, F): take the
-//! steepest pieces until the pool is full. The last piece is taken for a fraction of the segments.
+//! Keeping a class for a time T brings F(T) hits per block and takes B(T) = integral of 1 - F block-times. The best T
+//! for each class, if everything has to fit in the pool, is a fractional knapsack over the concave hulls of (B, F):
+//! take the steepest pieces until the pool is full. The last piece is taken for a fraction of the segments.
 //!
 //! Time is counted in blocks that were allocated.
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 pub const NUM_TIMES: usize = 10;
 
-/// The place of T = the pool's blocks among the times 0, 1/16, 1/8 ... 16 pools: what everybody gets under LRU.
+/// The place of T = the pool's blocks among the times 0, 1/16, 1/8 ... 16 pools: the time of every class under LRU.
 pub const BASE_TIME: usize = 5;
 
 pub const NUM_CLASSES: usize = 19;
@@ -21,10 +21,10 @@ const SMALL_SEGMENT: usize = 8; // blocks
 /// Events of the mean class that each class starts with.
 const PRIOR_EVENTS: f64 = 8.0;
 
-/// What is left of all counts from plan to plan.
+/// The factor of all counts from plan to plan.
 const FADE: f64 = 0.97;
 
-/// The same for what the plan was shown to gain: a plan that has gone bad is to be left soon.
+/// The factor for a plan's measured gain: smaller, so that a bad plan is dropped soon.
 const TRIAL_FADE: f64 = 0.9;
 
 // Admissions from plan to plan: the most, unless before that POOL_SHARE_OF_PERIOD of the pool's blocks were allocated.
@@ -77,7 +77,7 @@ pub struct Return {
     pub gap: i64,
     /// Blocks that were wanted again.
     pub weight: i64,
-    /// Of them, those that were still there.
+    /// Of them, those that were still cached.
     pub found: i64,
     /// The place of the time that the plan had for it, if there was a plan.
     pub planned: Option<u8>,
@@ -151,9 +151,9 @@ impl RetentionPlanner {
         self.used[class] += weight as f64;
     }
 
-    /// It was used again. Returns the place of the gap.
+    /// Enters a repeated use. Returns the place of the gap.
     ///
-    /// A plan that is followed is judged by what was found, another by what it promised.
+    /// A plan in use is judged by the hits that it had, another one by the hits that it predicted.
     pub fn enter_return(&mut self, event: &Return) -> usize {
         let place = self.place(event.gap);
         self.returned[event.class][place] += event.weight as f64;
@@ -328,7 +328,7 @@ mod tests {
         random.below(1 << 20) as f64 / f64::from(1 << 20)
     }
 
-    /// Hits that rise with the time, and what they take: as of some distribution of gaps.
+    /// Hits that rise with the time, and their cost: as of some distribution of gaps.
     fn curve(random: &mut Random, times: &[f64; NUM_TIMES]) -> Curve {
         let mut curve = Curve { rate: share(random), hits: [0.0; NUM_TIMES], held: [0.0; NUM_TIMES] };
         let most = share(random) * 1.5; // beyond 1: nothing is left to hit from some time on
@@ -424,7 +424,7 @@ mod tests {
         assert_eq!(plan[0], Choice { low: 0, high: last, share: 0.25 });
     }
 
-    /// The best any plan can bring: the least over all prices of a block of what is gained at that price.
+    /// The limit of any plan's hits: the least, over all prices of a block, of the gain at that price.
     fn most_hits(curves: &[Curve], room: f64) -> f64 {
         let mut prices = vec![0.0];
         for Curve { hits, held, .. } in curves {
@@ -562,7 +562,7 @@ mod tests {
         assert_eq!((planner.gain, planner.gain_squares, planner.admission_gain), (5.0 + 2.0, 25.0 + 4.0, 0));
     }
 
-    /// Half of the blocks come back after two pools, the others never: LRU finds none of them.
+    /// Half of the blocks are used again after two pools, the others never: LRU finds none of them.
     fn planner_with_a_gain() -> RetentionPlanner {
         let mut planner = planner();
         (planner.elapsed, planner.num_admissions) = (2000.0, 1000);

@@ -1,17 +1,16 @@
-//! Tenants of a pool: whose a block is. The root of prefix hashes is keyed by the tenant, so that a block with content
-//! has exactly one.
+//! Tenants of a pool. Each block with content has exactly one, since the root of prefix hashes is keyed by the tenant.
 
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A tenant of this pool, by the order in which they came.
+/// A tenant of this pool, numbered in the order of their first use.
 pub type TenantId = u32;
 
-/// Tenants that sequences may name, with those that are known already. None is forgotten, so there have to be few.
+/// The limit of tenants that sequences may name, with those known already. None is removed, so the limit is low.
 pub const MAX_TENANTS: usize = 10_000;
 
-/// For whom blocks are taken, and when.
+/// The tenant and lease that allocate blocks, and the time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Asker {
     pub tenant: TenantId,
@@ -21,7 +20,7 @@ pub struct Asker {
     pub now: f64,
 }
 
-/// Names of tenants and back. None is forgotten.
+/// Names of tenants and back. None is removed.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Tenants {
     names: Vec<Vec<u8>>,
@@ -53,7 +52,7 @@ impl Tenants {
     }
 }
 
-/// The beginning of a name; zeros behind a shorter one.
+/// The beginning of a name, padded with zeros.
 pub fn beginning_of(name: &str) -> [u8; 8] {
     let mut beginning = [0; 8];
     beginning.iter_mut().zip(name.bytes()).for_each(|(cell, byte)| *cell = byte);

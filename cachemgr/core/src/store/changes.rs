@@ -1,7 +1,7 @@
-//! Every change of the books as a value: written down, and applied again after a restart.
+//! Changes of the books as values: written to the store, and applied again after a restart.
 //!
-//! The books depend on nothing else. The same changes in the same order give the same books, and a plan that is made
-//! again is compared with what was answered then: if it differs, these are not the books that granted it.
+//! The books depend on nothing else: the same changes in the same order give the same books. After a restart each plan
+//! is made again and compared with its first answer: if it differs, these are not the books that granted it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use crate::cache::accounts::Share;
 use crate::cache::prefix::BlockId;
 use crate::errors::{Failure, Result, broken};
 
-/// One change, as it was asked for. Times are in seconds of the caller's clock.
+/// One change, with its request's arguments. Times are in seconds of the caller's clock.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Change<'a> {
     /// The first: empty books.
@@ -79,7 +79,7 @@ pub enum Change<'a> {
         tenant: Cow<'a, [u8]>,
         salt: Option<Cow<'a, [u8]>>,
     },
-    /// What it drops.
+    /// Removes the content of blocks from the cache.
     Drop {
         blocks: Cow<'a, [BlockId]>,
         now: f64,

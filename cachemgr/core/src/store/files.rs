@@ -1,16 +1,17 @@
-//! Where the books of a pool are kept on disk: the changes since a snapshot, and the snapshot.
+//! The files of a pool's books on disk: a snapshot, and the changes since.
 //!
 //!     log-0   log-1   ...     changes in the order in which they were made; the last file is appended to
 //!     books-1 ...             the books before the first change of the log of the same number
 //!
 //! A log that is long enough is closed and the next begun. A thread then reads the last snapshot and the closed logs as
-//! after a restart, writes the next snapshot, and removes what it replaces: the process that answers never stops for it.
+//! after a restart, writes the next snapshot, and removes the files that it replaces: the serving process never stops
+//! for it.
 //!
-//! A record is its length, its CRC-32 and its content. A file that ends within a record, or in which anything differs
-//! from what was written, is not read at all. What a write call was given survives the process, not the machine: whoever
-//! opens a store has to know that the machine has not been started anew.
+//! A record is its length, its CRC-32 and its content. A file that ends within a record, or differs from the written
+//! bytes, is rejected. Written bytes survive the process but not the machine: the caller that opens a store must know
+//! that the machine has not rebooted.
 //!
-//! Files are for their owner only. A link, a fifo or another thing in place of a file is not opened.
+//! Files are for their owner only. A link, a fifo or another kind of file is not opened.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, ErrorKind, Read, Write};
@@ -35,7 +36,7 @@ const FRAME_BYTES: usize = 8;
 const FIRST_BUFFER_BYTES: usize = 4096;
 const FILE_MODE: u32 = 0o600;
 
-/// How long logs are, or may be: bounds what has to be applied after a restart.
+/// The length limits of logs: they bound the changes to apply after a restart.
 #[derive(Debug, Clone, Copy)]
 pub struct LogLimits {
     pub num_bytes: usize,
@@ -48,7 +49,7 @@ impl Default for LogLimits {
     }
 }
 
-/// What went wrong, for people.
+/// A value, or an error message.
 type Outcome<T> = Result<T, String>;
 
 /// The files of one epoch of a pool, open for its changes.
@@ -67,7 +68,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Begins with the first record, in an existing directory of its own.
+    /// Begins a store with the first record, in an existing directory of its own.
     pub fn create(directory: &Path, first: &Change, limits: LogLimits) -> Outcome<Store> {
         let mut store = Store::open(directory, 0, 0, limits)?;
         store.append(first)?;
@@ -158,10 +159,10 @@ impl Store {
         self.snapshot.take().map_or(Ok(()), |snapshot| self.end_snapshot(snapshot))
     }
 
-    /// Removes everything: it is not what a restart may go on with.
+    /// Removes everything: a restart must not continue from it.
     pub fn discard(mut self) -> Outcome<()> {
         self.is_discarded.store(true, Ordering::SeqCst);
-        drop(self.finish()); // whatever came of it
+        drop(self.finish()); // its result does not matter
         fs::remove_dir_all(&self.directory).map_err(told)
     }
 }
@@ -195,7 +196,7 @@ fn create_file(path: &Path) -> Outcome<File> {
     OpenOptions::new().append(true).create_new(true).mode(FILE_MODE).open(path).map_err(told)
 }
 
-/// All of a regular file. Follows no link and waits for nobody, as of a fifo.
+/// Reads a regular file. Follows no link, and does not block on a fifo.
 fn read_file(path: &Path) -> Outcome<Vec<u8>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|error| of(path, error))?;
@@ -284,7 +285,7 @@ fn next_record(bytes: &[u8]) -> Option<(Change<'static>, &[u8])> {
     Some((postcard::from_bytes(content).ok()?, rest))
 }
 
-/// Writes the books after these logs, and removes what that replaces.
+/// Writes the books after these logs, and removes the files that this replaces.
 fn make_snapshot(directory: &Path, first: u64, last: u64, is_discarded: &AtomicBool) -> Outcome<()> {
     let (books, _) = read_books(directory, first, last)?;
     let unfinished = directory.join("books.unfinished");
@@ -310,7 +311,7 @@ pub(crate) fn write_snapshot(path: &Path, books: &Books) -> Outcome<()> {
     file.write_all(&sum.finalize().to_le_bytes()).map_err(told)
 }
 
-/// A file, and the CRC-32 of what is written to it.
+/// A file, and the CRC-32 of the bytes written to it.
 struct Summed {
     file: File,
     sum: crc32fast::Hasher,
@@ -380,7 +381,7 @@ mod tests {
         RequestKey { request_id, digest }
     }
 
-    /// A directory that goes with it.
+    /// A directory that is removed with it.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -426,7 +427,7 @@ mod tests {
         }
     }
 
-    /// Something that changes books; what was answered, as text.
+    /// Applies a random change to books; returns the answer as text.
     fn do_something(stored: &mut StoredBooks, random: &mut Random, now: f64, number: u64) -> String {
         let (lease_id, tenant) = LEASES[random.below(3)];
         let num_in_flight = stored.books().leases[lease_id].in_flight.len();
@@ -741,7 +742,7 @@ mod tests {
         assert!(told.contains("can't be removed"), "{told}");
     }
 
-    /// Whoever changes what is written has to give it another version: an old store is not to be read as a new one.
+    /// A change of the written format needs a new version: an old store must not be read as a new one.
     #[test]
     fn the_layout_is_that_of_this_version() {
         let folder = Folder::new("layout");

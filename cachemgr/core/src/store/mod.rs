@@ -1,4 +1,4 @@
-//! The state that survives a restart: changes of the books as values, and the files that keep them.
+//! The state that survives a restart: changes of the books as values, and their files.
 
 pub mod changes;
 pub mod files;

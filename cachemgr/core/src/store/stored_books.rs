@@ -17,9 +17,9 @@ use crate::errors::{Failure, Reason, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 
-/// Books whose changes are written down, if there is a store, before anybody is told of them.
+/// Books with a store, if there is one: a change is written before it is answered.
 ///
-/// A store that fails is given up, with all that is in it: books without one are as good until the process ends.
+/// A store that fails is abandoned with its content: the books work without one until the process ends.
 #[derive(Debug)]
 pub struct StoredBooks {
     pool: String,
@@ -49,12 +49,12 @@ impl StoredBooks {
         &self.books
     }
 
-    /// For what is no change.
+    /// The books, for access that is not a change.
     pub fn books_mut(&mut self) -> &mut Books {
         &mut self.books
     }
 
-    /// Writes changes down from here on, the books being as the first record says.
+    /// Writes changes to a new store from here on; the first record makes the books as they are now.
     pub fn begin_store(&mut self, directory: &Path, first: &Change) -> Result<()> {
         match Store::create(directory, first, LogLimits::default()) {
             Ok(store) => self.store = Some(store),
@@ -68,7 +68,7 @@ impl StoredBooks {
         self.store.is_some()
     }
 
-    /// How many items of plans were refused since the books are here, by the name of the reason.
+    /// The number of refused items of plans since the books were made, by the name of the reason.
     pub fn refusals(&self) -> &BTreeMap<&'static str, u64> {
         &self.refusals
     }
@@ -111,12 +111,12 @@ impl StoredBooks {
         self.books().next_end().is_some_and(|end| end <= millis(now))
     }
 
-    /// See Books::advance. Cost: a record of the store, so ask `has_ended` before.
+    /// See Books::advance. Cost: a record of the store, so call `has_ended` first.
     pub fn advance(&mut self, now: f64) -> Result<()> {
         self.make(&Change::Advance { now })
     }
 
-    /// A new lease without sequences, to end at a time. `was_let_in` is what an earlier epoch says of it.
+    /// A new lease without sequences, with an expiry. `was_let_in`: the value from an earlier epoch.
     pub fn open_lease(
         &mut self,
         lease_id: &str,
@@ -130,7 +130,7 @@ impl StoredBooks {
         Ok(())
     }
 
-    /// Stops a lease; its blocks come back when it is closed. False if it is not open.
+    /// Stops a lease; `close_lease` frees its blocks. False if it is not open.
     pub fn end_lease(&mut self, lease_id: &str) -> Result<bool> {
         let is_open = self.books.open_lease_mut(lease_id).is_some();
         if is_open {
@@ -139,7 +139,7 @@ impl StoredBooks {
         Ok(is_open)
     }
 
-    /// Stops the leases whose time is over, and returns their ids.
+    /// Stops the expired leases, and returns their ids.
     pub fn expire_leases(&mut self, now: f64) -> Result<Vec<String>> {
         let mut expired = Vec::new();
         while let Some(lease_id) = self.books.next_expired(now) {
@@ -150,7 +150,7 @@ impl StoredBooks {
         Ok(expired)
     }
 
-    /// A lease is gone, and nothing touches its blocks any more. False if there is none.
+    /// Removes a lease and frees its blocks, which no step can access any more. False if there is none.
     pub fn close_lease(&mut self, lease_id: &str) -> Result<bool> {
         let is_there = self.books.lease(lease_id).is_some();
         if is_there {
@@ -159,9 +159,9 @@ impl StoredBooks {
         Ok(is_there)
     }
 
-    /// See Books::plan. Renews the lease; None if it is not open. A request id that was answered gets the same answer.
-    /// Refused (EPOCH_CHANGED) for another epoch than that of the books, (REQUEST_ID_REUSED) if a request id was another
-    /// request's.
+    /// See Books::plan. Renews the lease; None if it is not open. A repeated request id gets its first answer. Refused
+    /// with EPOCH_CHANGED for another epoch than that of the books, and with REQUEST_ID_REUSED if the request id
+    /// belongs to another request.
     pub fn plan(
         &mut self,
         lease_id: &str,
@@ -251,13 +251,13 @@ impl StoredBooks {
         Ok(num_dropped)
     }
 
-    /// See Books::begin_reset. Sequences in the host tier do not publish what is computed of them from here on.
+    /// See Books::begin_reset. Sequences in the host tier do not publish their computed blocks from here on.
     pub fn begin_reset(&mut self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Result<Reset> {
         self.make(&Change::Withhold { tenant: tenant.into(), salt: salt.map(Cow::from) })?;
         Ok(self.books.begin_reset(tenant, salt, tokens))
     }
 
-    /// Drops the next part of what a reset is about: how many blocks and pins. None if all is done.
+    /// Drops the next part of a reset: returns the numbers of blocks and pins. None if all is done.
     pub fn go_on_with_reset(&mut self, reset: &mut Reset, now: f64) -> Result<Option<(usize, usize)>> {
         let Some(ResetPart { pins, blocks }) = reset.next_part(&self.books) else { return Ok(None) };
         for pin in &pins {
@@ -271,7 +271,7 @@ impl StoredBooks {
         Ok(Some((num_dropped, pins.len())))
     }
 
-    /// A tenant that only asks is known from then on.
+    /// Enters a tenant at its first request.
     fn enter_tenant(&mut self, name: &[u8]) -> Result<()> {
         if self.books().tenants().find(name).is_some() {
             return Ok(());

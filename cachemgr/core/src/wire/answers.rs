@@ -103,7 +103,7 @@ pub fn encode_counts(counts: Counts) -> Vec<u8> {
     block_counts(counts).encode_to_vec()
 }
 
-/// A PoolStatistics: the present state of a pool, and what happened in its epoch. Cost: O(leases + sequences).
+/// A PoolStatistics: the present state of a pool, and the counters of its epoch. Cost: O(leases + sequences).
 pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
     let books = stored.books();
     let (counters, blocks) = (books.counters(), books.pool().counters());

@@ -1,20 +1,21 @@
-//! How much a request may say. All of these are checked before anything is looked up.
+//! The limits of requests. All of these are checked before anything is looked up.
 
 use std::fmt::Display;
 
 use crate::cache::advice::{LEAST_WORTH, Level, MOST_WORTH};
 use crate::errors::{Failure, Result, invalid};
 
-/// Of each kind in one plan, also if the pool has room for more sequences.
+/// Items of each kind in one plan, also if the pool has room for more sequences.
 pub const MAX_PLAN_ITEMS: usize = 8_192;
-/// Of all admissions of a plan together, and of all appended tokens: or as many as one sequence can have, if more.
+/// Tokens of all admissions of a plan together, and of all its appended tokens; the longest sequence's length if that
+/// is more.
 pub const MAX_PLAN_TOKENS: usize = 262_144;
 /// The tokens that the children of a plan's forks begin with, all together; or as many as one sequence can have, if more.
 pub const MAX_FORKED_TOKENS: usize = 8_388_608;
 pub const MAX_REQUEST_ID_BYTES: usize = 64;
 pub const MAX_SALT_BYTES: usize = 64;
 pub const MAX_TENANT_LENGTH: usize = 128;
-/// Of an admission's retention.
+/// Ranges of an admission's retention.
 pub const MAX_RANGES: usize = 16;
 pub const MAX_RETENTION_S: f64 = 86_400.0;
 pub const MAX_EXPECTED_S: f64 = 86_400.0;

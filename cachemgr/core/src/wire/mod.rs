@@ -1,4 +1,4 @@
-//! Messages of protos/quire/cache/v1: what they say is checked and taken apart here, and answers are put together.
+//! Messages of protos/quire/cache/v1: decodes and checks requests, and encodes answers.
 
 pub mod answers;
 pub mod bounds;

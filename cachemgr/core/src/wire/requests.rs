@@ -18,9 +18,11 @@ pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
     if request.request_id.is_empty() { Vec::new() } else { Sha256::digest(body).to_vec() }
 }
 
-/// The items of a plan for a pool with so many sequences, of so many tokens each. Refused (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
+/// The items of a plan for a pool with so many sequences, of so many tokens each. Refused (INVALID_ARGUMENT) for lists
+/// that do not fit together and values out of range.
 ///
-/// Takes the lists of tokens and ids out of the message. `names_tenants`: the caller may say whose an admission is.
+/// Moves the lists of tokens and ids out of the message. `names_tenants`: the caller may name the tenant of an
+/// admission.
 pub fn step_request(
     request: &mut PlanStepRequest,
     max_sequences: usize,
@@ -153,9 +155,9 @@ fn restore(restore: &messages::Restore) -> Result<Restore> {
     Ok(Restore { seq_id: restore.sequence_id.into(), max_compute })
 }
 
-/// An admission to a pool whose sequences have at most `most_tokens`; `field` is where it stands in its request.
+/// An admission to a pool with sequences of at most `most_tokens`; `field` is its path in the request.
 ///
-/// A longer prompt is not kept: its first token stands for it, with a reservation of its length, which is refused.
+/// A longer prompt is not kept: it is replaced by its first token with a reservation of its length, which is refused.
 pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) -> Result<Admission> {
     let max_compute = not_negative(&format!("{field}.max_compute_token_count"), message.max_compute_token_count)?;
     let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;

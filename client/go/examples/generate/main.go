@@ -133,7 +133,7 @@ type generation struct {
 	model       *computev1.GetModelResponse
 	tokens      []int32 // the prompt's, then those sampled and seen
 	promptCount int
-	planned     int // tokens whose KV the steps sent so far compute
+	planned     int // tokens with KV that the steps sent so far compute
 	promised    int // tokens that the steps sent so far sample
 }
 

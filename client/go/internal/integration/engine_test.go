@@ -20,7 +20,7 @@ import (
 	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
-// TestEngine runs the tests below on one engine, whose lease is given back in the end.
+// TestEngine runs the tests below on one engine, and deletes its lease in the end.
 func TestEngine(t *testing.T) {
 	needFleet(t)
 	process, err := fleet.StartEngine("a")
@@ -37,7 +37,7 @@ func TestEngine(t *testing.T) {
 	defer engine.Close()
 	for name, test := range map[string]func(*testing.T, *quire.Engine){
 		"generates what the Python engine does":                         generatesWhatThePythonEngineDoes,
-		"cancels a request whose loop is left or whose context is over": cancelsARequest,
+		"cancels a request when its loop is left or its context is over": cancelsARequest,
 		"names the reason of an error":                                  namesTheReason,
 		"writes text in the example":                                    writesText,
 	} {

@@ -27,7 +27,7 @@ import (
 	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
 )
 
-// authority is a CA whose files lie in a folder.
+// authority is a CA with files in a folder.
 type authority struct {
 	folder      string
 	certificate *x509.Certificate

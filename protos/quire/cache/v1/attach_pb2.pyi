@@ -27,35 +27,39 @@ class _StepOutcome:
 class _StepOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepOutcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STEP_OUTCOME_UNSPECIFIED: _StepOutcome.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     STEP_OUTCOME_COMPUTED: _StepOutcome.ValueType  # 1
     """Everything was computed."""
     STEP_OUTCOME_FAILED: _StepOutcome.ValueType  # 2
-    """The tables changed, nothing counts as computed: the model failed, or an
-    earlier step that this one may build on did.
+    """The block tables changed, but no token counts as computed: the model failed, or
+    an earlier step failed and this one may depend on it.
     """
     STEP_OUTCOME_SKIPPED: _StepOutcome.ValueType  # 3
-    """The tables changed, nothing was computed, because the client said so."""
+    """The block tables changed, and nothing was computed because the client sent
+    `skip`.
+    """
 
 class StepOutcome(_StepOutcome, metaclass=_StepOutcomeEnumTypeWrapper):
-    """How a step ended."""
+    """The outcome of a step."""
 
 STEP_OUTCOME_UNSPECIFIED: StepOutcome.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 STEP_OUTCOME_COMPUTED: StepOutcome.ValueType  # 1
 """Everything was computed."""
 STEP_OUTCOME_FAILED: StepOutcome.ValueType  # 2
-"""The tables changed, nothing counts as computed: the model failed, or an
-earlier step that this one may build on did.
+"""The block tables changed, but no token counts as computed: the model failed, or
+an earlier step failed and this one may depend on it.
 """
 STEP_OUTCOME_SKIPPED: StepOutcome.ValueType  # 3
-"""The tables changed, nothing was computed, because the client said so."""
+"""The block tables changed, and nothing was computed because the client sent
+`skip`.
+"""
 Global___StepOutcome: _TypeAlias = StepOutcome  # noqa: Y015
 
 @_typing.final
 class AttachPoolRequest(_message.Message):
-    """What a worker and cachemgr tell each other on the attachment: one stream,
-    opened by the worker, open as long as both live.
+    """The stream between a worker and cachemgr: opened by the worker, and open as long
+    as both run.
 
       worker                         cachemgr
         RegisterPool  ------------->
@@ -64,11 +68,11 @@ class AttachPoolRequest(_message.Message):
                       <-------------  OpenLease / FenceLease / ReportsAcknowledged
         LeaseOpened / LeaseFenced / StepReport ------------->
 
-    Every order may be repeated; obeying it twice is the same as once.
+    Every order may be repeated; a repetition has no further effect.
 
-    A pool has one stream. When an epoch that is attached is registered on another
-    stream, the older one ends with POOL_ALREADY_ATTACHED: a worker whose
-    connection is half-dead comes back at once.
+    A pool has one stream. When an attached epoch is registered on another stream,
+    the older stream ends with POOL_ALREADY_ATTACHED. So a worker can reconnect at
+    once after a connection broke without notice.
 
     From the worker.
     """
@@ -81,7 +85,7 @@ class AttachPoolRequest(_message.Message):
     LEASE_FENCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register_pool(self) -> Global___RegisterPool:
-        """First on each stream, and again after a new epoch was required."""
+        """First on each stream, and again after NewEpochRequired."""
 
     @_builtins.property
     def step_report(self) -> Global___StepReport:
@@ -89,11 +93,11 @@ class AttachPoolRequest(_message.Message):
 
     @_builtins.property
     def lease_opened(self) -> Global___LeaseOpened:
-        """The lease's steps are accepted from here on."""
+        """The worker accepts the lease's steps from now on."""
 
     @_builtins.property
     def lease_fenced(self) -> Global___LeaseFenced:
-        """The lease's steps are refused from here on, and none is running."""
+        """The worker refuses the lease's steps from now on, and none is running."""
 
     def __init__(
         self,
@@ -130,8 +134,8 @@ class AttachPoolResponse(_message.Message):
 
     @_builtins.property
     def new_epoch_required(self) -> Global___NewEpochRequired:
-        """This cachemgr does not know the epoch's history: drop every sequence,
-        choose a new epoch and register again on the same stream.
+        """This cachemgr does not know the epoch's history: drop every sequence, choose
+        a new epoch and register again on the same stream.
         """
 
     @_builtins.property
@@ -140,11 +144,13 @@ class AttachPoolResponse(_message.Message):
 
     @_builtins.property
     def fence_lease(self) -> Global___FenceLease:
-        """Refuse the steps of a lease, now and for ever. Answered by LeaseFenced."""
+        """Refuse the steps of a lease for the rest of the epoch. Answered by
+        LeaseFenced.
+        """
 
     @_builtins.property
     def reports_acknowledged(self) -> Global___ReportsAcknowledged:
-        """Reports that need not be kept any more."""
+        """Reports that the worker can discard."""
 
     def __init__(
         self,
@@ -167,7 +173,7 @@ Global___AttachPoolResponse: _TypeAlias = AttachPoolResponse  # noqa: Y015
 
 @_typing.final
 class RegisterPool(_message.Message):
-    """A pool, as its worker made it."""
+    """A pool as its worker allocated it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -185,38 +191,38 @@ class RegisterPool(_message.Message):
     epoch: _builtins.int
     """This incarnation of the memory: random, not 0."""
     highest_term: _builtins.int
-    """The highest term this worker has obeyed, 0 if none. A cachemgr of a lower
-    term must not rule it.
+    """The highest term that this worker has accepted, 0 if none. A cachemgr of a
+    lower term must not control it.
     """
     attached_term: _builtins.int
-    """The term under which this epoch was attached last, 0 if it never was. Not
-    0 means that sequences may exist in it.
+    """The term of this epoch's last attachment, 0 if it was never attached. If it is
+    not 0, the epoch may have sequences.
     """
     worker_address: _builtins.str
-    """Where clients reach the worker ("unix:/run/quire/worker.sock",
+    """The address at which clients reach the worker ("unix:/run/quire/worker.sock",
     "10.0.0.7:7070"). Up to 1,024 characters.
     """
     acknowledged_report_number: _builtins.int
-    """The worker has forgotten its reports up to this one. It must not be beyond
-    the last that cachemgr has entered.
+    """The worker has discarded its reports up to this one. It must not be higher than
+    the last report that cachemgr has entered.
     """
     @_builtins.property
     def geometry(self) -> Global___PoolGeometry:
-        """What the pool is made of: in one epoch always the same."""
+        """Sizes and identity of the pool: constant within an epoch."""
 
     @_builtins.property
     def open_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
-        """The leases whose steps it accepts, at most 131,072. If any of them is unknown to cachemgr's
-        books, or further than they are, the books are not those that the epoch
-        was granted from, and it can't go on.
+        """The open leases, at most 131,072. If cachemgr's books do not have one of them,
+        or have it at an earlier step, the books are not those that granted the epoch's
+        steps, and the epoch can't continue.
         """
 
     @_builtins.property
     def highest_term_age(self) -> _duration_pb2.Duration:
-        """How long ago the worker first obeyed highest_term, by a clock that nobody
-        sets. A cachemgr that started later than that is the newer one, also if its
-        term is lower because a clock was set back. It then rules this pool under a
-        term above highest_term. Not set: unknown, so the terms decide.
+        """The time since the worker first accepted highest_term, by a monotonic clock. A
+        cachemgr that started after that is the newer one, even if its term is lower
+        because a clock was set back. It then controls this pool under a term above
+        highest_term. Unset: unknown, so the terms decide.
         """
 
     def __init__(
@@ -242,7 +248,7 @@ Global___RegisterPool: _TypeAlias = RegisterPool  # noqa: Y015
 
 @_typing.final
 class LeaseProgress(_message.Message):
-    """How far a lease's steps have come."""
+    """The progress of a lease's steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -291,21 +297,21 @@ class PoolGeometry(_message.Message):
     only states per sequence.
     """
     max_sequence_count: _builtins.int
-    """The most sequences the worker keeps block tables for."""
+    """The limit of sequences with block tables in the worker."""
     max_sequence_tokens: _builtins.int
-    """The most tokens a sequence may have: the model's context."""
+    """The limit of tokens of a sequence: the model's context."""
     vocabulary_size: _builtins.int
     """Token ids are below this."""
     model: _builtins.str
-    """The model's name, for people. Up to 1,024 characters."""
+    """The model's display name. Up to 1,024 characters."""
     model_fingerprint: _builtins.str
-    """Identity of the weights. Equal fingerprints compute equal KV; it roots the
-    prefix hashes. Up to 1,024 characters.
+    """The identity of the weights. Equal fingerprints compute equal KV. Every prefix
+    hash begins with it. Up to 1,024 characters.
     """
     has_recurrent_state: _builtins.bool
-    """The model keeps a state per sequence that no block holds (state spaces,
-    linear attention). Then nothing is found in the prefix cache, and a
-    sequence goes on from where it was computed, or from the token before.
+    """The model keeps a state per sequence outside of the blocks (state spaces,
+    linear attention). Then the prefix cache finds nothing, and a sequence can be
+    trimmed only to the point up to which it was computed, or to the token before.
     """
     host_block_count: _builtins.int
     """Blocks of the host tier, numbered from 0; each has room for one block of the
@@ -348,10 +354,10 @@ class Attached(_message.Message):
     signing_key: _builtins.bytes
     """The key for grants of this epoch, 32 bytes."""
     acknowledged_report_number: _builtins.int
-    """Reports up to this number have been seen."""
+    """Reports up to this number have been entered."""
     @_builtins.property
     def open_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The leases whose steps to accept. Fence any other that the worker knows."""
+        """The leases with steps to accept. Fence any other lease that the worker knows."""
 
     def __init__(
         self,
@@ -371,7 +377,7 @@ Global___Attached: _TypeAlias = Attached  # noqa: Y015
 
 @_typing.final
 class NewEpochRequired(_message.Message):
-    """The epoch can't go on under this cachemgr."""
+    """The epoch can't continue under this cachemgr."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -415,7 +421,7 @@ Global___OpenLease: _TypeAlias = OpenLease  # noqa: Y015
 
 @_typing.final
 class FenceLease(_message.Message):
-    """Refuse a lease's steps and forget its sequences."""
+    """Refuse a lease's steps and drop its sequences."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -437,7 +443,7 @@ Global___FenceLease: _TypeAlias = FenceLease  # noqa: Y015
 
 @_typing.final
 class ReportsAcknowledged(_message.Message):
-    """Forget reports."""
+    """Discard reports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -481,7 +487,9 @@ Global___LeaseOpened: _TypeAlias = LeaseOpened  # noqa: Y015
 
 @_typing.final
 class LeaseFenced(_message.Message):
-    """The worker's promise: nothing of this lease runs or will run in this epoch."""
+    """The worker guarantees: no step of this lease is running or will run in this
+    epoch.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -503,8 +511,8 @@ Global___LeaseFenced: _TypeAlias = LeaseFenced  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """What a step did. Kept by the worker until acknowledged, sent again after a
-    break.
+    """The result of a step. The worker keeps it until it is acknowledged, and sends it
+    again on a new stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -518,28 +526,26 @@ class StepReport(_message.Message):
     SAMPLED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     report_number: _builtins.int
-    """1, 2, 3, ... per epoch, without holes."""
+    """1, 2, 3, ... per epoch, without gaps."""
     lease_id: _builtins.str
     """The lease."""
     step_number: _builtins.int
     """The step."""
     outcome: Global___StepOutcome.ValueType
-    """How it ended."""
+    """The outcome."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sequences that were computed, in the grant's order. Empty unless
-        COMPUTED.
-        """
+        """The computed sequences, in the grant's order. Empty unless COMPUTED."""
 
     @_builtins.property
     def computed_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the sequence whose KV is valid now, from position 0 on; parallel
-        to sequence_ids.
+        """Tokens of each sequence with valid KV, from position 0 on; parallel to
+        sequence_ids.
         """
 
     @_builtins.property
     def sampled_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sequences for which a token was sampled, each at most once."""
+        """The sequences with a sampled token, each at most once."""
 
     @_builtins.property
     def sampled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

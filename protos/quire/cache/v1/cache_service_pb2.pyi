@@ -31,36 +31,36 @@ class _CacheUse:
 class _CacheUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheUse.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_USE_UNSPECIFIED: _CacheUse.ValueType  # 0
-    """As CACHE_USE_READ_AND_WRITE. Never answered."""
+    """As CACHE_USE_READ_AND_WRITE. Never in an answer."""
     CACHE_USE_READ_AND_WRITE: _CacheUse.ValueType  # 1
-    """Takes what is found, and publishes the full blocks that it computes."""
+    """Uses cached blocks, and publishes the full blocks that it computes."""
     CACHE_USE_WRITE_ONLY: _CacheUse.ValueType  # 2
-    """Takes nothing, so that every token is computed, and publishes. Of equal
-    blocks the one that was published first stays: the sequence gets that one in
+    """Uses no cached blocks, so that every token is computed, and publishes its
+    blocks. If an equal block was published before, the sequence gets that block in
     place of its own.
     """
     CACHE_USE_NONE: _CacheUse.ValueType  # 3
-    """Takes nothing and publishes nothing, also of the tokens that it gets later.
-    Its blocks are free when it is released. In the host tier it is kept as any
-    other sequence. Retention and return hints have no effect.
+    """Uses no cached blocks and publishes none, also for tokens that it gets later.
+    Its blocks are free when it is released. It can be offloaded as any other
+    sequence. Retention and return hints have no effect.
     """
 
 class CacheUse(_CacheUse, metaclass=_CacheUseEnumTypeWrapper):
-    """What a sequence does with the prefix cache."""
+    """How a sequence uses the prefix cache."""
 
 CACHE_USE_UNSPECIFIED: CacheUse.ValueType  # 0
-"""As CACHE_USE_READ_AND_WRITE. Never answered."""
+"""As CACHE_USE_READ_AND_WRITE. Never in an answer."""
 CACHE_USE_READ_AND_WRITE: CacheUse.ValueType  # 1
-"""Takes what is found, and publishes the full blocks that it computes."""
+"""Uses cached blocks, and publishes the full blocks that it computes."""
 CACHE_USE_WRITE_ONLY: CacheUse.ValueType  # 2
-"""Takes nothing, so that every token is computed, and publishes. Of equal
-blocks the one that was published first stays: the sequence gets that one in
+"""Uses no cached blocks, so that every token is computed, and publishes its
+blocks. If an equal block was published before, the sequence gets that block in
 place of its own.
 """
 CACHE_USE_NONE: CacheUse.ValueType  # 3
-"""Takes nothing and publishes nothing, also of the tokens that it gets later.
-Its blocks are free when it is released. In the host tier it is kept as any
-other sequence. Retention and return hints have no effect.
+"""Uses no cached blocks and publishes none, also for tokens that it gets later.
+Its blocks are free when it is released. It can be offloaded as any other
+sequence. Retention and return hints have no effect.
 """
 Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015
 
@@ -71,7 +71,7 @@ class _PlanItem:
 class _PlanItemEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PlanItem.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PLAN_ITEM_UNSPECIFIED: _PlanItem.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     PLAN_ITEM_TRIM: _PlanItem.ValueType  # 1
     """One of trim_sequence_ids."""
     PLAN_ITEM_FORK: _PlanItem.ValueType  # 2
@@ -89,7 +89,7 @@ class PlanItem(_PlanItem, metaclass=_PlanItemEnumTypeWrapper):
     """The kind of an item of a plan."""
 
 PLAN_ITEM_UNSPECIFIED: PlanItem.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 PLAN_ITEM_TRIM: PlanItem.ValueType  # 1
 """One of trim_sequence_ids."""
 PLAN_ITEM_FORK: PlanItem.ValueType  # 2
@@ -111,19 +111,19 @@ class _LeaseState:
 class _LeaseStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LEASE_STATE_UNSPECIFIED: _LeaseState.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     LEASE_STATE_OPEN: _LeaseState.ValueType  # 1
-    """Its holder may plan steps."""
+    """The client may plan steps."""
     LEASE_STATE_FENCING: _LeaseState.ValueType  # 2
     """It has ended; the worker has not confirmed the fence yet."""
 
 class LeaseState(_LeaseState, metaclass=_LeaseStateEnumTypeWrapper):
-    """A lease's life."""
+    """The state of a lease."""
 
 LEASE_STATE_UNSPECIFIED: LeaseState.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 LEASE_STATE_OPEN: LeaseState.ValueType  # 1
-"""Its holder may plan steps."""
+"""The client may plan steps."""
 LEASE_STATE_FENCING: LeaseState.ValueType  # 2
 """It has ended; the worker has not confirmed the fence yet."""
 Global___LeaseState: _TypeAlias = LeaseState  # noqa: Y015
@@ -135,29 +135,29 @@ class _BlockState:
 class _BlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BLOCK_STATE_UNSPECIFIED: _BlockState.ValueType  # 0
-    """Never sent; in a filter: any."""
+    """Not used; in a filter: any."""
     BLOCK_STATE_FREE: _BlockState.ValueType  # 1
-    """No content."""
+    """The block has no content."""
     BLOCK_STATE_CACHED: _BlockState.ValueType  # 2
-    """Content that can be found, no holder."""
+    """The block has content in the prefix cache and no holder."""
     BLOCK_STATE_ACTIVE: _BlockState.ValueType  # 3
-    """Held by at least one sequence."""
+    """The block is held by at least one sequence."""
     BLOCK_STATE_RETIRED: _BlockState.ValueType  # 4
-    """Released, but a step that is planned could still touch it."""
+    """The block is released, but a planned step could still access it."""
 
 class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
     """A block's state."""
 
 BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
-"""Never sent; in a filter: any."""
+"""Not used; in a filter: any."""
 BLOCK_STATE_FREE: BlockState.ValueType  # 1
-"""No content."""
+"""The block has no content."""
 BLOCK_STATE_CACHED: BlockState.ValueType  # 2
-"""Content that can be found, no holder."""
+"""The block has content in the prefix cache and no holder."""
 BLOCK_STATE_ACTIVE: BlockState.ValueType  # 3
-"""Held by at least one sequence."""
+"""The block is held by at least one sequence."""
 BLOCK_STATE_RETIRED: BlockState.ValueType  # 4
-"""Released, but a step that is planned could still touch it."""
+"""The block is released, but a planned step could still access it."""
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
 class _BlockEventKind:
@@ -167,25 +167,25 @@ class _BlockEventKind:
 class _BlockEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockEventKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BLOCK_EVENT_KIND_UNSPECIFIED: _BlockEventKind.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     BLOCK_EVENT_KIND_STORED: _BlockEventKind.ValueType  # 1
-    """Other content can be found in it from now on."""
+    """The block has new content in the prefix cache."""
     BLOCK_EVENT_KIND_REMOVED: _BlockEventKind.ValueType  # 2
-    """What could be found in it can't any more."""
+    """The block's content was removed from the prefix cache."""
     BLOCK_EVENT_KIND_CHANGED: _BlockEventKind.ValueType  # 3
-    """Its content is the same; its state, holders or priority are not."""
+    """The block's state, holders or priority changed; its content did not."""
 
 class BlockEventKind(_BlockEventKind, metaclass=_BlockEventKindEnumTypeWrapper):
-    """What happened to a block since it was told of last."""
+    """The kind of change since the last event of the block."""
 
 BLOCK_EVENT_KIND_UNSPECIFIED: BlockEventKind.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 BLOCK_EVENT_KIND_STORED: BlockEventKind.ValueType  # 1
-"""Other content can be found in it from now on."""
+"""The block has new content in the prefix cache."""
 BLOCK_EVENT_KIND_REMOVED: BlockEventKind.ValueType  # 2
-"""What could be found in it can't any more."""
+"""The block's content was removed from the prefix cache."""
 BLOCK_EVENT_KIND_CHANGED: BlockEventKind.ValueType  # 3
-"""Its content is the same; its state, holders or priority are not."""
+"""The block's state, holders or priority changed; its content did not."""
 Global___BlockEventKind: _TypeAlias = BlockEventKind  # noqa: Y015
 
 class _MissReason:
@@ -195,45 +195,45 @@ class _MissReason:
 class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     MISS_REASON_NONE: _MissReason.ValueType  # 1
-    """All that can be found is."""
+    """No miss: every full block that can be found is found."""
     MISS_REASON_NEVER_COMPUTED: _MissReason.ValueType  # 2
-    """Nobody computed it, or so long ago that its eviction is forgotten; or only
-    sequences that publish nothing (CACHE_USE_NONE).
+    """The block was never computed, or only by sequences that publish nothing
+    (CACHE_USE_NONE), or its eviction is so old that it is forgotten.
     """
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
-    """It was evicted to make room."""
+    """The block was evicted to make room."""
     MISS_REASON_RESET: _MissReason.ValueType  # 4
-    """It was dropped by ResetPrefixCache, of any scope."""
+    """The block was dropped by a ResetPrefixCache of any scope."""
     MISS_REASON_BEING_COMPUTED: _MissReason.ValueType  # 5
-    """A step in flight computes it."""
+    """A step in flight computes the block."""
     MISS_REASON_OTHER_SALT: _MissReason.ValueType  # 6
-    """It is there under another salt of the tenant."""
+    """The block is cached under another salt of the tenant."""
     MISS_REASON_OTHER_TENANT: _MissReason.ValueType  # 7
-    """It is there for another tenant. Told to operators only."""
+    """The block is cached for another tenant. Reported to operators only."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
-    """Why a block of a prefix is not found."""
+    """The reason why a block of a prefix is not in the cache."""
 
 MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 MISS_REASON_NONE: MissReason.ValueType  # 1
-"""All that can be found is."""
+"""No miss: every full block that can be found is found."""
 MISS_REASON_NEVER_COMPUTED: MissReason.ValueType  # 2
-"""Nobody computed it, or so long ago that its eviction is forgotten; or only
-sequences that publish nothing (CACHE_USE_NONE).
+"""The block was never computed, or only by sequences that publish nothing
+(CACHE_USE_NONE), or its eviction is so old that it is forgotten.
 """
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
-"""It was evicted to make room."""
+"""The block was evicted to make room."""
 MISS_REASON_RESET: MissReason.ValueType  # 4
-"""It was dropped by ResetPrefixCache, of any scope."""
+"""The block was dropped by a ResetPrefixCache of any scope."""
 MISS_REASON_BEING_COMPUTED: MissReason.ValueType  # 5
-"""A step in flight computes it."""
+"""A step in flight computes the block."""
 MISS_REASON_OTHER_SALT: MissReason.ValueType  # 6
-"""It is there under another salt of the tenant."""
+"""The block is cached under another salt of the tenant."""
 MISS_REASON_OTHER_TENANT: MissReason.ValueType  # 7
-"""It is there for another tenant. Told to operators only."""
+"""The block is cached for another tenant. Reported to operators only."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
@@ -246,9 +246,7 @@ class CreateLeaseRequest(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
-    """The pool's name. Empty: the only pool there is, an error if there are
-    several.
-    """
+    """The pool's name. Empty: the only pool; an error if there are several."""
     request_id: _builtins.str
     """Identifies the call, up to 64 bytes. Empty: the call is not idempotent."""
     @_builtins.property
@@ -287,17 +285,17 @@ class CreateLeaseResponse(_message.Message):
     GEOMETRY_FIELD_NUMBER: _builtins.int
     WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Names the lease in further calls. Whoever knows it may use it: keep it
-    private.
+    """Identifies the lease in further calls. It is a capability: any caller that has
+    it can use the lease, so keep it private.
     """
     pool: _builtins.str
-    """The pool the lease is for."""
+    """The lease's pool."""
     epoch: _builtins.int
-    """The pool's epoch, to be given in each plan."""
+    """The pool's epoch. Each plan carries it."""
     term: _builtins.int
     """This cachemgr's incarnation."""
     worker_address: _builtins.str
-    """Where the pool's worker is reached."""
+    """The address of the pool's worker."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the lease ends unless renewed, by the server's clock."""
@@ -412,13 +410,13 @@ Global___DeleteLeaseResponse: _TypeAlias = DeleteLeaseResponse  # noqa: Y015
 
 @_typing.final
 class PlanStepRequest(_message.Message):
-    """What a client wants of its next step. Sequence ids are the client's own
-    choice, 0 to 2^31 - 1, unique within the lease.
+    """The changes and computations of a client's next step. The client chooses the
+    sequence ids: 0 to 2^31 - 1, unique within the lease.
 
     Each list of sequences, and the children of all forks together, has at most
     PoolGeometry.max_sequence_count entries, and never more than 8,192. A plan with
-    more items, or with more tokens than its fields say, is refused as a whole
-    with INVALID_ARGUMENT before it is read.
+    more items, or with more tokens than its fields allow, is refused as a whole with
+    INVALID_ARGUMENT before it is read.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -440,50 +438,49 @@ class PlanStepRequest(_message.Message):
     lease_id: _builtins.str
     """The lease."""
     epoch: _builtins.int
-    """The epoch the client believes in; from CreateLease or EPOCH_CHANGED."""
+    """The epoch that the client knows, from CreateLease or EPOCH_CHANGED."""
     request_id: _builtins.str
     """Identifies the plan, up to 64 bytes. Empty: the call is not idempotent."""
     admission_token_budget: _builtins.int
-    """The most tokens all restores and admissions of this plan may compute in this
-    step together. 0: no limit. Tokens found in the prefix cache do not count.
+    """The limit of tokens that all restores and admissions of this plan compute in
+    this step together. 0: no limit. Tokens found in the prefix cache do not count.
     """
     admission_reserve_block_count: _builtins.int
-    """Restores and admissions leave at least this many blocks free or evictable,
-    for sequences that run already. Default 0.
+    """Blocks that restores and admissions leave free or evictable, for the sequences
+    that run already. Default 0.
     """
     @_builtins.property
     def release_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences to end. One that is gone already is OK."""
+        """Sequences to end. A sequence that has ended already is OK."""
 
     @_builtins.property
     def return_hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReturnHint]:
-        """What the client knows of the future of sequences it releases; about others
-        than those in release_sequence_ids nothing is said.
+        """Hints about the future use of released sequences. Hints for sequences that are
+        not in release_sequence_ids have no effect.
         """
 
     @_builtins.property
     def offload_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences to move to the pool's host tier: what is computed of them is
-        copied there, and their blocks come back as those of a release do. Until it
-        is restored or released, a sequence there can't be trimmed, forked or
-        extended.
+        """Sequences to move to the pool's host tier. Their computed blocks are copied
+        there, and their pool blocks are freed as by a release. A sequence there can't
+        be trimmed, forked or extended until it is restored.
         """
 
     @_builtins.property
     def trim_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences to shorten. Parallel to trim_token_counts."""
+        """Sequences to shorten; parallel to trim_token_counts."""
 
     @_builtins.property
     def trim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to keep, 1 to the sequence's tokens (one being sampled counts)."""
+        """Tokens to keep, from 1 to the sequence's tokens (a token being sampled counts)."""
 
     @_builtins.property
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
-        """Sequences to continue from others."""
+        """Sequences to fork."""
 
     @_builtins.property
     def extends(self) -> Global___Extends:
-        """Running sequences that compute tokens in this step: packed, one entry each."""
+        """Sequences in the pool that compute tokens in this step, as parallel lists."""
 
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
@@ -491,7 +488,7 @@ class PlanStepRequest(_message.Message):
 
     @_builtins.property
     def restores(self) -> _containers.RepeatedCompositeFieldContainer[Global___Restore]:
-        """Sequences to bring back from the host tier; they come before admissions."""
+        """Sequences to restore from the host tier; applied before admissions."""
 
     def __init__(
         self,
@@ -521,9 +518,8 @@ Global___PlanStepRequest: _TypeAlias = PlanStepRequest  # noqa: Y015
 
 @_typing.final
 class ReturnHint(_message.Message):
-    """Whether the tokens of a released sequence will be asked for again: a chat
-    whose user is reading, an agent that waits for a tool. Advice to eviction, no
-    promise.
+    """The expected next use of a released sequence's tokens: a chat with a user that is
+    reading, an agent that waits for a tool. Advice to eviction, not a promise.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -534,12 +530,14 @@ class ReturnHint(_message.Message):
     sequence_id: _builtins.int
     """The sequence."""
     not_expected: _builtins.bool
-    """Never, if true: what nobody else has used of its blocks is given up first."""
+    """True: the tokens are not needed again. Blocks that no other sequence has used
+    are evicted first.
+    """
     @_builtins.property
     def expected_in(self) -> _duration_pb2.Duration:
-        """About when. Its blocks are kept rather than others until twice this has
-        passed, at most an hour. Those expected back sooner are kept rather than
-        those expected later.
+        """The time until the tokens are needed again. Their blocks are evicted after
+        blocks without this hint, until twice this time has passed; at most 1 h. An
+        earlier expected return ranks higher.
         """
 
     def __init__(
@@ -561,9 +559,9 @@ Global___ReturnHint: _TypeAlias = ReturnHint  # noqa: Y015
 
 @_typing.final
 class Retention(_message.Message):
-    """How much a range of a prompt is worth keeping, once nobody holds its blocks.
-    Advice about a block stands until other advice about it comes, its ttl is
-    over, or its content is gone.
+    """The eviction priority of a range of a prompt, once no sequence holds its blocks.
+    Advice for a block is valid until newer advice for it arrives, its ttl is over,
+    or its content is evicted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -572,19 +570,19 @@ class Retention(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
-    """Tokens that this is about, from the end of the range before it on; the first
-    range begins at token 0. A block belongs to the range that its last token is
-    in. 0, in the last range only: all that follow, those the sequence gets later
-    included.
+    """The length of the range in tokens. A range begins at the end of the range
+    before it, the first one at token 0. A block belongs to the range of its last
+    token. 0, in the last range only: all tokens that follow, also those that the
+    sequence gets later.
     """
     priority: _builtins.int
-    """1 (given up first) to 9 (kept longest); lower ones are evicted before higher
-    ones. 5: as if nothing were said, the eviction policy decides among these.
+    """From 1 (evicted first) to 9 (kept longest). 5: as without advice; among these
+    the eviction policy decides.
     """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long the advice stands, at most 24 h; then the priority is 5. Unset: as
-        long as the content is there.
+        """Validity of the advice, at most 24 h; then the priority is 5. Unset: as long as
+        the content is cached.
         """
 
     def __init__(
@@ -604,8 +602,8 @@ Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class Fork(_message.Message):
-    """Makes copies of a sequence that share its blocks; a shared block is copied
-    when one of them writes to it.
+    """Makes copies of a sequence that share its blocks. A shared block is copied when
+    one of its sequences writes to it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -614,12 +612,12 @@ class Fork(_message.Message):
     CHILD_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     parent_sequence_id: _builtins.int
-    """The sequence to continue."""
+    """The sequence to copy."""
     token_count: _builtins.int
-    """Tokens of the parent that the children begin with, 1 to the parent's tokens
-    (one being sampled counts). The last of them is computed again by each
-    child, so that it has logits to sample from. Those of all children of a plan
-    together: at most 8,388,608, or as many as one sequence can have, if more.
+    """Tokens of the parent that the children begin with, from 1 to the parent's
+    tokens (a token being sampled counts). Each child computes the last of them
+    again, to have logits to sample from. The limit for all children of a plan
+    together is 8,388,608, or the longest sequence of the pool if that is more.
     """
     @_builtins.property
     def child_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -642,10 +640,11 @@ Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class Extends(_message.Message):
-    """Continues sequences. For each: append the tokens given, if any, then compute
-    token_counts[i] tokens from the first that is not computed on. A run that
-    reaches the last token samples the next one, which then counts as a token and
-    can be computed by the next step before anyone has seen it.
+    """Continues sequences. For each sequence: append the given tokens, if any, then
+    compute token_counts[i] tokens from the first token that is not computed on. A
+    run that reaches the last token samples the next one. That token then counts as a
+    token of the sequence, and the next step can compute it before the client has
+    received it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -664,15 +663,15 @@ class Extends(_message.Message):
 
     @_builtins.property
     def append_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many of append_token_ids belong to each sequence: empty (none for all)
-        or parallel to sequence_ids. A sequence whose next token is being sampled
-        must be trimmed before others are appended.
+        """Number of append_token_ids of each sequence: empty (none for all) or parallel
+        to sequence_ids. A sequence with a token being sampled must be trimmed before
+        tokens are appended to it.
         """
 
     @_builtins.property
     def append_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to append, one sequence's after the other's: at most 262,144, or as
-        many as one sequence can have, if more.
+        """Tokens to append, concatenated by sequence. At most 262,144, or the longest
+        sequence of the pool if that is more.
         """
 
     def __init__(
@@ -693,8 +692,8 @@ Global___Extends: _TypeAlias = Extends  # noqa: Y015
 
 @_typing.final
 class Admission(_message.Message):
-    """Begins a sequence with tokens, taking as many blocks from the prefix cache as
-    are found and fresh ones for the rest. At least one token is always left to
+    """Begins a sequence with the given tokens. Uses the blocks that the prefix cache
+    holds, and free blocks for the rest. At least one token is always left to
     compute.
     """
 
@@ -712,47 +711,47 @@ class Admission(_message.Message):
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
-    """The most tokens to compute in this step. 0: as many as the plan allows."""
+    """The limit of tokens to compute in this step. 0: as many as the plan allows."""
     salt: _builtins.bytes
     """Separates prefixes: sequences share blocks only if their salts are equal.
     Up to 64 bytes.
     """
     reserved_token_count: _builtins.int
-    """The most tokens that are ever computed of the sequence, 0 to the longest
-    sequence of the pool, and not less than token_ids; one more may be sampled.
-    It is admitted only if the blocks for all of them are guaranteed, and is
-    never refused to extend up to there. Beyond, also within its last block, it
-    is refused SEQUENCE_TOO_LONG. 0: best effort. A fork of it is best effort.
+    """The limit of tokens that are ever computed for the sequence, from the number of
+    token_ids to the longest sequence of the pool; one more may be sampled. The
+    admission succeeds only if the blocks for all of them are guaranteed; extending
+    the sequence up to there is then never refused for lack of blocks. Beyond it,
+    also within the last block, an extend is refused with SEQUENCE_TOO_LONG. 0:
+    best effort. A fork of the sequence is best effort.
     """
     resumed: _builtins.bool
-    """The sequence was here before, and was released to make room: its tokens
+    """The sequence was admitted before, and was released to make room. Its tokens
     count as resumed, not as those of a new prompt.
     """
     cache_use: Global___CacheUse.ValueType
-    """What the sequence does with the prefix cache, for its whole life. Forks of it
-    do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
+    """How the sequence uses the prefix cache, for its whole life. Its forks use it
+    the same way. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
     """
     tenant: _builtins.str
     """The tenant of the sequence, up to 128 characters. The sequence finds and
-    publishes blocks of this tenant, whose share, floor and limit count them.
-    Unset: the tenant of the lease. Another tenant's is accepted from callers with the role "gateway" only;
-    without the role this admission is refused (ROLE_MISSING), and no other item
-    of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
-    tenants in an epoch; the admission that names one more is refused
-    (INVALID_ARGUMENT).
+    publishes blocks of this tenant, and its blocks count for this tenant's share,
+    floor and limit. Unset: the tenant of the lease. Another tenant is accepted
+    only from callers with the role "gateway". Without the role this admission is
+    refused (ROLE_MISSING), and no other item of the plan. A fork has the tenant of
+    its parent. A pool knows at most 10,000 tenants in an epoch; the admission that
+    names one more is refused (INVALID_ARGUMENT).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens, at least one. A prompt longer than any sequence of the pool is
-        refused by its length (SEQUENCE_TOO_LONG) and not read. Those of all admissions of
-        a plan together: at most 262,144, or as many as one sequence can have, if more.
+        """Its tokens, at least one. A prompt longer than the longest sequence of the pool
+        is refused by its length (SEQUENCE_TOO_LONG) and not read. The limit for all
+        admissions of a plan together is 262,144, or the longest sequence of the pool
+        if that is more.
         """
 
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]:
-        """What is worth keeping, range by range, at most 16 of them. Empty: nothing is
-        said.
-        """
+        """Eviction priorities by range, at most 16 ranges. Empty: no advice."""
 
     def __init__(
         self,
@@ -779,10 +778,10 @@ Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
 @_typing.final
 class Restore(_message.Message):
-    """Brings a sequence back from the host tier into fresh blocks of the pool; what
-    is in the prefix cache is shared instead of copied. It goes on where it was:
-    its run begins behind what is computed, and is given its token ids; its
-    sampling parameters are told the worker again, as at an admission.
+    """Moves a sequence from the host tier into fresh blocks of the pool; blocks in the
+    prefix cache are shared instead of copied. It continues where it was: its run
+    begins after its computed tokens, and the client gives the worker the token ids
+    and, as at an admission, the sampling parameters.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -792,7 +791,7 @@ class Restore(_message.Message):
     sequence_id: _builtins.int
     """The sequence."""
     max_compute_token_count: _builtins.int
-    """The most tokens to compute in this step. 0: as many as the plan allows."""
+    """The limit of tokens to compute in this step. 0: as many as the plan allows."""
     def __init__(
         self,
         *,
@@ -817,16 +816,16 @@ class Refusal(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     item: Global___PlanItem.ValueType
-    """What kind of item."""
+    """The kind of the item."""
     sequence_id: _builtins.int
-    """The sequence it was about: the child for a fork."""
+    """The item's sequence; for a fork, the child."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
-        SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE,
-        POSITION_OUT_OF_RANGE, NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES,
-        TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS,
-        SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING, INVALID_ARGUMENT.
+        """The error. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
+        SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
+        NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED,
+        OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING,
+        INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -846,7 +845,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class PlanStepResponse(_message.Message):
-    """What was accepted. Whatever is not in refusals was."""
+    """The accepted items. An item was accepted if it is not in refusals."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -864,10 +863,10 @@ class PlanStepResponse(_message.Message):
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
-    """The number of the step the grant is for."""
+    """The step number of the grant."""
     @_builtins.property
     def grant(self) -> _grant_pb2.SignedGrant:
-        """To be relayed to the worker untouched."""
+        """To be sent to the worker unchanged."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
@@ -875,8 +874,8 @@ class PlanStepResponse(_message.Message):
 
     @_builtins.property
     def run_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What the step will compute: extends, restores, admissions, in the order of
-        the request.
+        """The sequences that the step computes: extends, restores, admissions, in the
+        order of the request.
         """
 
     @_builtins.property
@@ -889,8 +888,8 @@ class PlanStepResponse(_message.Message):
 
     @_builtins.property
     def given_run_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indexes of the runs whose token ids the client has to give the worker. The
-        others go on from the token sampled last.
+        """Indexes of the runs that need token ids from the client. The others continue
+        from the token sampled last.
         """
 
     @_builtins.property
@@ -953,13 +952,13 @@ class BlockCounts(_message.Message):
     ACTIVE_COUNT_FIELD_NUMBER: _builtins.int
     RETIRED_COUNT_FIELD_NUMBER: _builtins.int
     free_count: _builtins.int
-    """No content."""
+    """Blocks without content."""
     cached_count: _builtins.int
-    """Content that can be found, no holder: evictable."""
+    """Blocks with content in the prefix cache and without a holder: evictable."""
     active_count: _builtins.int
-    """Held by at least one sequence."""
+    """Blocks held by at least one sequence."""
     retired_count: _builtins.int
-    """Released, but a step that is planned could still touch it."""
+    """Released blocks that a planned step could still access."""
     def __init__(
         self,
         *,
@@ -986,11 +985,11 @@ class HostBlockCounts(_message.Message):
     HELD_COUNT_FIELD_NUMBER: _builtins.int
     RETIRED_COUNT_FIELD_NUMBER: _builtins.int
     free_count: _builtins.int
-    """Nobody's."""
+    """Blocks without a holder."""
     held_count: _builtins.int
-    """Held by one offloaded sequence."""
+    """Blocks held by one offloaded sequence."""
     retired_count: _builtins.int
-    """Given back, but a step that is planned could still touch it."""
+    """Released blocks that a planned step could still access."""
     def __init__(
         self,
         *,
@@ -1127,13 +1126,13 @@ class Pool(_message.Message):
     name: _builtins.str
     """Its name."""
     epoch: _builtins.int
-    """The incarnation of its memory."""
+    """The incarnation of its memory: a new one has a new epoch."""
     term: _builtins.int
     """The incarnation of the cachemgr that answers."""
     attached: _builtins.bool
-    """Whether the worker's stream is open."""
+    """True if the worker's stream is open."""
     worker_address: _builtins.str
-    """Where its worker is reached."""
+    """The address of its worker."""
     lease_count: _builtins.int
     """Leases that hold or may hold blocks, those being fenced included."""
     sequence_count: _builtins.int
@@ -1181,9 +1180,9 @@ class ListPoolsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -1207,7 +1206,7 @@ class ListPoolsResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
         """The pools."""
@@ -1240,9 +1239,9 @@ class ListLeasesRequest(_message.Message):
     pool: _builtins.str
     """Only leases of this pool. Empty: of all pools."""
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     state: Global___LeaseState.ValueType
     """Only leases of this state. UNSPECIFIED: of any."""
     tenant: _builtins.str
@@ -1275,7 +1274,7 @@ class ListLeasesResponse(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """The leases."""
@@ -1296,8 +1295,8 @@ Global___ListLeasesResponse: _TypeAlias = ListLeasesResponse  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
-    """The right to hold blocks of a pool. Its id is a capability and is shown
-    shortened.
+    """The right to hold blocks of a pool. The lease's id is a capability, so only its
+    first characters are shown.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1316,16 +1315,16 @@ class Lease(_message.Message):
     pool: _builtins.str
     """The pool."""
     state: Global___LeaseState.ValueType
-    """Where it is in its life."""
+    """Its state."""
     last_step_number: _builtins.int
-    """The number of the last step planned."""
+    """The number of the last planned step."""
     step_in_flight_count: _builtins.int
-    """Steps planned whose outcome is not known."""
+    """Planned steps without a reported outcome."""
     sequence_count: _builtins.int
-    """Sequences it holds."""
+    """Sequences of the lease."""
     tenant: _builtins.str
-    """Whose it is: the name that the token file or the certificate gave its
-    caller; empty where callers are not asked who they are.
+    """The tenant of the lease: the name that the token file or the certificate gave
+    the caller. Empty if the server does not authenticate callers.
     """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
@@ -1365,8 +1364,8 @@ class GetSequenceRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """The lease: its id, or the first 8 characters of it, if the caller sees no
-    other lease that begins so.
+    """The lease's id, or its first 8 characters if the caller sees no other lease
+    that begins with them.
     """
     sequence_id: _builtins.int
     """The sequence."""
@@ -1410,7 +1409,7 @@ Global___GetSequenceResponse: _TypeAlias = GetSequenceResponse  # noqa: Y015
 
 @_typing.final
 class Sequence(_message.Message):
-    """Tokens whose KV lives in a pool."""
+    """Tokens with their KV in a pool or its host tier."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1433,23 +1432,25 @@ class Sequence(_message.Message):
     sequence_id: _builtins.int
     """Its id in the lease."""
     token_count: _builtins.int
-    """Tokens: known, and one more if one is being sampled."""
+    """The known tokens, plus one if one is being sampled."""
     computed_token_count: _builtins.int
-    """Of which the worker reported the KV computed, or found in the cache."""
+    """Of these, tokens with valid KV: reported computed by the worker, or found in
+    the prefix cache.
+    """
     scheduled_token_count: _builtins.int
-    """Of which the steps planned so far compute the KV."""
+    """Of these, tokens with KV that the steps planned so far compute."""
     cached_token_count: _builtins.int
-    """Of which were found in the prefix cache at admission."""
+    """Of these, tokens found in the prefix cache at admission."""
     block_count: _builtins.int
     """Number of its blocks."""
     reserved_token_count: _builtins.int
-    """The tokens that are guaranteed to it; 0: best effort."""
+    """The number of tokens with guaranteed blocks; 0: best effort."""
     offloaded: _builtins.bool
-    """Whether it is in the host tier; then it has no block_ids."""
+    """True if it is in the host tier; then it has no block_ids."""
     host_block_count: _builtins.int
     """Number of its host blocks."""
     cache_use: Global___CacheUse.ValueType
-    """What it does with the prefix cache."""
+    """How it uses the prefix cache."""
     tenant: _builtins.str
     """Its tenant: the one that its admission named, else the lease's."""
     @_builtins.property
@@ -1458,7 +1459,7 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The host blocks that hold it, in order. Empty in lists."""
+        """Its host blocks, in order. Empty in lists."""
 
     def __init__(
         self,
@@ -1502,13 +1503,13 @@ class ListSequencesRequest(_message.Message):
     lease_id: _builtins.str
     """Only sequences of this lease. Empty: of all leases."""
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     tenant: _builtins.str
     """Only sequences of this tenant. Unset: of all that the caller may see. A caller
-    that is no operator sees its own tenant's, and all sequences of its own
-    tenant's leases.
+    that is no operator sees its own tenant's sequences, and all sequences of its
+    own tenant's leases.
     """
     def __init__(
         self,
@@ -1538,7 +1539,7 @@ class ListSequencesResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sequence]:
         """The sequences, without their block tables."""
@@ -1576,21 +1577,21 @@ class Block(_message.Message):
     state: Global___BlockState.ValueType
     """Its state."""
     reference_count: _builtins.int
-    """The number of block tables it is in."""
+    """The number of block tables that contain it."""
     pin_count: _builtins.int
-    """Planned steps that may touch it after its release."""
+    """The number of planned steps that may access it after its release."""
     prefix_hash: _builtins.bytes
-    """Identity of its content and all before it, 32 bytes; empty if it can't be
-    found by content.
+    """The hash of its content and of all content before it, 32 bytes. Empty if it is
+    not in the prefix cache.
     """
     tenant: _builtins.str
-    """Whose it is, unless it is free."""
+    """Its tenant, unless it is free."""
     priority: _builtins.int
-    """How much it is worth keeping by its holders' advice, 1 to 9; 5: none was
-    given, or its time is over. 0 if it is free.
+    """Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
+    its ttl is over. 0 if the block is free.
     """
     prefix_pin_count: _builtins.int
-    """Pins that keep it from being evicted."""
+    """Pins that keep it from eviction."""
     def __init__(
         self,
         *,
@@ -1632,12 +1633,12 @@ class ListBlocksRequest(_message.Message):
     lease_id: _builtins.str
     """Only blocks of this lease's sequences. Empty: all."""
     page_size: _builtins.int
-    """At most this many. 0: 1,000; at most 10,000."""
+    """The most entries to answer with. 0: 1,000; at most 10,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     tenant: _builtins.str
     """Only blocks of this tenant. Unset: of all that the caller may see. A caller
-    that is no operator sees its own tenant's, and not the free ones.
+    that is no operator sees its own tenant's blocks, without the free ones.
     """
     def __init__(
         self,
@@ -1668,7 +1669,7 @@ class ListBlocksResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]:
         """The blocks, by id."""
@@ -1699,9 +1700,9 @@ class ListTenantsRequest(_message.Message):
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -1726,7 +1727,7 @@ class ListTenantsResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tenant]:
         """The tenants."""
@@ -1747,7 +1748,7 @@ Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
 
 @_typing.final
 class Tenant(_message.Message):
-    """One tenant's part of a pool, in blocks."""
+    """One tenant's use of a pool, in blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1762,25 +1763,25 @@ class Tenant(_message.Message):
     PIN_BUDGET_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name; empty where callers are not asked who they are."""
+    """Its name; empty if the server does not authenticate callers."""
     held_block_count: _builtins.int
-    """Active, retired and pinned ones."""
+    """Active, retired and pinned blocks."""
     cached_block_count: _builtins.int
-    """Cached ones that are not pinned."""
+    """Cached blocks that are not pinned."""
     reserved_block_count: _builtins.int
-    """Guaranteed to its sequences with a reservation, and not held yet."""
+    """Blocks guaranteed to its sequences with a reservation, and not held yet."""
     pinned_block_count: _builtins.int
-    """Those held that are pinned, whether sequences hold them too or not."""
+    """Held blocks that are pinned, also those that sequences hold."""
     floor_block_count: _builtins.int
-    """It can always hold this many; 0: none are kept for it."""
+    """Blocks that it can always hold; 0: none are kept for it."""
     quota_block_count: _builtins.int
-    """While it holds and caches more than this, its cached blocks are evicted
-    before others'. The pool's blocks if it has no quota.
+    """While it holds and caches more blocks than this, its cached blocks are evicted
+    before those of others. All blocks of the pool if it has no quota.
     """
     limit_block_count: _builtins.int
-    """It never holds more than this. The pool's blocks if it has no limit."""
+    """The limit of blocks that it holds. All blocks of the pool if it has no limit."""
     pin_budget_block_count: _builtins.int
-    """It never pins more than this."""
+    """The limit of blocks that it pins."""
     lease_count: _builtins.int
     """Its leases in the pool, those being fenced included."""
     def __init__(
@@ -1818,7 +1819,7 @@ class WatchBlocksRequest(_message.Message):
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     cursor: _builtins.str
-    """From the last answer, to go on behind it. Empty: a snapshot first."""
+    """The cursor of the last answer, to continue after it. Empty: a snapshot first."""
     include_content: _builtins.bool
     """Adds token ids, salts and parents to what is stored, in snapshots too. Needs
     the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
@@ -1858,15 +1859,15 @@ class WatchBlocksResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The incarnation of the pool's memory."""
+    """The epoch of the pool."""
     cleared: _builtins.bool
-    """Forget every block: the pool has a new epoch, or this begins a snapshot."""
+    """Drop every block: the pool has a new epoch, or a snapshot begins."""
     cursor: _builtins.str
-    """Goes on behind this answer. Empty within a snapshot."""
+    """The position after this answer. Empty within a snapshot."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
-        """Blocks, each at most once. In a snapshot all that are not free; a block that
-        was never told of is free.
+        """Blocks, each at most once. A snapshot has all blocks that are not free; a block
+        without an event is free.
         """
 
     def __init__(
@@ -1887,7 +1888,7 @@ Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
 
 @_typing.final
 class BlockEvent(_message.Message):
-    """A block as it is at the moment of the answer."""
+    """A block at the time of the answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1897,15 +1898,17 @@ class BlockEvent(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     PARENT_PREFIX_HASH_FIELD_NUMBER: _builtins.int
     kind: Global___BlockEventKind.ValueType
-    """What happened."""
+    """The kind of change."""
     salt: _builtins.bytes
-    """Its salt, likewise."""
+    """Its salt, under the same condition."""
     parent_prefix_hash: _builtins.bytes
-    """The prefix hash of the block before it, likewise; empty for a first block."""
+    """The prefix hash of the block before it, under the same condition. Empty for a
+    first block.
+    """
     @_builtins.property
     def block(self) -> Global___Block:
-        """The block, whole. One that is free or has gone to another tenant has its id
-        only, and state FREE.
+        """The block, complete. A block that is free, or belongs to another tenant now,
+        has its id and the state FREE only.
         """
 
     @_builtins.property
@@ -1946,8 +1949,8 @@ class ExplainPrefixRequest(_message.Message):
     salt: _builtins.bytes
     """As in Admission."""
     tenant: _builtins.str
-    """Whose prefix. Unset: the caller's. Another's for operators and
-    gateways only (PERMISSION_DENIED, ROLE_MISSING).
+    """The tenant of the prefix. Unset: the caller's. Another tenant is for operators
+    and gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1993,32 +1996,34 @@ class ExplainPrefixResponse(_message.Message):
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
-    """Tokens an admission would find in the cache now. At least one token is
+    """Tokens that an admission would find in the cache now. At least one token is
     always left to compute.
     """
     block_count: _builtins.int
-    """Full blocks of the tokens."""
+    """Number of full blocks of the tokens."""
     missing_block_index: _builtins.int
-    """The first of them that is not found, counted from 0; block_count if all are."""
+    """The index of the first of them that is not found, from 0; block_count if all
+    are.
+    """
     missing_prefix_hash: _builtins.bytes
     """Its prefix hash, 32 bytes; empty if all are found."""
     reason: Global___MissReason.ValueType
-    """Why it is not found."""
+    """The reason for the miss."""
     evicted_by_tenant: _builtins.str
-    """Whose allocation it made room for, if that was the caller's tenant, or the
-    caller is an operator.
+    """The tenant of the allocation that evicted it. Set if that is the caller's
+    tenant, or if the caller is an operator.
     """
     evicted_by_lease_id_prefix: _builtins.str
-    """The first 8 characters of that lease's id, likewise."""
-    stranded_block_count: _builtins.int
-    """Blocks behind the missing one that are still there, and can't be used
-    without it.
+    """The first 8 characters of the id of the lease that evicted it, under the same
+    condition.
     """
+    stranded_block_count: _builtins.int
+    """Cached blocks after the missing one; they can't be used without it."""
     other_tenant: _builtins.str
-    """Whose it is. Set for OTHER_TENANT."""
+    """The tenant that has it. Set for OTHER_TENANT."""
     @_builtins.property
     def lost_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was evicted or dropped. Set for EVICTED and RESET."""
+        """The time of its eviction or reset. Set for EVICTED and RESET."""
 
     def __init__(
         self,
@@ -2060,7 +2065,7 @@ class CheckAdmissionRequest(_message.Message):
     """As in PlanStepRequest."""
     @_builtins.property
     def admission(self) -> Global___Admission:
-        """The admission; its sequence_id is ignored."""
+        """The admission; its sequence_id has no effect."""
 
     def __init__(
         self,
@@ -2086,8 +2091,8 @@ class CheckAdmissionResponse(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmissionCheck]:
-        """One per pool: those that would accept first, of these the one that holds
-        most of the tokens.
+        """One per pool. Pools that would accept come first; among these, the one with the
+        most cached tokens.
         """
 
     def __init__(
@@ -2105,7 +2110,7 @@ Global___CheckAdmissionResponse: _TypeAlias = CheckAdmissionResponse  # noqa: Y0
 
 @_typing.final
 class AdmissionCheck(_message.Message):
-    """What a pool would do with an admission now."""
+    """The result that an admission to a pool would have now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2120,26 +2125,24 @@ class AdmissionCheck(_message.Message):
     pool: _builtins.str
     """The pool."""
     accepted: _builtins.bool
-    """Whether it would be accepted."""
+    """True if it would be accepted."""
     cached_token_count: _builtins.int
     """Tokens that it would find in the cache. 0 for a prompt that is too long for
-    every pool that was asked: it is not read.
+    every pool of the request: it is not read.
     """
     needed_block_count: _builtins.int
-    """Blocks that it would take, those of its reservation included."""
+    """Blocks that it would take, with those of its reservation."""
     available_block_count: _builtins.int
-    """Blocks that this tenant could take: free or evictable, and not kept for
-    others.
-    """
+    """Blocks that this tenant could take: free or evictable, and not kept for others."""
     worker_address: _builtins.str
-    """Where its worker is reached."""
+    """The address of its worker."""
     @_builtins.property
     def refusal(self) -> _error_pb2.Error:
-        """Why not. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never."""
+        """The refusal. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never."""
 
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
-        """Blocks by state: how loaded the pool is."""
+        """Blocks by state: the load of the pool."""
 
     def __init__(
         self,
@@ -2185,7 +2188,7 @@ class PinPrefixRequest(_message.Message):
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one, and at most as many as a sequence of the pool can
-        have; the full blocks of them that are cached are pinned.
+        have. Their full blocks that are cached are pinned.
         """
 
     @_builtins.property
@@ -2225,13 +2228,13 @@ class PinPrefixResponse(_message.Message):
     PINNED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PIN_BUDGET_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.str
-    """Names the pin: it is the same for the same prefix."""
+    """Identifies the pin; equal prefixes of a tenant have equal ids."""
     pinned_token_count: _builtins.int
-    """Tokens that are pinned. Less than asked for if less is cached."""
+    """Pinned tokens: fewer than requested if fewer are cached."""
     pinned_block_count: _builtins.int
     """Blocks that the tenant has pinned now, each counted once."""
     pin_budget_block_count: _builtins.int
-    """The most it may pin."""
+    """The limit of blocks that the tenant pins."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends, by the server's clock."""
@@ -2318,7 +2321,7 @@ class ListPinsRequest(_message.Message):
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
     """From the last answer, to go on."""
     tenant: _builtins.str
@@ -2353,7 +2356,7 @@ class ListPinsResponse(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pin]:
         """The pins."""
@@ -2374,7 +2377,7 @@ Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
 
 @_typing.final
 class Pin(_message.Message):
-    """A prefix that is kept."""
+    """A pinned prefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2383,11 +2386,11 @@ class Pin(_message.Message):
     PINNED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.str
-    """Names it."""
+    """Identifies the pin."""
     tenant: _builtins.str
     """The tenant of the prefix."""
     pinned_token_count: _builtins.int
-    """Tokens that are pinned."""
+    """Pinned tokens."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends, by the server's clock."""
@@ -2423,13 +2426,13 @@ class LookupPrefixRequest(_message.Message):
     salt: _builtins.bytes
     """As in Admission."""
     tenant: _builtins.str
-    """Whose prefix. Unset: the caller's. Another's for operators and
-    gateways only (PERMISSION_DENIED, ROLE_MISSING).
+    """The tenant of the prefix. Unset: the caller's. Another tenant is for operators
+    and gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one, and at most as many as a sequence of one of these
-        pools can have. One that no vocabulary of these pools has is refused
+        pools can have. A token that is in no vocabulary of these pools is refused
         (TOKEN_OUT_OF_RANGE).
         """
 
@@ -2460,7 +2463,7 @@ class LookupPrefixResponse(_message.Message):
     MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
-        """One per pool, the one that holds most first."""
+        """One per pool, the pool with the most cached tokens first."""
 
     def __init__(
         self,
@@ -2477,7 +2480,7 @@ Global___LookupPrefixResponse: _TypeAlias = LookupPrefixResponse  # noqa: Y015
 
 @_typing.final
 class PrefixMatch(_message.Message):
-    """What one pool holds of a prompt."""
+    """The part of a prompt that one pool has cached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2488,12 +2491,12 @@ class PrefixMatch(_message.Message):
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
-    """Tokens an admission would find in the cache now."""
+    """Tokens that an admission would find in the cache now."""
     worker_address: _builtins.str
-    """Where its worker is reached."""
+    """The address of its worker."""
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
-        """Blocks by state: how loaded the pool is."""
+        """Blocks by state: the load of the pool."""
 
     def __init__(
         self,
@@ -2524,21 +2527,22 @@ class ResetPrefixCacheRequest(_message.Message):
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     tenant: _builtins.str
-    """Only what is cached for this tenant. Unset: the caller's if salt or token_ids
-    are given, else everybody's. Another's is for operators and gateways only,
-    everybody's for operators only (PERMISSION_DENIED, ROLE_MISSING).
+    """Only content cached for this tenant. Unset: the caller's if salt or token_ids
+    are given, else every tenant's. Another tenant's is for operators and gateways
+    only, every tenant's for operators only (PERMISSION_DENIED, ROLE_MISSING).
     """
     salt: _builtins.bytes
-    """Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:
+    """Only content cached under this salt, up to 64 bytes, as in Admission. Unset:
     the empty salt if token_ids are given, else any.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only what begins with the full blocks of these tokens: the last of these
-        blocks, and all that continue it. Those before it stay, since others may
-        share them. Empty: any tokens; else at least a block, and at most as many as
-        a sequence of the pool can have. Content that can't be found because blocks
-        before it are gone may be dropped too, with a salt or tokens.
+        """Only content that begins with the full blocks of these tokens: the last of
+        these blocks, and all that continue it. The blocks before it stay, since other
+        prefixes may share them. Empty: any tokens; else at least one block, and at
+        most as many tokens as a sequence of the pool can have. With a salt or tokens,
+        content that can't be found because a block before it is missing may be dropped
+        too.
         """
 
     def __init__(
@@ -2573,7 +2577,7 @@ class ResetPrefixCacheResponse(_message.Message):
     DROPPED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     DROPPED_PIN_COUNT_FIELD_NUMBER: _builtins.int
     dropped_block_count: _builtins.int
-    """Blocks whose content can't be found any more."""
+    """Blocks with content removed from the prefix cache."""
     dropped_pin_count: _builtins.int
     """Pins that ended."""
     def __init__(
@@ -2622,12 +2626,12 @@ class AuditPoolResponse(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Blocks looked at."""
+    """Number of checked blocks."""
     sequence_count: _builtins.int
-    """Sequences looked at."""
+    """Number of checked sequences."""
     @_builtins.property
     def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What is wrong, one line each; empty means that all invariants hold."""
+        """The violated invariants, one line each; empty if all hold."""
 
     def __init__(
         self,
@@ -2757,27 +2761,27 @@ class PoolStatistics(_message.Message):
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
-    """Its epoch: counters begin anew with a new one."""
+    """Its epoch. A new epoch starts the counters at 0."""
     lease_count: _builtins.int
     """Leases, those being fenced included."""
     sequence_count: _builtins.int
     """Sequences."""
     held_token_count: _builtins.int
-    """Tokens in blocks that are held, each block counted once."""
+    """Tokens in held blocks, each block counted once."""
     table_entry_count: _builtins.int
-    """Block table entries; more than the active blocks by what is shared."""
+    """Block table entries. A block shared by n sequences has n entries."""
     shared_block_count: _builtins.int
     """Blocks held by two or more sequences."""
     reserved_block_count: _builtins.int
     """Blocks guaranteed to sequences with a reservation, and not held yet."""
     pinned_block_count: _builtins.int
-    """Blocks that are pinned, whether sequences hold them or not."""
+    """Pinned blocks, also those that sequences hold."""
     offloaded_sequence_count: _builtins.int
     """Sequences in the host tier."""
     step_in_flight_count: _builtins.int
-    """Steps planned and not reported, of all leases."""
+    """Planned steps of all leases without a reported outcome."""
     fencing_lease_count: _builtins.int
-    """Leases being fenced: they have ended, and their steps in flight have not."""
+    """Leases that have ended, with steps in flight that have not."""
     planned_step_count: _builtins.int
     """Steps planned."""
     computed_step_count: _builtins.int
@@ -2791,48 +2795,48 @@ class PoolStatistics(_message.Message):
     admitted_token_count: _builtins.int
     """Tokens of admitted prompts."""
     cached_token_count: _builtins.int
-    """Of which were found in the prefix cache."""
+    """Of these, tokens found in the prefix cache."""
     fork_count: _builtins.int
     """Sequences made by forks."""
     copied_block_count: _builtins.int
     """Blocks copied because a shared or published block was to be written."""
     allocated_block_count: _builtins.int
-    """Blocks handed out, cached ones found again not counted."""
+    """Blocks allocated; cached blocks that were found are not counted."""
     evicted_block_count: _builtins.int
-    """Blocks that lost their content to make room."""
+    """Blocks that were evicted."""
     published_block_count: _builtins.int
-    """Blocks that could be found by content for the first time."""
+    """Blocks that were added to the prefix cache."""
     expired_lease_count: _builtins.int
     """Leases that ended by expiry."""
     resumed_admission_count: _builtins.int
-    """Sequences admitted again after they were released to make room. They and
-    their tokens are not in the counts of admissions.
+    """Sequences admitted again after they were released to make room. They and their
+    tokens are not in the counts of admissions above.
     """
     resumed_token_count: _builtins.int
-    """Tokens of these."""
+    """Tokens of resumed admissions."""
     resumed_cached_token_count: _builtins.int
-    """Of which were found in the prefix cache."""
+    """Of these, tokens found in the prefix cache."""
     recomputed_token_count: _builtins.int
-    """Tokens of admissions of both kinds that were to be computed though they had
-    been before: their blocks were evicted.
+    """Tokens of admissions of both kinds that are computed again because their blocks
+    were evicted.
     """
     offload_count: _builtins.int
     """Sequences moved to the host tier."""
     restore_count: _builtins.int
-    """Sequences brought back from there."""
+    """Sequences restored from the host tier."""
     offloaded_block_count: _builtins.int
     """Blocks copied to the host tier."""
     restored_block_count: _builtins.int
-    """Blocks copied back from there. Those that were found in the prefix cache, and
-    those of sequences that ended there, never are.
+    """Blocks copied from the host tier to the pool. Not counted: blocks found in the
+    prefix cache, and blocks of sequences that ended in the host tier.
     """
     computed_token_count: _builtins.int
-    """Tokens whose keys and values were computed by steps, prompts and generated
-    tokens alike. A step counts when it is reported COMPUTED.
+    """Tokens with keys and values computed by steps: prompt tokens and generated
+    tokens. A step counts when it is reported COMPUTED.
     """
     generated_token_count: _builtins.int
-    """Tokens that these steps sampled and added to sequences; a token that a fork
-    takes too counts once for each sequence.
+    """Tokens that these steps sampled and added to sequences. A token that forks take
+    too counts once for each sequence.
     """
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:

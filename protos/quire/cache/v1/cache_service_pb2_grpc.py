@@ -27,16 +27,16 @@ if _version_not_supported:
 
 
 class CacheServiceStub:
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     def __init__(self, channel):
@@ -163,53 +163,53 @@ class CacheServiceStub:
 
 
 class CacheServiceServicer:
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     def CreateLease(self, request, context):
-        """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-        worker accepts the lease's steps. Idempotent per request_id for five minutes:
-        a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-        of that answer has ended; a new lease needs a new request_id.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+        """Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+        worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+        repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+        that answer has ended; a new lease needs a new request_id. Reasons:
+        POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-        Idempotent. Reasons: LEASE_NOT_FOUND.
+        """Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+        Reasons: LEASE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteLease(self, request, context):
-        """Ends a lease and releases its sequences. Its blocks come back when the
-        worker has fenced it. Idempotent: a lease that is gone is OK.
+        """Ends a lease and releases its sequences. Its blocks are free when the worker
+        has fenced the lease. Idempotent: OK if the lease has ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlanStep(self, request, context):
-        """Plans one step: releases, offloads, trims, forks, extends, restores,
-        admissions, in this order, each item accepted or refused by itself, and a
-        grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-        send its grant to the worker, with `skip` if it is not to be run.
-        Atomic per item: a refused item changes nothing. If the call fails, no item
-        was applied. Idempotent per request_id for the lease's last 8 plans.
-        Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+        """Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+        admissions, in this order. Accepts or refuses each item separately, and grants
+        the accepted ones. Renews the lease, also if the plan fails. Every answer with
+        a grant takes a step number: send its grant to the worker, with `skip` if the
+        step is not to be run. Atomic per item: a refused item changes nothing. If the
+        call fails, no item was applied. Idempotent per request_id for the lease's last
+        8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
         REQUEST_ID_REUSED, OVERLOADED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -217,71 +217,71 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PlanSteps(self, request_iterator, context):
-        """The same, many times on one stream: answers come in the order of requests.
-        A plan that fails is answered by an Error; the stream goes on.
+        """Plans many steps on one stream; answers come in the order of requests. A plan
+        that fails is answered by an Error, and the stream continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachPool(self, request_iterator, context):
-        """For workers: attaches a pool. See AttachPoolRequest for the conversation.
-        Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-        the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-        newer stream registers the same epoch.
+        """Attaches a pool; called by its worker. AttachPoolRequest describes the
+        exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+        TERM_SUPERSEDED) when the registration can't be accepted, and with
+        POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND.
+        """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPools(self, request, context):
-        """All pools, by name.
+        """Lists all pools, by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """All leases, by id.
+        """Lists all leases, by id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSequence(self, request, context):
-        """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-        SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-        sequences, and all sequences of its own tenant's leases.
+        """Returns one sequence with its block table. A caller that is no operator sees
+        its own tenant's sequences, and all sequences of its own tenant's leases.
+        Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """The sequences of a pool, by lease and id; none if the lease asked for is
-        gone. Reasons: POOL_NOT_FOUND.
+        """Lists the sequences of a pool, by lease and id; none if the lease in the
+        request has ended. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
+        """Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """The tenants that hold or cached blocks of a pool, or have a share of it, by
-        name. A caller that is no operator sees its own only. Reasons:
+        """Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+        by name. A caller that is no operator sees its own tenant only. Reasons:
         POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -301,25 +301,27 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LookupPrefix(self, request, context):
-        """How many of these tokens each pool holds already. Takes nothing and changes
-        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-        TOKEN_OUT_OF_RANGE.
+        """Counts, for each pool, the first tokens that its prefix cache holds, for
+        routers. Takes no blocks and changes no eviction order. Reasons:
+        POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Why an admission of these tokens would not find more in the cache. Takes
-        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        """Explains why an admission of these tokens would find no more in the prefix
+        cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+        TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckAdmission(self, request, context):
-        """What would become of an admission, per pool: a dry run. Takes nothing; the
-        next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+        """Reports, for each pool, the result of an admission as a dry run. Takes no
+        blocks; the next plan of any client may change the result. Reasons:
+        POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,29 +361,29 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-        begins with some tokens. Blocks that nobody holds are free then; sequences go
-        on with those that they hold. Pins of such content end. It is about what can
-        be found when the call begins: what is computed later is published as ever,
-        and what is pinned meanwhile stays. Runs in slices, with other calls between
-        them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-        A caller that is neither operator nor gateway may reset its own tenant's
-        content only.
-        Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+        """Removes cached content from the index: of a pool, a tenant, a salt, or all
+        content that begins with some tokens. Cached blocks of it without a holder are
+        then free; sequences keep the blocks that they hold. Pins of this content end.
+        The call covers the content that is cached when it begins: content computed
+        later is published as usual, and content pinned during the call stays. Runs in
+        slices, with other calls between them. If it fails, a part is done, and a
+        repetition does the rest. Idempotent. A caller that is neither operator nor
+        gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+        ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AuditPool(self, request, context):
-        """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
+        """Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatistics(self, request, context):
-        """The numbers behind the metrics.
+        """Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -514,16 +516,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService:
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     @staticmethod

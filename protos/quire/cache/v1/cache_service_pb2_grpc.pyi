@@ -28,16 +28,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CacheServiceStub:
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     @_typing.overload
@@ -45,60 +45,60 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     CreateLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]
-    """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-    worker accepts the lease's steps. Idempotent per request_id for five minutes:
-    a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-    of that answer has ended; a new lease needs a new request_id.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+    """Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+    worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+    repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+    that answer has ended; a new lease needs a new request_id. Reasons:
+    POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]
-    """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-    Idempotent. Reasons: LEASE_NOT_FOUND.
+    """Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+    Reasons: LEASE_NOT_FOUND.
     """
     DeleteLease: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.DeleteLeaseRequest, _cache_service_pb2.DeleteLeaseResponse]
-    """Ends a lease and releases its sequences. Its blocks come back when the
-    worker has fenced it. Idempotent: a lease that is gone is OK.
+    """Ends a lease and releases its sequences. Its blocks are free when the worker
+    has fenced the lease. Idempotent: OK if the lease has ended already.
     """
     PlanStep: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]
-    """Plans one step: releases, offloads, trims, forks, extends, restores,
-    admissions, in this order, each item accepted or refused by itself, and a
-    grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-    send its grant to the worker, with `skip` if it is not to be run.
-    Atomic per item: a refused item changes nothing. If the call fails, no item
-    was applied. Idempotent per request_id for the lease's last 8 plans.
-    Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+    """Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+    admissions, in this order. Accepts or refuses each item separately, and grants
+    the accepted ones. Renews the lease, also if the plan fails. Every answer with
+    a grant takes a step number: send its grant to the worker, with `skip` if the
+    step is not to be run. Atomic per item: a refused item changes nothing. If the
+    call fails, no item was applied. Idempotent per request_id for the lease's last
+    8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
     REQUEST_ID_REUSED, OVERLOADED.
     """
     PlanSteps: _grpc.StreamStreamMultiCallable[_cache_service_pb2.PlanStepsRequest, _cache_service_pb2.PlanStepsResponse]
-    """The same, many times on one stream: answers come in the order of requests.
-    A plan that fails is answered by an Error; the stream goes on.
+    """Plans many steps on one stream; answers come in the order of requests. A plan
+    that fails is answered by an Error, and the stream continues.
     """
     AttachPool: _grpc.StreamStreamMultiCallable[_attach_pb2.AttachPoolRequest, _attach_pb2.AttachPoolResponse]
-    """For workers: attaches a pool. See AttachPoolRequest for the conversation.
-    Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-    the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-    newer stream registers the same epoch.
+    """Attaches a pool; called by its worker. AttachPoolRequest describes the
+    exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+    TERM_SUPERSEDED) when the registration can't be accepted, and with
+    POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetPoolRequest, _cache_service_pb2.GetPoolResponse]
-    """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND."""
+    """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND."""
     ListPools: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPoolsRequest, _cache_service_pb2.ListPoolsResponse]
-    """All pools, by name."""
+    """Lists all pools, by name."""
     ListLeases: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListLeasesRequest, _cache_service_pb2.ListLeasesResponse]
-    """All leases, by id."""
+    """Lists all leases, by id."""
     GetSequence: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]
-    """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-    SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-    sequences, and all sequences of its own tenant's leases.
+    """Returns one sequence with its block table. A caller that is no operator sees
+    its own tenant's sequences, and all sequences of its own tenant's leases.
+    Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
     """
     ListSequences: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]
-    """The sequences of a pool, by lease and id; none if the lease asked for is
-    gone. Reasons: POOL_NOT_FOUND.
+    """Lists the sequences of a pool, by lease and id; none if the lease in the
+    request has ended. Reasons: POOL_NOT_FOUND.
     """
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]
-    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
+    """Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
     ListTenants: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListTenantsRequest, _cache_service_pb2.ListTenantsResponse]
-    """The tenants that hold or cached blocks of a pool, or have a share of it, by
-    name. A caller that is no operator sees its own only. Reasons:
+    """Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+    by name. A caller that is no operator sees its own tenant only. Reasons:
     POOL_NOT_FOUND.
     """
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]
@@ -110,17 +110,19 @@ class CacheServiceStub:
     POOL_NOT_FOUND, CURSOR_EXPIRED.
     """
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
-    """How many of these tokens each pool holds already. Takes nothing and changes
-    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-    TOKEN_OUT_OF_RANGE.
+    """Counts, for each pool, the first tokens that its prefix cache holds, for
+    routers. Takes no blocks and changes no eviction order. Reasons:
+    POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]
-    """Why an admission of these tokens would not find more in the cache. Takes
-    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    """Explains why an admission of these tokens would find no more in the prefix
+    cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+    TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]
-    """What would become of an admission, per pool: a dry run. Takes nothing; the
-    next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+    """Reports, for each pool, the result of an admission as a dry run. Takes no
+    blocks; the next plan of any client may change the result. Reasons:
+    POOL_NOT_FOUND.
     """
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
@@ -144,91 +146,91 @@ class CacheServiceStub:
     POOL_NOT_FOUND, ROLE_MISSING.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]
-    """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-    begins with some tokens. Blocks that nobody holds are free then; sequences go
-    on with those that they hold. Pins of such content end. It is about what can
-    be found when the call begins: what is computed later is published as ever,
-    and what is pinned meanwhile stays. Runs in slices, with other calls between
-    them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-    A caller that is neither operator nor gateway may reset its own tenant's
-    content only.
-    Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+    """Removes cached content from the index: of a pool, a tenant, a salt, or all
+    content that begins with some tokens. Cached blocks of it without a holder are
+    then free; sequences keep the blocks that they hold. Pins of this content end.
+    The call covers the content that is cached when it begins: content computed
+    later is published as usual, and content pinned during the call stays. Runs in
+    slices, with other calls between them. If it fails, a part is done, and a
+    repetition does the rest. Idempotent. A caller that is neither operator nor
+    gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+    ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]
-    """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND."""
+    """Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND."""
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetStatisticsRequest, _cache_service_pb2.GetStatisticsResponse]
-    """The numbers behind the metrics."""
+    """Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND."""
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CreateLeaseRequest, _cache_service_pb2.CreateLeaseResponse]  # type: ignore[assignment]
-    """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-    worker accepts the lease's steps. Idempotent per request_id for five minutes:
-    a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-    of that answer has ended; a new lease needs a new request_id.
-    Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+    """Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+    worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+    repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+    that answer has ended; a new lease needs a new request_id. Reasons:
+    POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.RenewLeaseRequest, _cache_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-    Idempotent. Reasons: LEASE_NOT_FOUND.
+    """Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+    Reasons: LEASE_NOT_FOUND.
     """
     DeleteLease: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.DeleteLeaseRequest, _cache_service_pb2.DeleteLeaseResponse]  # type: ignore[assignment]
-    """Ends a lease and releases its sequences. Its blocks come back when the
-    worker has fenced it. Idempotent: a lease that is gone is OK.
+    """Ends a lease and releases its sequences. Its blocks are free when the worker
+    has fenced the lease. Idempotent: OK if the lease has ended already.
     """
     PlanStep: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PlanStepRequest, _cache_service_pb2.PlanStepResponse]  # type: ignore[assignment]
-    """Plans one step: releases, offloads, trims, forks, extends, restores,
-    admissions, in this order, each item accepted or refused by itself, and a
-    grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-    send its grant to the worker, with `skip` if it is not to be run.
-    Atomic per item: a refused item changes nothing. If the call fails, no item
-    was applied. Idempotent per request_id for the lease's last 8 plans.
-    Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+    """Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+    admissions, in this order. Accepts or refuses each item separately, and grants
+    the accepted ones. Renews the lease, also if the plan fails. Every answer with
+    a grant takes a step number: send its grant to the worker, with `skip` if the
+    step is not to be run. Atomic per item: a refused item changes nothing. If the
+    call fails, no item was applied. Idempotent per request_id for the lease's last
+    8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
     REQUEST_ID_REUSED, OVERLOADED.
     """
     PlanSteps: _aio.StreamStreamMultiCallable[_cache_service_pb2.PlanStepsRequest, _cache_service_pb2.PlanStepsResponse]  # type: ignore[assignment]
-    """The same, many times on one stream: answers come in the order of requests.
-    A plan that fails is answered by an Error; the stream goes on.
+    """Plans many steps on one stream; answers come in the order of requests. A plan
+    that fails is answered by an Error, and the stream continues.
     """
     AttachPool: _aio.StreamStreamMultiCallable[_attach_pb2.AttachPoolRequest, _attach_pb2.AttachPoolResponse]  # type: ignore[assignment]
-    """For workers: attaches a pool. See AttachPoolRequest for the conversation.
-    Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-    the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-    newer stream registers the same epoch.
+    """Attaches a pool; called by its worker. AttachPoolRequest describes the
+    exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+    TERM_SUPERSEDED) when the registration can't be accepted, and with
+    POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetPoolRequest, _cache_service_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND."""
+    """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND."""
     ListPools: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPoolsRequest, _cache_service_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """All pools, by name."""
+    """Lists all pools, by name."""
     ListLeases: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListLeasesRequest, _cache_service_pb2.ListLeasesResponse]  # type: ignore[assignment]
-    """All leases, by id."""
+    """Lists all leases, by id."""
     GetSequence: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]  # type: ignore[assignment]
-    """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-    SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-    sequences, and all sequences of its own tenant's leases.
+    """Returns one sequence with its block table. A caller that is no operator sees
+    its own tenant's sequences, and all sequences of its own tenant's leases.
+    Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
     """
     ListSequences: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListSequencesRequest, _cache_service_pb2.ListSequencesResponse]  # type: ignore[assignment]
-    """The sequences of a pool, by lease and id; none if the lease asked for is
-    gone. Reasons: POOL_NOT_FOUND.
+    """Lists the sequences of a pool, by lease and id; none if the lease in the
+    request has ended. Reasons: POOL_NOT_FOUND.
     """
     ListBlocks: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListBlocksRequest, _cache_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
-    """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
+    """Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
     ListTenants: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListTenantsRequest, _cache_service_pb2.ListTenantsResponse]  # type: ignore[assignment]
-    """The tenants that hold or cached blocks of a pool, or have a share of it, by
-    name. A caller that is no operator sees its own only. Reasons:
+    """Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+    by name. A caller that is no operator sees its own tenant only. Reasons:
     POOL_NOT_FOUND.
     """
     WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]  # type: ignore[assignment]
@@ -240,17 +242,19 @@ class CacheServiceAsyncStub(CacheServiceStub):
     POOL_NOT_FOUND, CURSOR_EXPIRED.
     """
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
-    """How many of these tokens each pool holds already. Takes nothing and changes
-    no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-    TOKEN_OUT_OF_RANGE.
+    """Counts, for each pool, the first tokens that its prefix cache holds, for
+    routers. Takes no blocks and changes no eviction order. Reasons:
+    POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
-    """Why an admission of these tokens would not find more in the cache. Takes
-    nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    """Explains why an admission of these tokens would find no more in the prefix
+    cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+    TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]  # type: ignore[assignment]
-    """What would become of an admission, per pool: a dry run. Takes nothing; the
-    next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+    """Reports, for each pool, the result of an admission as a dry run. Takes no
+    blocks; the next plan of any client may change the result. Reasons:
+    POOL_NOT_FOUND.
     """
     PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinPrefixRequest, _cache_service_pb2.PinPrefixResponse]  # type: ignore[assignment]
     """Keeps what is cached of a prefix from being evicted, until it is unpinned
@@ -274,32 +278,32 @@ class CacheServiceAsyncStub(CacheServiceStub):
     POOL_NOT_FOUND, ROLE_MISSING.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ResetPrefixCacheRequest, _cache_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-    begins with some tokens. Blocks that nobody holds are free then; sequences go
-    on with those that they hold. Pins of such content end. It is about what can
-    be found when the call begins: what is computed later is published as ever,
-    and what is pinned meanwhile stays. Runs in slices, with other calls between
-    them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-    A caller that is neither operator nor gateway may reset its own tenant's
-    content only.
-    Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+    """Removes cached content from the index: of a pool, a tenant, a salt, or all
+    content that begins with some tokens. Cached blocks of it without a holder are
+    then free; sequences keep the blocks that they hold. Pins of this content end.
+    The call covers the content that is cached when it begins: content computed
+    later is published as usual, and content pinned during the call stays. Runs in
+    slices, with other calls between them. If it fails, a part is done, and a
+    repetition does the rest. Idempotent. A caller that is neither operator nor
+    gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+    ROLE_MISSING, TOKEN_OUT_OF_RANGE.
     """
     AuditPool: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.AuditPoolRequest, _cache_service_pb2.AuditPoolResponse]  # type: ignore[assignment]
-    """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND."""
+    """Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND."""
     GetStatistics: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetStatisticsRequest, _cache_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
-    """The numbers behind the metrics."""
+    """Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND."""
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Decides who owns which KV block of every pool attached to it. Knows no
-    tensors: what it grants, a worker executes (quire.compute.v1).
+    """Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+    grants steps, and a worker runs them (quire.compute.v1).
 
-    Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-    say "parallel to", the lists have equal length and belong together by index.
-    A mutation carries a request_id: repeated with the same body it gets the
-    first answer again and is applied once; with another body it is refused with
+    Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+    "parallel to" each other have equal length and belong together by index. A
+    mutation carries a request_id: repeated with the same body, it gets the first
+    answer again and is applied once; with another body it is refused with
     REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-    reasons are listed below.
+    INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+    lists only its other reasons.
     """
 
     @_abc_1.abstractmethod
@@ -308,11 +312,11 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.CreateLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.CreateLeaseResponse, _abc.Awaitable[_cache_service_pb2.CreateLeaseResponse]]:
-        """Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-        worker accepts the lease's steps. Idempotent per request_id for five minutes:
-        a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-        of that answer has ended; a new lease needs a new request_id.
-        Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+        """Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+        worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+        repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+        that answer has ended; a new lease needs a new request_id. Reasons:
+        POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -321,8 +325,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.RenewLeaseResponse, _abc.Awaitable[_cache_service_pb2.RenewLeaseResponse]]:
-        """Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-        Idempotent. Reasons: LEASE_NOT_FOUND.
+        """Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+        Reasons: LEASE_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -331,8 +335,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.DeleteLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.DeleteLeaseResponse, _abc.Awaitable[_cache_service_pb2.DeleteLeaseResponse]]:
-        """Ends a lease and releases its sequences. Its blocks come back when the
-        worker has fenced it. Idempotent: a lease that is gone is OK.
+        """Ends a lease and releases its sequences. Its blocks are free when the worker
+        has fenced the lease. Idempotent: OK if the lease has ended already.
         """
 
     @_abc_1.abstractmethod
@@ -341,13 +345,13 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.PlanStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.PlanStepResponse, _abc.Awaitable[_cache_service_pb2.PlanStepResponse]]:
-        """Plans one step: releases, offloads, trims, forks, extends, restores,
-        admissions, in this order, each item accepted or refused by itself, and a
-        grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-        send its grant to the worker, with `skip` if it is not to be run.
-        Atomic per item: a refused item changes nothing. If the call fails, no item
-        was applied. Idempotent per request_id for the lease's last 8 plans.
-        Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+        """Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+        admissions, in this order. Accepts or refuses each item separately, and grants
+        the accepted ones. Renews the lease, also if the plan fails. Every answer with
+        a grant takes a step number: send its grant to the worker, with `skip` if the
+        step is not to be run. Atomic per item: a refused item changes nothing. If the
+        call fails, no item was applied. Idempotent per request_id for the lease's last
+        8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
         REQUEST_ID_REUSED, OVERLOADED.
         """
 
@@ -357,8 +361,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_service_pb2.PlanStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.PlanStepsResponse], _abc.AsyncIterator[_cache_service_pb2.PlanStepsResponse]]:
-        """The same, many times on one stream: answers come in the order of requests.
-        A plan that fails is answered by an Error; the stream goes on.
+        """Plans many steps on one stream; answers come in the order of requests. A plan
+        that fails is answered by an Error, and the stream continues.
         """
 
     @_abc_1.abstractmethod
@@ -367,10 +371,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_attach_pb2.AttachPoolRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_attach_pb2.AttachPoolResponse], _abc.AsyncIterator[_attach_pb2.AttachPoolResponse]]:
-        """For workers: attaches a pool. See AttachPoolRequest for the conversation.
-        Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-        the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-        newer stream registers the same epoch.
+        """Attaches a pool; called by its worker. AttachPoolRequest describes the
+        exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+        TERM_SUPERSEDED) when the registration can't be accepted, and with
+        POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
         """
 
     @_abc_1.abstractmethod
@@ -379,7 +383,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.GetPoolResponse, _abc.Awaitable[_cache_service_pb2.GetPoolResponse]]:
-        """How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND."""
+        """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListPools(
@@ -387,7 +391,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListPoolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListPoolsResponse, _abc.Awaitable[_cache_service_pb2.ListPoolsResponse]]:
-        """All pools, by name."""
+        """Lists all pools, by name."""
 
     @_abc_1.abstractmethod
     def ListLeases(
@@ -395,7 +399,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListLeasesResponse, _abc.Awaitable[_cache_service_pb2.ListLeasesResponse]]:
-        """All leases, by id."""
+        """Lists all leases, by id."""
 
     @_abc_1.abstractmethod
     def GetSequence(
@@ -403,9 +407,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.GetSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.GetSequenceResponse, _abc.Awaitable[_cache_service_pb2.GetSequenceResponse]]:
-        """One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-        SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-        sequences, and all sequences of its own tenant's leases.
+        """Returns one sequence with its block table. A caller that is no operator sees
+        its own tenant's sequences, and all sequences of its own tenant's leases.
+        Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -414,8 +418,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListSequencesResponse, _abc.Awaitable[_cache_service_pb2.ListSequencesResponse]]:
-        """The sequences of a pool, by lease and id; none if the lease asked for is
-        gone. Reasons: POOL_NOT_FOUND.
+        """Lists the sequences of a pool, by lease and id; none if the lease in the
+        request has ended. Reasons: POOL_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -424,7 +428,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListBlocksResponse, _abc.Awaitable[_cache_service_pb2.ListBlocksResponse]]:
-        """The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
+        """Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListTenants(
@@ -432,8 +436,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListTenantsResponse, _abc.Awaitable[_cache_service_pb2.ListTenantsResponse]]:
-        """The tenants that hold or cached blocks of a pool, or have a share of it, by
-        name. A caller that is no operator sees its own only. Reasons:
+        """Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+        by name. A caller that is no operator sees its own tenant only. Reasons:
         POOL_NOT_FOUND.
         """
 
@@ -457,9 +461,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.LookupPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.LookupPrefixResponse, _abc.Awaitable[_cache_service_pb2.LookupPrefixResponse]]:
-        """How many of these tokens each pool holds already. Takes nothing and changes
-        no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-        TOKEN_OUT_OF_RANGE.
+        """Counts, for each pool, the first tokens that its prefix cache holds, for
+        routers. Takes no blocks and changes no eviction order. Reasons:
+        POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -468,8 +472,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ExplainPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ExplainPrefixResponse, _abc.Awaitable[_cache_service_pb2.ExplainPrefixResponse]]:
-        """Why an admission of these tokens would not find more in the cache. Takes
-        nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        """Explains why an admission of these tokens would find no more in the prefix
+        cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+        TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -478,8 +483,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.CheckAdmissionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.CheckAdmissionResponse, _abc.Awaitable[_cache_service_pb2.CheckAdmissionResponse]]:
-        """What would become of an admission, per pool: a dry run. Takes nothing; the
-        next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+        """Reports, for each pool, the result of an admission as a dry run. Takes no
+        blocks; the next plan of any client may change the result. Reasons:
+        POOL_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -527,15 +533,15 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_cache_service_pb2.ResetPrefixCacheResponse]]:
-        """Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-        begins with some tokens. Blocks that nobody holds are free then; sequences go
-        on with those that they hold. Pins of such content end. It is about what can
-        be found when the call begins: what is computed later is published as ever,
-        and what is pinned meanwhile stays. Runs in slices, with other calls between
-        them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-        A caller that is neither operator nor gateway may reset its own tenant's
-        content only.
-        Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+        """Removes cached content from the index: of a pool, a tenant, a salt, or all
+        content that begins with some tokens. Cached blocks of it without a holder are
+        then free; sequences keep the blocks that they hold. Pins of this content end.
+        The call covers the content that is cached when it begins: content computed
+        later is published as usual, and content pinned during the call stays. Runs in
+        slices, with other calls between them. If it fails, a part is done, and a
+        repetition does the rest. Idempotent. A caller that is neither operator nor
+        gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+        ROLE_MISSING, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -544,7 +550,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.AuditPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.AuditPoolResponse, _abc.Awaitable[_cache_service_pb2.AuditPoolResponse]]:
-        """Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND."""
+        """Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def GetStatistics(
@@ -552,6 +558,6 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.GetStatisticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.GetStatisticsResponse, _abc.Awaitable[_cache_service_pb2.GetStatisticsResponse]]:
-        """The numbers behind the metrics."""
+        """Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND."""
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,71 +27,68 @@ class _ErrorReason:
 class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
     another. Metadata: field, value, limit. Correct the request.
     """
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The request_id was used for a different body. Metadata:
+    """INVALID_ARGUMENT. The request_id was used with another body. Metadata:
     request_id. Use a new one.
     """
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
     ERROR_REASON_SEQUENCE_TOO_LONG: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-    than all blocks of the pool together, than its tenant may ever hold, or than
-    it said when it was admitted with a reservation. It never fits. Metadata:
-    sequence_id, value and limit, in tokens; limited_by, "model", "pool",
-    "tenant" or "reservation".
+    """INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
+    blocks of the pool together, than its tenant's limit, or than its reservation.
+    A retry does not help. Metadata: sequence_id, value and limit, in tokens;
+    limited_by, "model", "pool", "tenant" or "reservation".
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-    sequence_id (of an item), index (in the list given), value, limit.
+    sequence_id (of an item), index (in the list of the request), value, limit.
     """
     ERROR_REASON_POSITION_OUT_OF_RANGE: _ErrorReason.ValueType  # 6
-    """INVALID_ARGUMENT. A position lies outside of the sequence, or before what
-    a model with a state per sequence can go back to. Metadata: sequence_id,
-    value, least, limit.
+    """INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
+    state per sequence can't return to it. Metadata: sequence_id, value, least,
+    limit.
     """
     ERROR_REASON_POOL_NOT_FOUND: _ErrorReason.ValueType  # 10
-    """NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:
-    pool.
-    """
+    """NOT_FOUND. No worker has attached a pool of this name. Metadata: pool."""
     ERROR_REASON_LEASE_NOT_FOUND: _ErrorReason.ValueType  # 11
-    """NOT_FOUND. No such lease: it ended, expired, or was made by an earlier
-    cachemgr. Create a lease and admit the sequences again. Metadata: lease_id.
+    """NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
+    a lease and admit the sequences again. Metadata: lease_id.
     """
     ERROR_REASON_SEQUENCE_NOT_FOUND: _ErrorReason.ValueType  # 12
-    """NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id."""
+    """NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id."""
     ERROR_REASON_PREFIX_NOT_CACHED: _ErrorReason.ValueType  # 13
-    """NOT_FOUND. Not even the first block of the prefix is cached: there is
+    """NOT_FOUND. Not even the first block of the prefix is cached, so that there is
     nothing to pin. Compute it first. Metadata: pool.
     """
     ERROR_REASON_SEQUENCE_EXISTS: _ErrorReason.ValueType  # 20
-    """ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
+    """ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
     sequence_id.
     """
     ERROR_REASON_EPOCH_CHANGED: _ErrorReason.ValueType  # 30
-    """ABORTED. The pool's memory is a new one, all of its sequences are gone.
-    Continue the lease with the new epoch and admit the tokens again. Metadata:
-    pool, epoch (the current one), value (the one given).
+    """ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
+    lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
+    current one), value (the one in the request).
     """
     ERROR_REASON_CURSOR_EXPIRED: _ErrorReason.ValueType  # 31
-    """ABORTED. What happened since the cursor is not known any more. Watch again
+    """ABORTED. The changes since the cursor are not kept any more. Watch again
     without a cursor. Metadata: value (the cursor).
     """
     ERROR_REASON_NOTHING_TO_COMPUTE: _ErrorReason.ValueType  # 40
-    """FAILED_PRECONDITION. More tokens asked to be computed than are known or
-    being sampled. Metadata: sequence_id, value, limit (tokens).
+    """FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
+    Metadata: sequence_id, value, limit (tokens).
     """
     ERROR_REASON_POOL_ALREADY_ATTACHED: _ErrorReason.ValueType  # 41
-    """FAILED_PRECONDITION. Another worker with another epoch is attached to a
-    pool of this name; or this epoch was registered on a newer stream, which is
-    why this one ends. Metadata: pool, epoch (the attached one).
+    """FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
+    this name; or a newer stream has registered this epoch, and this stream ends.
+    Metadata: pool, epoch (the attached one).
     """
     ERROR_REASON_TERM_SUPERSEDED: _ErrorReason.ValueType  # 42
-    """FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
+    """FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
     Metadata: value (this term), limit (the worker's highest).
     """
     ERROR_REASON_SEQUENCE_OFFLOADED: _ErrorReason.ValueType  # 43
@@ -99,151 +96,145 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     release it. Metadata: sequence_id.
     """
     ERROR_REASON_SEQUENCE_BUSY: _ErrorReason.ValueType  # 44
-    """FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
-    be restored when the steps in flight when it was offloaded have been reported.
-    Ask again in a later plan. Metadata: sequence_id.
+    """FAILED_PRECONDITION. A token of the sequence is still being sampled. The
+    sequence can be restored when the steps that were in flight at its offload are
+    reported. Retry in a later plan. Metadata: sequence_id.
     """
     ERROR_REASON_OUT_OF_BLOCKS: _ErrorReason.ValueType  # 50
-    """RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-    sequence_id, needed, free (free and evictable, and not kept for others),
-    retired: how many blocks will come back by themselves when steps in flight
-    end.
+    """RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
+    free (free and evictable, and not kept for others), retired (blocks that become
+    free when the steps in flight end).
     """
     ERROR_REASON_TOO_MANY_SEQUENCES: _ErrorReason.ValueType  # 51
-    """RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
-    room for. Metadata: sequence_id, limit.
+    """RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
+    Metadata: sequence_id, limit.
     """
     ERROR_REASON_TOO_MANY_STEPS: _ErrorReason.ValueType  # 52
-    """RESOURCE_EXHAUSTED. The lease has planned too many steps whose outcome is
-    unknown yet. Run them, or send them with `skip`. Metadata: limit.
+    """RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
+    outcome. Run them, or send them with `skip`. Metadata: limit.
     """
     ERROR_REASON_TOKEN_BUDGET_SPENT: _ErrorReason.ValueType  # 53
-    """RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
-    admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
+    """RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
+    admission_token_budget. Retry in the next plan. Metadata: sequence_id.
     """
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 54
-    """RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+    """RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
     some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
     included), limit.
     """
     ERROR_REASON_PIN_BUDGET_SPENT: _ErrorReason.ValueType  # 55
-    """RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
-    Metadata: needed, pinned, limit.
+    """RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
+    some. Metadata: needed, pinned, limit.
     """
     ERROR_REASON_TOO_MANY_LEASES: _ErrorReason.ValueType  # 56
-    """RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
-    or of all. End one, or ask again later. Metadata: limit, limited_by,
-    "tenant" or "server".
+    """RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
+    End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 57
-    """RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
-    Metadata: limit.
-    """
+    """RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit."""
     ERROR_REASON_OUT_OF_HOST_BLOCKS: _ErrorReason.ValueType  # 58
-    """RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
-    pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+    """RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
+    no host tier. Release the sequence instead. Metadata: sequence_id, needed,
     free, retired, limit (all blocks of the host tier).
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
-    """UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
+    """UNAVAILABLE. The pool's worker is not attached now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 61
-    """UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+    """UNAVAILABLE. The server is draining. Retry elsewhere or later."""
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 70
-    """UNAUTHENTICATED. The server asks who calls, and neither a client
-    certificate nor a bearer token was shown.
+    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+    client certificate nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 71
-    """UNAUTHENTICATED. The authorization shown is not a bearer token that the
-    server knows: wrong, malformed or revoked.
+    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+    knows: wrong, malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 72
-    """PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
-    the tenant that it names. Metadata: method (of an admission: sequence_id),
-    roles (the caller needs one of these), name (who the caller is to the server).
+    """PERMISSION_DENIED. The caller has none of the roles that the method needs or,
+    for one admission of a plan, that naming another tenant needs. Metadata: method
+    (of an admission: sequence_id), roles (the caller needs one of these), name
+    (the caller's name at the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """How Quire says no.
+    """Errors of Quire.
 
-    A call that fails carries a gRPC status and, in the status details, one
-    google.rpc.ErrorInfo: `reason` is the name of an ErrorReason without its
-    prefix ("OUT_OF_BLOCKS"), `domain` is "cache.quire.dev", and `metadata` holds
-    every number of the message. Branch on the reason, never on the text. Where
-    asking again may help there is a google.rpc.RetryInfo beside it.
+    A call that fails has a gRPC status and, in the status details, one
+    google.rpc.ErrorInfo: `reason` is the name of an ErrorReason without its prefix
+    ("OUT_OF_BLOCKS"), `domain` is "cache.quire.dev", and `metadata` holds every
+    number of the message. Branch on the reason, never on the text. If a retry may
+    succeed, the details have a google.rpc.RetryInfo, too.
 
-    Where one message answers for many items (a plan) or many requests (a
-    stream), the same content travels as an Error inside the answer, so that one
-    bad item does not end the others.
+    An answer for many items (a plan) or many requests (a stream) carries the same
+    content as an Error inside the answer, so that one refused item does not fail the
+    others.
 
-    Why cachemgr refused a call or an item.
+    The reason why cachemgr refused a call or an item.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 another. Metadata: field, value, limit. Correct the request.
 """
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The request_id was used for a different body. Metadata:
+"""INVALID_ARGUMENT. The request_id was used with another body. Metadata:
 request_id. Use a new one.
 """
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
 ERROR_REASON_SEQUENCE_TOO_LONG: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-than all blocks of the pool together, than its tenant may ever hold, or than
-it said when it was admitted with a reservation. It never fits. Metadata:
-sequence_id, value and limit, in tokens; limited_by, "model", "pool",
-"tenant" or "reservation".
+"""INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
+blocks of the pool together, than its tenant's limit, or than its reservation.
+A retry does not help. Metadata: sequence_id, value and limit, in tokens;
+limited_by, "model", "pool", "tenant" or "reservation".
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-sequence_id (of an item), index (in the list given), value, limit.
+sequence_id (of an item), index (in the list of the request), value, limit.
 """
 ERROR_REASON_POSITION_OUT_OF_RANGE: ErrorReason.ValueType  # 6
-"""INVALID_ARGUMENT. A position lies outside of the sequence, or before what
-a model with a state per sequence can go back to. Metadata: sequence_id,
-value, least, limit.
+"""INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
+state per sequence can't return to it. Metadata: sequence_id, value, least,
+limit.
 """
 ERROR_REASON_POOL_NOT_FOUND: ErrorReason.ValueType  # 10
-"""NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:
-pool.
-"""
+"""NOT_FOUND. No worker has attached a pool of this name. Metadata: pool."""
 ERROR_REASON_LEASE_NOT_FOUND: ErrorReason.ValueType  # 11
-"""NOT_FOUND. No such lease: it ended, expired, or was made by an earlier
-cachemgr. Create a lease and admit the sequences again. Metadata: lease_id.
+"""NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
+a lease and admit the sequences again. Metadata: lease_id.
 """
 ERROR_REASON_SEQUENCE_NOT_FOUND: ErrorReason.ValueType  # 12
-"""NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id."""
+"""NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id."""
 ERROR_REASON_PREFIX_NOT_CACHED: ErrorReason.ValueType  # 13
-"""NOT_FOUND. Not even the first block of the prefix is cached: there is
+"""NOT_FOUND. Not even the first block of the prefix is cached, so that there is
 nothing to pin. Compute it first. Metadata: pool.
 """
 ERROR_REASON_SEQUENCE_EXISTS: ErrorReason.ValueType  # 20
-"""ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
+"""ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
 sequence_id.
 """
 ERROR_REASON_EPOCH_CHANGED: ErrorReason.ValueType  # 30
-"""ABORTED. The pool's memory is a new one, all of its sequences are gone.
-Continue the lease with the new epoch and admit the tokens again. Metadata:
-pool, epoch (the current one), value (the one given).
+"""ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
+lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
+current one), value (the one in the request).
 """
 ERROR_REASON_CURSOR_EXPIRED: ErrorReason.ValueType  # 31
-"""ABORTED. What happened since the cursor is not known any more. Watch again
+"""ABORTED. The changes since the cursor are not kept any more. Watch again
 without a cursor. Metadata: value (the cursor).
 """
 ERROR_REASON_NOTHING_TO_COMPUTE: ErrorReason.ValueType  # 40
-"""FAILED_PRECONDITION. More tokens asked to be computed than are known or
-being sampled. Metadata: sequence_id, value, limit (tokens).
+"""FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
+Metadata: sequence_id, value, limit (tokens).
 """
 ERROR_REASON_POOL_ALREADY_ATTACHED: ErrorReason.ValueType  # 41
-"""FAILED_PRECONDITION. Another worker with another epoch is attached to a
-pool of this name; or this epoch was registered on a newer stream, which is
-why this one ends. Metadata: pool, epoch (the attached one).
+"""FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
+this name; or a newer stream has registered this epoch, and this stream ends.
+Metadata: pool, epoch (the attached one).
 """
 ERROR_REASON_TERM_SUPERSEDED: ErrorReason.ValueType  # 42
-"""FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
+"""FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
 Metadata: value (this term), limit (the worker's highest).
 """
 ERROR_REASON_SEQUENCE_OFFLOADED: ErrorReason.ValueType  # 43
@@ -251,73 +242,70 @@ ERROR_REASON_SEQUENCE_OFFLOADED: ErrorReason.ValueType  # 43
 release it. Metadata: sequence_id.
 """
 ERROR_REASON_SEQUENCE_BUSY: ErrorReason.ValueType  # 44
-"""FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
-be restored when the steps in flight when it was offloaded have been reported.
-Ask again in a later plan. Metadata: sequence_id.
+"""FAILED_PRECONDITION. A token of the sequence is still being sampled. The
+sequence can be restored when the steps that were in flight at its offload are
+reported. Retry in a later plan. Metadata: sequence_id.
 """
 ERROR_REASON_OUT_OF_BLOCKS: ErrorReason.ValueType  # 50
-"""RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-sequence_id, needed, free (free and evictable, and not kept for others),
-retired: how many blocks will come back by themselves when steps in flight
-end.
+"""RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
+free (free and evictable, and not kept for others), retired (blocks that become
+free when the steps in flight end).
 """
 ERROR_REASON_TOO_MANY_SEQUENCES: ErrorReason.ValueType  # 51
-"""RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
-room for. Metadata: sequence_id, limit.
+"""RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
+Metadata: sequence_id, limit.
 """
 ERROR_REASON_TOO_MANY_STEPS: ErrorReason.ValueType  # 52
-"""RESOURCE_EXHAUSTED. The lease has planned too many steps whose outcome is
-unknown yet. Run them, or send them with `skip`. Metadata: limit.
+"""RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
+outcome. Run them, or send them with `skip`. Metadata: limit.
 """
 ERROR_REASON_TOKEN_BUDGET_SPENT: ErrorReason.ValueType  # 53
-"""RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
-admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
+"""RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
+admission_token_budget. Retry in the next plan. Metadata: sequence_id.
 """
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 54
-"""RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+"""RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
 some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
 included), limit.
 """
 ERROR_REASON_PIN_BUDGET_SPENT: ErrorReason.ValueType  # 55
-"""RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
-Metadata: needed, pinned, limit.
+"""RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
+some. Metadata: needed, pinned, limit.
 """
 ERROR_REASON_TOO_MANY_LEASES: ErrorReason.ValueType  # 56
-"""RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
-or of all. End one, or ask again later. Metadata: limit, limited_by,
-"tenant" or "server".
+"""RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
+End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 57
-"""RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
-Metadata: limit.
-"""
+"""RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit."""
 ERROR_REASON_OUT_OF_HOST_BLOCKS: ErrorReason.ValueType  # 58
-"""RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
-pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+"""RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
+no host tier. Release the sequence instead. Metadata: sequence_id, needed,
 free, retired, limit (all blocks of the host tier).
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
-"""UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool."""
+"""UNAVAILABLE. The pool's worker is not attached now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 61
-"""UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+"""UNAVAILABLE. The server is draining. Retry elsewhere or later."""
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 70
-"""UNAUTHENTICATED. The server asks who calls, and neither a client
-certificate nor a bearer token was shown.
+"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+client certificate nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 71
-"""UNAUTHENTICATED. The authorization shown is not a bearer token that the
-server knows: wrong, malformed or revoked.
+"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+knows: wrong, malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 72
-"""PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
-the tenant that it names. Metadata: method (of an admission: sequence_id),
-roles (the caller needs one of these), name (who the caller is to the server).
+"""PERMISSION_DENIED. The caller has none of the roles that the method needs or,
+for one admission of a plan, that naming another tenant needs. Metadata: method
+(of an admission: sequence_id), roles (the caller needs one of these), name
+(the caller's name at the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """What a status says, where there is no status to put it in."""
+    """The content of an error status, inside of an answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,15 +339,15 @@ class Error(_message.Message):
     reason: _builtins.str
     """The reason's name without its enum prefix, as in ErrorInfo.reason."""
     message: _builtins.str
-    """For people, in English."""
+    """The text for people, in English."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Every number and name of the message."""
 
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """Set where asking again may help, as google.rpc.RetryInfo does in a status:
-        not before this has passed.
+        """The time to wait before a retry; set if a retry may succeed, as
+        google.rpc.RetryInfo in a status.
         """
 
     def __init__(

@@ -20,10 +20,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SignedGrant(_message.Message):
-    """Permission for one step, signed by cachemgr, carried by the client, checked
-    and obeyed by the worker.
+    """The permission for one step: signed by cachemgr, carried by the client, checked
+    by the worker.
 
-    A StepGrant as the client carries it: opaque.
+    A signed StepGrant; the client sends it on without reading it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -50,15 +50,16 @@ Global___SignedGrant: _TypeAlias = SignedGrant  # noqa: Y015
 
 @_typing.final
 class StepGrant(_message.Message):
-    """What one step may touch. The first part says who owns what and is applied
-    whenever the grant is accepted, in the order of the fields; the second part
-    says what to compute, and may fail without undoing the first.
+    """The permission and the orders for one step. The worker applies the first part,
+    the ownership changes, as soon as it accepts the grant, in the order of the
+    fields. The second part lists the computations; if they fail, the first part
+    stays applied.
 
-    A worker accepts a grant only if the signature fits, the epoch is its own,
-    the lease is open, and step_number is the lease's next. Then, in order:
-    forget the released and the offloaded sequences, apply the block table writes,
-    do the copies (to the host tier, within the pool, from the host tier), write
-    the KV of all runs layer by layer before attending in that layer, and sample.
+    A worker accepts a grant only if the signature fits, the epoch is its own, the
+    lease is open, and step_number is the lease's next. Then, in order, it forgets
+    the released and the offloaded sequences, applies the block table writes, does
+    the copies (to the host tier, within the pool, from the host tier), writes the KV
+    of all runs layer by layer before attending in that layer, and samples.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -92,41 +93,40 @@ class StepGrant(_message.Message):
     pool: _builtins.str
     """The pool's name."""
     epoch: _builtins.int
-    """The incarnation of the pool's memory this grant is about, never 0."""
+    """The epoch of the pool, never 0."""
     term: _builtins.int
     """The incarnation of the cachemgr that signed."""
     lease_id: _builtins.str
-    """The lease whose step this is."""
+    """The lease of the step."""
     step_number: _builtins.int
-    """1, 2, 3, ... per lease and epoch, without holes."""
+    """1, 2, 3, ... per lease and epoch, without gaps."""
     known_step_number: _builtins.int
-    """Outcomes up to this step of the lease were known when the grant was signed.
-    A step after it that was to compute and did not, because it failed or was
-    skipped, makes this step fail too: it may build on what was not computed.
+    """The last step of the lease with a known outcome when the grant was signed. If a
+    later step was to compute but failed or was skipped, this step fails, too: it
+    may depend on the missing tokens.
     """
     given_token_digests: _builtins.bytes
-    """For each of given_run_indexes the first 16 bytes of the SHA-256 of its
-    token ids as little-endian int32, concatenated. The worker refuses other
-    tokens: a block's content is what its prefix hash says.
+    """For each of given_run_indexes, the first 16 bytes of the SHA-256 of its token
+    ids as little-endian int32, concatenated. The worker refuses other tokens, so
+    that a block always has the content that its prefix hash identifies.
     """
     @_builtins.property
     def released_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that end, in the pool or in the host tier. Their rows are free once
+        """Sequences that end, in the pool or in the host tier. Their rows are free when
         this is applied.
         """
 
     @_builtins.property
     def offloaded_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that leave for the host tier: their rows are free likewise. One
-        comes back by its next table write, with no last sampled token and no sampling
-        parameters, as one not seen before.
+        """Sequences that move to the host tier; their rows are free, too. A restored
+        sequence begins with its next table write, as a new one: without a last sampled
+        token and without sampling parameters.
         """
 
     @_builtins.property
     def fork_parent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that begin as the continuation of another: the child takes over
-        the parent's last sampled token and sampling state. Its block table comes by
-        the writes below. Parallel to fork_child_ids.
+        """Sequences to fork: each child gets its parent's last sampled token and sampling
+        state. The writes below make its block table. Parallel to fork_child_ids.
         """
 
     @_builtins.property
@@ -135,10 +135,10 @@ class StepGrant(_message.Message):
 
     @_builtins.property
     def write_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Block table writes, applied in order. A sequence not seen before begins
-        with its first write. Entry i writes write_block_counts[i] blocks, taken in
-        order from write_block_ids, into the table of write_sequence_ids[i] from
-        index write_first_indexes[i] on.
+        """Block table writes, applied in order. A new sequence begins with its first
+        write. Entry i writes write_block_counts[i] blocks, taken in order from
+        write_block_ids, into the table of write_sequence_ids[i] from index
+        write_first_indexes[i] on.
         """
 
     @_builtins.property
@@ -151,7 +151,7 @@ class StepGrant(_message.Message):
 
     @_builtins.property
     def write_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks of all writes, one after the other."""
+        """The blocks of all writes, concatenated."""
 
     @_builtins.property
     def copy_source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -171,7 +171,7 @@ class StepGrant(_message.Message):
 
     @_builtins.property
     def offload_target_host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Host blocks, none of them twice; parallel to offload_source_block_ids."""
+        """Host blocks without duplicates; parallel to offload_source_block_ids."""
 
     @_builtins.property
     def restore_source_host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -181,13 +181,13 @@ class StepGrant(_message.Message):
 
     @_builtins.property
     def restore_target_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks of the pool, none of them twice; parallel to
+        """Blocks of the pool without duplicates; parallel to
         restore_source_host_block_ids.
         """
 
     @_builtins.property
     def run_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What to compute: run i computes the KV of run_token_counts[i] tokens of
+        """The computations: run i computes the KV of run_token_counts[i] tokens of
         run_sequence_ids[i] from position run_starts[i] on.
         """
 
@@ -201,15 +201,15 @@ class StepGrant(_message.Message):
 
     @_builtins.property
     def run_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Whether the run ends at the sequence's last token, so that the next one is
+        """True if the run ends at the sequence's last token, so that the next token is
         sampled; parallel to run_sequence_ids.
         """
 
     @_builtins.property
     def given_run_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indexes, in rising order, of the runs whose token ids come from the client.
-        Any other run is of one token: the one sampled last for that sequence, which
-        the worker has at exactly run_starts[i].
+        """Indexes, in rising order, of the runs with token ids from the client. Any other
+        run has one token: the token sampled last for that sequence. The worker has it,
+        at position run_starts[i].
         """
 
     def __init__(

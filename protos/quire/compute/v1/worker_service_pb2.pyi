@@ -30,25 +30,25 @@ class _ErrorReason:
 class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
     another or with the grant. Metadata: field, value, limit; sequence_id if it
     is the input of one sequence.
     """
     ERROR_REASON_TOKENS_MISMATCH: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The token ids given for a run are not those that
-    cachemgr was told. Metadata: sequence_id.
+    """INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
+    sequence_id.
     """
     ERROR_REASON_BLOCK_OUT_OF_RANGE: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit."""
     ERROR_REASON_BAD_SIGNATURE: _ErrorReason.ValueType  # 10
     """PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-    changed on the way.
+    changed after that.
     """
     ERROR_REASON_LEASE_FENCED: _ErrorReason.ValueType  # 20
-    """FAILED_PRECONDITION. The lease has ended or was never opened here. Make a
-    new lease. Metadata: lease_id_prefix.
+    """FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
+    Make a new lease. Metadata: lease_id_prefix.
     """
     ERROR_REASON_STEP_OUT_OF_ORDER: _ErrorReason.ValueType  # 21
     """FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
@@ -62,56 +62,57 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     step_number, failed_step_number.
     """
     ERROR_REASON_STEP_FAILED: _ErrorReason.ValueType  # 40
-    """INTERNAL. The model failed on this step. The tables changed as granted,
-    nothing was computed, the lease goes on. Metadata: step_number.
+    """INTERNAL. The model failed on this step. The tables changed as granted, nothing
+    was computed, and the lease continues. Metadata: step_number.
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 50
-    """UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
+    """UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 51
     """UNAVAILABLE. The server is draining."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 52
     """RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-    Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
-    a sequence brings.
+    Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
+    cause.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
-    """UNAUTHENTICATED. The server asks who calls, and neither a client
-    certificate nor a bearer token was shown.
+    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+    client certificate nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 61
-    """UNAUTHENTICATED. The authorization shown is not a bearer token that the
-    server knows: wrong, malformed or revoked.
+    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+    knows: wrong, malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 62
-    """PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-    caller needs one of these), name (who the caller is to the server).
+    """PERMISSION_DENIED. The caller has none of the roles that the method needs.
+    Metadata: method, roles (the caller needs one of these), name (the caller's
+    name at the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a worker refused a call or a step; ErrorInfo.domain is
+    """The reason why a worker refused a call or a step; ErrorInfo.domain is
     "compute.quire.dev". Details as in quire.cache.v1.ErrorReason.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 another or with the grant. Metadata: field, value, limit; sequence_id if it
 is the input of one sequence.
 """
 ERROR_REASON_TOKENS_MISMATCH: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The token ids given for a run are not those that
-cachemgr was told. Metadata: sequence_id.
+"""INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
+sequence_id.
 """
 ERROR_REASON_BLOCK_OUT_OF_RANGE: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit."""
 ERROR_REASON_BAD_SIGNATURE: ErrorReason.ValueType  # 10
 """PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-changed on the way.
+changed after that.
 """
 ERROR_REASON_LEASE_FENCED: ErrorReason.ValueType  # 20
-"""FAILED_PRECONDITION. The lease has ended or was never opened here. Make a
-new lease. Metadata: lease_id_prefix.
+"""FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
+Make a new lease. Metadata: lease_id_prefix.
 """
 ERROR_REASON_STEP_OUT_OF_ORDER: ErrorReason.ValueType  # 21
 """FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
@@ -125,29 +126,30 @@ The tables changed as granted, nothing was computed. Plan again. Metadata:
 step_number, failed_step_number.
 """
 ERROR_REASON_STEP_FAILED: ErrorReason.ValueType  # 40
-"""INTERNAL. The model failed on this step. The tables changed as granted,
-nothing was computed, the lease goes on. Metadata: step_number.
+"""INTERNAL. The model failed on this step. The tables changed as granted, nothing
+was computed, and the lease continues. Metadata: step_number.
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 50
-"""UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool."""
+"""UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 51
 """UNAVAILABLE. The server is draining."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 52
 """RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
-a sequence brings.
+Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
+cause.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
-"""UNAUTHENTICATED. The server asks who calls, and neither a client
-certificate nor a bearer token was shown.
+"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+client certificate nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 61
-"""UNAUTHENTICATED. The authorization shown is not a bearer token that the
-server knows: wrong, malformed or revoked.
+"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+knows: wrong, malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 62
-"""PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-caller needs one of these), name (who the caller is to the server).
+"""PERMISSION_DENIED. The caller has none of the roles that the method needs.
+Metadata: method, roles (the caller needs one of these), name (the caller's
+name at the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
@@ -187,25 +189,25 @@ class GetModelResponse(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name for people: the path's last part, or the hub id."""
+    """The display name: the last part of the path, or the hub id."""
     architecture: _builtins.str
     """The architecture's class ("LlamaForCausalLM")."""
     tokenizer: _builtins.str
-    """Where the tokenizer is: a directory on the worker's machine or a hub id."""
+    """The location of the tokenizer: a directory on the worker's machine or a hub id."""
     dtype: _builtins.str
-    """The weights' and activations' type: "float32", "bfloat16", "float16"."""
+    """The type of weights and activations: "float32", "bfloat16", "float16"."""
     kv_dtype: _builtins.str
-    """The KV's type."""
+    """The type of the KV."""
     device: _builtins.str
-    """Where it computes ("cpu", "cuda:0")."""
+    """The device that computes ("cpu", "cuda:0")."""
     pool: _builtins.str
     """The pool's name."""
     epoch: _builtins.int
     """The pool's epoch."""
     max_step_tokens: _builtins.int
-    """The most tokens one step may compute."""
+    """The limit of tokens that one step computes."""
     max_logprob_count: _builtins.int
-    """The most log-probabilities per token that can be asked for."""
+    """The limit of log-probabilities per token in a request."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens at which generation ends."""
@@ -240,10 +242,10 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the text of a sequence has to match, from its first generated token to the
-    end token. Other tokens than those that can continue such a text are never
-    chosen; the model's end tokens are, when the text is complete. The text of the
-    grammar has at most 65,536 bytes of UTF-8.
+    """The form of a sequence's text, from its first generated token to the end token.
+    Only tokens that can continue such a text are chosen, and the model's end tokens
+    when the text is complete. The text of the grammar has at most 65,536 bytes of
+    UTF-8.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -259,7 +261,7 @@ class Grammar(_message.Message):
     refused.
     """
     json_object: _builtins.bool
-    """Any JSON object. True, if it is set."""
+    """Any JSON object. If set, it must be true."""
     regex: _builtins.str
     """A regular expression in the syntax of Rust's crate regex, matched from the
     beginning to the end of the text.
@@ -359,11 +361,11 @@ Global___CheckGrammarResponse: _TypeAlias = CheckGrammarResponse  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How the next token of a sequence is chosen: tokens that can't be chosen by the
-    grammar or by other fields, logit_bias, penalties, then temperature, top-k,
-    top-p, min-p, in this order (docs/reference/sampling.md). Unset fields mean the value that changes nothing. A value
-    outside of its field's range is refused with INVALID_ARGUMENT. Floats are
-    checked as they arrive, in float32: 1e-46 is 0.
+    """The choice of a sequence's next token. Applied in this order: tokens excluded by
+    the grammar or by other fields, logit_bias, penalties, temperature, top-k, top-p,
+    min-p (docs/reference/sampling.md). An unset field has the value that changes
+    nothing. A value outside of its field's range is refused with INVALID_ARGUMENT.
+    Floats are checked as float32, as they arrive: 1e-46 is 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -412,7 +414,7 @@ class SamplingParameters(_message.Message):
     top_k: _builtins.int
     """Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0."""
     top_p: _builtins.float
-    """Only the most probable tokens whose probabilities add up to this. In (0, 1].
+    """Only the most probable tokens, up to this sum of probabilities. In (0, 1].
     Unset: 1.
     """
     min_p: _builtins.float
@@ -432,7 +434,7 @@ class SamplingParameters(_message.Message):
     often in bfloat16 (docs/architecture.md, Seeds). Any value; taken modulo 2^63.
     """
     logprob_count: _builtins.int
-    """Log-probabilities to answer with, beside the chosen token's: 0 to
+    """Number of log-probabilities in the answer, beside the chosen token's: 0 to
     GetModelResponse.max_logprob_count of the most probable tokens. Unset: none,
     not even the chosen token's. They are of the model's own distribution, before
     penalties and temperature.
@@ -442,26 +444,27 @@ class SamplingParameters(_message.Message):
     to 32,767 times. In [-2, 2]. Default 0.
     """
     min_sequence_token_count: _builtins.int
-    """end_token_ids can't be chosen while the sequence has fewer tokens than this, its
-    prompt included. In [0, 2147483647]. Default 0.
+    """end_token_ids can't be chosen while the sequence has fewer tokens than this,
+    its prompt included. In [0, 2147483647]. Default 0.
     """
     output_begins_at: _builtins.int
     """With a grammar: the position of the first generated token, which is the length
-    of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar says
-    nothing of tokens before it. Without a grammar: 0, or unset.
+    of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar does not
+    apply to tokens before it. Without a grammar: 0, or unset.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For penalties: tokens of the sequence that were given, not generated. Needed
-        only if a penalty is set, since those found in the prefix cache are not run
-        here. With output_token_ids at most PoolGeometry.max_sequence_tokens.
+        only if a penalty is set, since the worker does not get tokens that were found
+        in the prefix cache. With output_token_ids at most
+        PoolGeometry.max_sequence_tokens.
         """
 
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For penalties: tokens of the sequence generated before this worker saw it.
-        frequency_penalty counts each as often as it is here.
-        For a grammar: all of them that are known, in their order.
+        """For penalties: tokens of the sequence that were generated before this worker
+        ran it. frequency_penalty counts every occurrence in this list. For a grammar:
+        all known generated tokens, in order.
         """
 
     @_builtins.property
@@ -479,26 +482,26 @@ class SamplingParameters(_message.Message):
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """Sequences of tokens that are not generated: the last token of each can't be
-        chosen after the tokens before it. At most 1,024. Where one of several tokens
-        would leave no token to choose, it is ignored.
+        chosen after the tokens before it. At most 1,024. A sequence of several tokens
+        is ignored if it would leave no token to choose.
         """
 
     @_builtins.property
     def last_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For bad_words: the last tokens of the sequence before this step samples, oldest
-        first, at most 15. Those that this worker samples later need not be told.
+        first, at most 15. Tokens that this worker samples later are not needed.
         """
 
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For min_sequence_token_count: at most as many as the vocabulary has. It is
+        """For min_sequence_token_count: at most as many as the vocabulary has.
         INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
         """
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the generated tokens have to be. It goes with the sequence to its forks.
-        Unset: anything. Refused together with allowed_token_ids, bad_words and
+        """The form of the generated tokens. Forks of the sequence inherit it. Unset: any
+        tokens. Refused together with allowed_token_ids, bad_words and
         min_sequence_token_count, which could leave no token to choose.
         """
 
@@ -550,7 +553,7 @@ Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):
-    """Some tokens, one behind the other."""
+    """Consecutive tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -574,7 +577,7 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class SequenceInput(_message.Message):
-    """What a step needs to know of one sequence, if anything."""
+    """The input of one sequence to a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -584,11 +587,12 @@ class SequenceInput(_message.Message):
     PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     NEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """The sequence, one of the grant's runs."""
+    """The sequence of one of the grant's runs."""
     prompt_logprob_count: _builtins.int
-    """Of each of next_token_ids, its log-probability and those of so many of the
-    most probable tokens: 0 to GetModelResponse.max_logprob_count. Unset: none.
-    They are of the model's own distribution, before penalties and temperature.
+    """Asks for log-probabilities of each of next_token_ids: its own and those of this
+    many of the most probable tokens, 0 to GetModelResponse.max_logprob_count.
+    Unset: none. They are of the model's own distribution, before penalties and
+    temperature.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -598,12 +602,13 @@ class SequenceInput(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
-        """From this step on. Unset: as before; greedy at first."""
+        """Sampling parameters from this step on. Unset: as before; greedy at first."""
 
     @_builtins.property
     def next_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For prompt_logprob_count: the token that follows each token of the run, from the
-        first on; that of the last one is not in the run. At most as many as the run has tokens.
+        """For prompt_logprob_count: the token that follows each token of the run, from
+        the first on; the one after the run's last token is not in the run. At most as
+        many as the run has tokens.
         """
 
     def __init__(
@@ -635,17 +640,17 @@ class RunStepRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
     skip: _builtins.bool
-    """Apply the grant's table changes, compute nothing."""
+    """Apply the grant's table changes, and compute nothing."""
     @_builtins.property
     def grant(self) -> _grant_pb2.SignedGrant:
-        """From cachemgr, untouched. One that is larger than any grant for this pool, and
-        than 1 MiB, is refused by its size.
+        """From cachemgr, unchanged. A grant is refused by its size if it is larger than
+        any grant for this pool and than 1 MiB.
         """
 
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInput]:
-        """Sequences that bring tokens or sampling parameters. A sequence that goes on
-        from its last sampled token needs no entry.
+        """Sequences with token ids or sampling parameters for this step. A sequence that
+        continues from its last sampled token needs no entry.
         """
 
     def __init__(
@@ -665,7 +670,7 @@ Global___RunStepRequest: _TypeAlias = RunStepRequest  # noqa: Y015
 
 @_typing.final
 class RunStepResponse(_message.Message):
-    """See WorkerService.RunStep. Parallel lists: entry i is about sequence_ids[i]."""
+    """The result of a step. Parallel lists: entry i belongs to sequence_ids[i]."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -684,12 +689,12 @@ class RunStepResponse(_message.Message):
     offloaded_block_count: _builtins.int
     """Blocks copied to the host tier."""
     restored_block_count: _builtins.int
-    """Blocks copied back from there."""
+    """Blocks copied from the host tier."""
     copied_block_count: _builtins.int
-    """Blocks copied within the pool: shared ones that a sequence was to write."""
+    """Blocks copied within the pool: shared blocks that a sequence was to write."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sequences for which a token was sampled, in the grant's order."""
+        """The sequences with a sampled token, in the grant's order."""
 
     @_builtins.property
     def sampled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -697,25 +702,25 @@ class RunStepResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Log-probabilities, of those that asked for them, in the order of
+        """Log-probabilities, of the sequences with a logprob_count, in the order of
         sequence_ids.
         """
 
     @_builtins.property
     def timings(self) -> Global___StepTimings:
-        """Where the time went."""
+        """The step's time, by phase."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
-        """Log-probabilities of given tokens, of the runs that asked for some, in the
-        order of the request's inputs.
+        """Log-probabilities of given tokens, of the runs with a prompt_logprob_count, in
+        the order of the request's inputs.
         """
 
     @_builtins.property
     def grammar_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrammarFailure]:
-        """Sequences whose grammar could not be followed in this step: the tokens before
-        it do not match, or the text outgrew llguidance's limits. Each got an end
-        token, which means nothing.
+        """Sequences that could not follow their grammar in this step: the tokens before
+        it do not match, or the text exceeded llguidance's limits. The sampled token of
+        such a sequence is an end token, to be ignored.
         """
 
     def __init__(
@@ -799,7 +804,7 @@ class GrammarFailure(_message.Message):
     sequence_id: _builtins.int
     """The sequence."""
     message: _builtins.str
-    """What llguidance says."""
+    """The message of llguidance."""
     def __init__(
         self,
         *,
@@ -854,7 +859,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class StepTimings(_message.Message):
-    """Where a step's time went."""
+    """A step's time, by phase."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1028,9 +1033,9 @@ class GetStatisticsResponse(_message.Message):
     epoch: _builtins.int
     """The pool's epoch."""
     term: _builtins.int
-    """The term obeyed, 0 if none yet."""
+    """The highest term accepted, 0 if none yet."""
     attached: _builtins.bool
-    """Whether the stream to cachemgr is open."""
+    """True if the stream to cachemgr is open."""
     computed_step_count: _builtins.int
     """Steps that were computed."""
     failed_step_count: _builtins.int
@@ -1038,23 +1043,23 @@ class GetStatisticsResponse(_message.Message):
     skipped_step_count: _builtins.int
     """Steps that were skipped."""
     computed_token_count: _builtins.int
-    """Tokens whose KV was computed."""
+    """Tokens with KV computed."""
     sampled_token_count: _builtins.int
     """Tokens sampled."""
     copied_block_count: _builtins.int
     """Blocks copied."""
     open_lease_count: _builtins.int
-    """Leases whose steps are accepted."""
+    """Leases with accepted steps."""
     sequence_count: _builtins.int
     """Sequences with a block table here."""
     step_in_flight_count: _builtins.int
     """Steps accepted and not ended."""
     unacknowledged_report_count: _builtins.int
-    """Reports cachemgr has not acknowledged."""
+    """Reports that cachemgr has not acknowledged."""
     offloaded_block_count: _builtins.int
     """Blocks copied to the host tier."""
     restored_block_count: _builtins.int
-    """Blocks copied back from there."""
+    """Blocks copied from the host tier."""
     @_builtins.property
     def refusal_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Steps refused before anything was touched, by reason."""
@@ -1130,10 +1135,10 @@ class ChecksumBlocksResponse(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch the content is of."""
+    """The epoch of the content."""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Parallel to the request's block_ids. Equal content, equal checksum."""
+        """Parallel to the request's block_ids. Equal content has equal checksums."""
 
     def __init__(
         self,

@@ -27,12 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Runs batched steps of one model on one pool of KV blocks. Decides nothing
-    about ownership: every step carries a grant signed by the pool's cachemgr
-    (quire.cache.v1), which is checked before anything is touched.
+    """Runs batched steps of one model on one pool of KV blocks. Decides nothing about
+    ownership: every step has a grant signed by the pool's cachemgr (quire.cache.v1),
+    and the worker checks the grant first.
 
-    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the
-    server drains; only other reasons are listed below.
+    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
+    drains. Each method lists only its other reasons.
     """
 
     @_typing.overload
@@ -40,95 +40,97 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]
-    """What the worker serves. Constant for an epoch."""
+    """Returns the model and the pool of the worker. Constant for an epoch."""
     CheckGrammar: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]
-    """Compiles a grammar and keeps it, so that a step that brings it finds it
-    compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
-    can bring a grammar without this call: then the step, and those behind it on
-    its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
-    call or for the sequence that brings it: a grammar that is wrong, that no text
-    can match, that takes more than 5 s or 1 GiB to compile, or for a model
-    without a tokenizer or an end token. Reasons: OVERLOADED.
+    """Compiles a grammar and caches it, so that a later step with this grammar does
+    not wait for its compilation. Answers when it is compiled; steps continue
+    meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
+    step, and the later steps on its stream, wait for the compilation. A grammar is
+    refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
+    is malformed, if no text can match it, if it takes more than 5 s or 1 GiB to
+    compile, or if the model has no tokenizer or no end token. Reasons: OVERLOADED.
     """
     RunStep: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.RunStepRequest, _worker_service_pb2.RunStepResponse]
-    """Runs one step and answers when its tokens are sampled. Steps of a lease run
-    in the order of their numbers; send the next before this one is answered to
+    """Runs one step and answers when its tokens are sampled. Steps of a lease run in
+    the order of their numbers; send the next one before this one is answered to
     keep the device busy. Not idempotent: a step number is accepted once, and a
-    repetition is refused with STEP_OUT_OF_ORDER.
-    Refused before anything is touched, and the number not used up:
-    BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
-    refused for the input of one sequence (metadata: sequence_id) can be sent again
-    with `skip`, and planned again without that sequence. OVERLOADED with a
-    sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
-    PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
+    repetition is refused with STEP_OUT_OF_ORDER. Errors that change nothing and
+    use up no step number: BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED,
+    STEP_OUT_OF_ORDER, INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED,
+    OVERLOADED. A step that is refused for the input of one sequence (metadata:
+    sequence_id) can be sent again with `skip`, and planned again without that
+    sequence. OVERLOADED with a sequence_id: its grammar can't be compiled now;
+    CheckGrammar answers when it can be used. Errors that use up the number:
+    STEP_FAILED, PRIOR_STEP_FAILED; block tables changed as granted, nothing was
+    computed.
     """
     RunSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]
-    """The same, many times on one stream: answers come in the order of requests.
-    A step that fails is answered by an Error; the stream goes on.
+    """Runs many steps on one stream; answers come in the order of requests. A step
+    that fails is answered by an Error, and the stream continues.
     """
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetStatisticsRequest, _worker_service_pb2.GetStatisticsResponse]
-    """The numbers behind the metrics."""
+    """Returns the counters that the metrics are made of."""
     ChecksumBlocks: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.ChecksumBlocksRequest, _worker_service_pb2.ChecksumBlocksResponse]
-    """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
-    at a time, in turn with the steps. For audits and tests. Reasons:
+    """Returns checksums of the content of blocks, over all layers, K and V. Reads the
+    blocks in slices, between the steps. For audits and tests. Reasons:
     BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Runs batched steps of one model on one pool of KV blocks. Decides nothing
-    about ownership: every step carries a grant signed by the pool's cachemgr
-    (quire.cache.v1), which is checked before anything is touched.
+    """Runs batched steps of one model on one pool of KV blocks. Decides nothing about
+    ownership: every step has a grant signed by the pool's cachemgr (quire.cache.v1),
+    and the worker checks the grant first.
 
-    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the
-    server drains; only other reasons are listed below.
+    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
+    drains. Each method lists only its other reasons.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]  # type: ignore[assignment]
-    """What the worker serves. Constant for an epoch."""
+    """Returns the model and the pool of the worker. Constant for an epoch."""
     CheckGrammar: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]  # type: ignore[assignment]
-    """Compiles a grammar and keeps it, so that a step that brings it finds it
-    compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
-    can bring a grammar without this call: then the step, and those behind it on
-    its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
-    call or for the sequence that brings it: a grammar that is wrong, that no text
-    can match, that takes more than 5 s or 1 GiB to compile, or for a model
-    without a tokenizer or an end token. Reasons: OVERLOADED.
+    """Compiles a grammar and caches it, so that a later step with this grammar does
+    not wait for its compilation. Answers when it is compiled; steps continue
+    meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
+    step, and the later steps on its stream, wait for the compilation. A grammar is
+    refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
+    is malformed, if no text can match it, if it takes more than 5 s or 1 GiB to
+    compile, or if the model has no tokenizer or no end token. Reasons: OVERLOADED.
     """
     RunStep: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.RunStepRequest, _worker_service_pb2.RunStepResponse]  # type: ignore[assignment]
-    """Runs one step and answers when its tokens are sampled. Steps of a lease run
-    in the order of their numbers; send the next before this one is answered to
+    """Runs one step and answers when its tokens are sampled. Steps of a lease run in
+    the order of their numbers; send the next one before this one is answered to
     keep the device busy. Not idempotent: a step number is accepted once, and a
-    repetition is refused with STEP_OUT_OF_ORDER.
-    Refused before anything is touched, and the number not used up:
-    BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-    INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
-    refused for the input of one sequence (metadata: sequence_id) can be sent again
-    with `skip`, and planned again without that sequence. OVERLOADED with a
-    sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
-    PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
+    repetition is refused with STEP_OUT_OF_ORDER. Errors that change nothing and
+    use up no step number: BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED,
+    STEP_OUT_OF_ORDER, INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED,
+    OVERLOADED. A step that is refused for the input of one sequence (metadata:
+    sequence_id) can be sent again with `skip`, and planned again without that
+    sequence. OVERLOADED with a sequence_id: its grammar can't be compiled now;
+    CheckGrammar answers when it can be used. Errors that use up the number:
+    STEP_FAILED, PRIOR_STEP_FAILED; block tables changed as granted, nothing was
+    computed.
     """
     RunSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]  # type: ignore[assignment]
-    """The same, many times on one stream: answers come in the order of requests.
-    A step that fails is answered by an Error; the stream goes on.
+    """Runs many steps on one stream; answers come in the order of requests. A step
+    that fails is answered by an Error, and the stream continues.
     """
     GetStatistics: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetStatisticsRequest, _worker_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
-    """The numbers behind the metrics."""
+    """Returns the counters that the metrics are made of."""
     ChecksumBlocks: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.ChecksumBlocksRequest, _worker_service_pb2.ChecksumBlocksResponse]  # type: ignore[assignment]
-    """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
-    at a time, in turn with the steps. For audits and tests. Reasons:
+    """Returns checksums of the content of blocks, over all layers, K and V. Reads the
+    blocks in slices, between the steps. For audits and tests. Reasons:
     BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs batched steps of one model on one pool of KV blocks. Decides nothing
-    about ownership: every step carries a grant signed by the pool's cachemgr
-    (quire.cache.v1), which is checked before anything is touched.
+    """Runs batched steps of one model on one pool of KV blocks. Decides nothing about
+    ownership: every step has a grant signed by the pool's cachemgr (quire.cache.v1),
+    and the worker checks the grant first.
 
-    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the
-    server drains; only other reasons are listed below.
+    Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
+    drains. Each method lists only its other reasons.
     """
 
     @_abc_1.abstractmethod
@@ -137,7 +139,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetModelResponse, _abc.Awaitable[_worker_service_pb2.GetModelResponse]]:
-        """What the worker serves. Constant for an epoch."""
+        """Returns the model and the pool of the worker. Constant for an epoch."""
 
     @_abc_1.abstractmethod
     def CheckGrammar(
@@ -145,13 +147,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.CheckGrammarRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.CheckGrammarResponse, _abc.Awaitable[_worker_service_pb2.CheckGrammarResponse]]:
-        """Compiles a grammar and keeps it, so that a step that brings it finds it
-        compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
-        can bring a grammar without this call: then the step, and those behind it on
-        its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
-        call or for the sequence that brings it: a grammar that is wrong, that no text
-        can match, that takes more than 5 s or 1 GiB to compile, or for a model
-        without a tokenizer or an end token. Reasons: OVERLOADED.
+        """Compiles a grammar and caches it, so that a later step with this grammar does
+        not wait for its compilation. Answers when it is compiled; steps continue
+        meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
+        step, and the later steps on its stream, wait for the compilation. A grammar is
+        refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
+        is malformed, if no text can match it, if it takes more than 5 s or 1 GiB to
+        compile, or if the model has no tokenizer or no end token. Reasons: OVERLOADED.
         """
 
     @_abc_1.abstractmethod
@@ -160,17 +162,18 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.RunStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.RunStepResponse, _abc.Awaitable[_worker_service_pb2.RunStepResponse]]:
-        """Runs one step and answers when its tokens are sampled. Steps of a lease run
-        in the order of their numbers; send the next before this one is answered to
+        """Runs one step and answers when its tokens are sampled. Steps of a lease run in
+        the order of their numbers; send the next one before this one is answered to
         keep the device busy. Not idempotent: a step number is accepted once, and a
-        repetition is refused with STEP_OUT_OF_ORDER.
-        Refused before anything is touched, and the number not used up:
-        BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-        INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
-        refused for the input of one sequence (metadata: sequence_id) can be sent again
-        with `skip`, and planned again without that sequence. OVERLOADED with a
-        sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
-        PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
+        repetition is refused with STEP_OUT_OF_ORDER. Errors that change nothing and
+        use up no step number: BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED,
+        STEP_OUT_OF_ORDER, INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED,
+        OVERLOADED. A step that is refused for the input of one sequence (metadata:
+        sequence_id) can be sent again with `skip`, and planned again without that
+        sequence. OVERLOADED with a sequence_id: its grammar can't be compiled now;
+        CheckGrammar answers when it can be used. Errors that use up the number:
+        STEP_FAILED, PRIOR_STEP_FAILED; block tables changed as granted, nothing was
+        computed.
         """
 
     @_abc_1.abstractmethod
@@ -179,8 +182,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_service_pb2.RunStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.RunStepsResponse], _abc.AsyncIterator[_worker_service_pb2.RunStepsResponse]]:
-        """The same, many times on one stream: answers come in the order of requests.
-        A step that fails is answered by an Error; the stream goes on.
+        """Runs many steps on one stream; answers come in the order of requests. A step
+        that fails is answered by an Error, and the stream continues.
         """
 
     @_abc_1.abstractmethod
@@ -189,7 +192,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.GetStatisticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetStatisticsResponse, _abc.Awaitable[_worker_service_pb2.GetStatisticsResponse]]:
-        """The numbers behind the metrics."""
+        """Returns the counters that the metrics are made of."""
 
     @_abc_1.abstractmethod
     def ChecksumBlocks(
@@ -197,8 +200,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.ChecksumBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.ChecksumBlocksResponse, _abc.Awaitable[_worker_service_pb2.ChecksumBlocksResponse]]:
-        """Checksums of what blocks contain, over all layers, K and V. Reads some blocks
-        at a time, in turn with the steps. For audits and tests. Reasons:
+        """Returns checksums of the content of blocks, over all layers, K and V. Reads the
+        blocks in slices, between the steps. For audits and tests. Reasons:
         BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
         """
 

@@ -30,7 +30,7 @@ class _ErrorReason:
 class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
-    """Never sent."""
+    """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
     another. Metadata: field, value, limit. Correct the request.
@@ -38,9 +38,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit."""
     ERROR_REASON_SEQUENCE_TOO_LONG: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, are longer
-    than the model can attend to or the pool can hold. Metadata: field, value,
-    limit.
+    """INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
+    model's context or the pool. Metadata: field, value, limit.
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 4
     """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
@@ -49,52 +48,52 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 10
     """NOT_FOUND. No model is served under this name. Metadata: model."""
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 20
-    """RESOURCE_EXHAUSTED. As many requests, or tokens of prompts, wait as may wait.
-    Ask again later. Metadata: limited_by, waiting, wanted, limit.
+    """RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
+    tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
     """
     ERROR_REASON_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 21
-    """RESOURCE_EXHAUSTED. The caller has used up its share: requests at a time, or
-    tokens a minute. Ask again later.
+    """RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
+    of tokens a minute. Retry later.
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 22
-    """RESOURCE_EXHAUSTED. Too many calls are open, here or at a service behind this
-    one. Ask again later. Metadata: limit.
+    """RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
+    calls. Retry later. Metadata: limit.
     """
     ERROR_REASON_TOO_SLOW: _ErrorReason.ValueType  # 23
-    """ABORTED. The caller has left more generated tokens unread than it may; the
+    """ABORTED. The caller has more generated tokens unread than the limit; the
     request has ended. Metadata: unread, limit, delivered_token_counts.
     """
     ERROR_REASON_SERVICE_AWAY: _ErrorReason.ValueType  # 30
-    """UNAVAILABLE. cachemgr or the workers of the model are away, and were for longer
-    than the engine waits for them. Ask again later. Metadata:
-    delivered_token_counts.
+    """UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
+    than the engine waits for them. Retry later. Metadata: delivered_token_counts.
     """
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 31
-    """UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+    """UNAVAILABLE. The server is draining. Retry elsewhere or later."""
     ERROR_REASON_GENERATION_FAILED: _ErrorReason.ValueType  # 40
-    """INTERNAL. The engine gave this request up: the model fails on it, or the
-    services failed again and again. Metadata: delivered_token_counts.
+    """INTERNAL. The engine aborted this request: the model fails on it, or the
+    services failed repeatedly. Metadata: delivered_token_counts.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
-    """UNAUTHENTICATED. The server asks who calls, and neither a client certificate
-    nor a bearer token was shown.
+    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+    client certificate nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 61
-    """UNAUTHENTICATED. The authorization shown is not a bearer token that the server
+    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
     knows: wrong, malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 62
-    """PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-    caller needs one of these), name (who the caller is to the server).
+    """PERMISSION_DENIED. The caller has none of the roles that the method needs.
+    Metadata: method, roles (the caller needs one of these), name (the caller's
+    name at the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a call or a request was refused; ErrorInfo.domain is "engine.quire.dev".
-    Details as in quire.cache.v1.ErrorReason.
+    """The reason why a call or a request was refused; ErrorInfo.domain is
+    "engine.quire.dev". Details as in quire.cache.v1.ErrorReason.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
-"""Never sent."""
+"""Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 another. Metadata: field, value, limit. Correct the request.
@@ -102,9 +101,8 @@ another. Metadata: field, value, limit. Correct the request.
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit."""
 ERROR_REASON_SEQUENCE_TOO_LONG: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, are longer
-than the model can attend to or the pool can hold. Metadata: field, value,
-limit.
+"""INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
+model's context or the pool. Metadata: field, value, limit.
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
@@ -113,43 +111,43 @@ field, value, limit.
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 10
 """NOT_FOUND. No model is served under this name. Metadata: model."""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 20
-"""RESOURCE_EXHAUSTED. As many requests, or tokens of prompts, wait as may wait.
-Ask again later. Metadata: limited_by, waiting, wanted, limit.
+"""RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
+tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
 """
 ERROR_REASON_LIMIT_EXCEEDED: ErrorReason.ValueType  # 21
-"""RESOURCE_EXHAUSTED. The caller has used up its share: requests at a time, or
-tokens a minute. Ask again later.
+"""RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
+of tokens a minute. Retry later.
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 22
-"""RESOURCE_EXHAUSTED. Too many calls are open, here or at a service behind this
-one. Ask again later. Metadata: limit.
+"""RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
+calls. Retry later. Metadata: limit.
 """
 ERROR_REASON_TOO_SLOW: ErrorReason.ValueType  # 23
-"""ABORTED. The caller has left more generated tokens unread than it may; the
+"""ABORTED. The caller has more generated tokens unread than the limit; the
 request has ended. Metadata: unread, limit, delivered_token_counts.
 """
 ERROR_REASON_SERVICE_AWAY: ErrorReason.ValueType  # 30
-"""UNAVAILABLE. cachemgr or the workers of the model are away, and were for longer
-than the engine waits for them. Ask again later. Metadata:
-delivered_token_counts.
+"""UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
+than the engine waits for them. Retry later. Metadata: delivered_token_counts.
 """
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 31
-"""UNAVAILABLE. The server is draining. Ask again elsewhere or later."""
+"""UNAVAILABLE. The server is draining. Retry elsewhere or later."""
 ERROR_REASON_GENERATION_FAILED: ErrorReason.ValueType  # 40
-"""INTERNAL. The engine gave this request up: the model fails on it, or the
-services failed again and again. Metadata: delivered_token_counts.
+"""INTERNAL. The engine aborted this request: the model fails on it, or the
+services failed repeatedly. Metadata: delivered_token_counts.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
-"""UNAUTHENTICATED. The server asks who calls, and neither a client certificate
-nor a bearer token was shown.
+"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+client certificate nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 61
-"""UNAUTHENTICATED. The authorization shown is not a bearer token that the server
+"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
 knows: wrong, malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 62
-"""PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-caller needs one of these), name (who the caller is to the server).
+"""PERMISSION_DENIED. The caller has none of the roles that the method needs.
+Metadata: method, roles (the caller needs one of these), name (the caller's
+name at the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
@@ -160,25 +158,29 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """It goes on."""
+    """It continues."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end token, a stop token or a stop text, or the end of the grammar's text."""
+    """The sample reached an end token, a stop token or a stop text, or the end of the
+    grammar's text.
+    """
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """It has max_tokens tokens, or as many as the model and the pool hold."""
+    """The sample has max_tokens tokens, or as many as the model and the pool hold."""
     FINISH_REASON_TIMEOUT: _FinishReason.ValueType  # 3
-    """The request's timeout."""
+    """The request reached its timeout."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a sample ended."""
+    """The reason why a sample ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""It goes on."""
+"""It continues."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end token, a stop token or a stop text, or the end of the grammar's text."""
+"""The sample reached an end token, a stop token or a stop text, or the end of the
+grammar's text.
+"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""It has max_tokens tokens, or as many as the model and the pool hold."""
+"""The sample has max_tokens tokens, or as many as the model and the pool hold."""
 FINISH_REASON_TIMEOUT: FinishReason.ValueType  # 3
-"""The request's timeout."""
+"""The request reached its timeout."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -207,19 +209,19 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """What the generated text follows."""
+    """The input that the generated text follows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text, which the model's tokenizer makes tokens of, with those that it puts
-    around a text. At least one token.
+    """Text. The model's tokenizer makes it tokens, with those that it puts around a
+    text. At least one token.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Tokens as they are, at least one."""
+        """Token ids, used unchanged; at least one."""
 
     def __init__(
         self,
@@ -246,8 +248,8 @@ class BadWord(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """A text, at least one character. It counts with and without a space before
-    it, as two sequences of tokens if these differ.
+    """A text, at least one character. It is excluded with and without a space
+    before it, as two sequences of tokens if these differ.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -271,10 +273,10 @@ Global___BadWord: _TypeAlias = BadWord  # noqa: Y015
 
 @_typing.final
 class GenerationParameters(_message.Message):
-    """How the tokens of a request are chosen, and how many. The fields are those of the
+    """The choice of a request's tokens, and their number. The fields are those of the
     Python engine's SamplingParams and of quire.compute.v1.SamplingParameters, with
-    the same ranges (docs/reference/sampling.md). A value outside of its field's range is
-    refused with INVALID_ARGUMENT. Floats are checked in float32.
+    the same ranges (docs/reference/sampling.md). A value outside of its field's
+    range is refused with INVALID_ARGUMENT. Floats are checked in float32.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -324,15 +326,15 @@ class GenerationParameters(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, of each sample. In [1, 2147483647]. Unset: as many as
-    the model and the pool hold.
+    """The limit of generated tokens of each sample. In [1, 2147483647]. Unset: as
+    many as the model and the pool hold.
     """
     temperature: _builtins.float
     """0: the most probable token. In [0, inf). Unset: 1."""
     top_k: _builtins.int
     """Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0."""
     top_p: _builtins.float
-    """Only the most probable tokens whose probabilities add up to this. In (0, 1].
+    """Only the most probable tokens, up to this sum of probabilities. In (0, 1].
     Unset: 1.
     """
     min_p: _builtins.float
@@ -350,36 +352,36 @@ class GenerationParameters(_message.Message):
     [-2, 2]. Default 0.
     """
     min_tokens: _builtins.int
-    """A sample does not end before it has so many tokens. In [0, 2147483647], at most
-    max_tokens. Default 0.
+    """The least number of tokens of a sample before it can end. In [0, 2147483647],
+    at most max_tokens. Default 0.
     """
     seed: _builtins.int
-    """Fixes the random numbers that choose the tokens: sample i has seed + i. Any
-    value. Unset: another one each time. The tokens can still differ, as the logits
+    """The seed of the random numbers that choose the tokens: sample i has seed + i.
+    Any value. Unset: a random seed. The tokens can still differ, as the logits
     depend on the batch by rounding (docs/architecture.md, Seeds).
     """
     include_stop_str_in_output: _builtins.bool
-    """The text at which a sample ended, and the token at which it ended, belong to
-    its text. Default false.
+    """The text, or the token, at which a sample ended belongs to its text. Default
+    false.
     """
     ignore_eos: _builtins.bool
-    """Go on at the model's end tokens. Default false."""
+    """Do not end at the model's end tokens. Default false."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Unset: true."""
     logprobs: _builtins.int
-    """Log-probabilities to answer with for each generated token, beside the token's
-    own: 0 to Model.max_logprob_count of the most probable tokens. Unset: none, not
-    even the token's own. They are of the model's own distribution, before penalties
-    and temperature.
+    """Number of log-probabilities for each generated token, beside the token's own: 0
+    to Model.max_logprob_count of the most probable tokens. Unset: none, not even
+    the token's own. They are of the model's own distribution, before penalties and
+    temperature.
     """
     prompt_logprobs: _builtins.int
-    """The same for each token of the prompt but the first. Nothing of the prompt is
-    taken from the prefix cache then. Unset: none.
+    """As logprobs, for each token of the prompt but the first. The prompt is then
+    computed in full, without the prefix cache. Unset: none.
     """
     n: _builtins.int
     """Samples of the prompt. In [1, 1024]. Unset: 1."""
     priority: _builtins.int
-    """Requests of a higher one are served first. It changes no token. Any value.
+    """Requests of a higher priority are served first. It changes no token. Any value.
     Default 0.
     """
     @_builtins.property
@@ -392,7 +394,7 @@ class GenerationParameters(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadWord]:
-        """What is not generated, at most 1,024."""
+        """Texts or tokens that are not generated, at most 1,024."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -406,16 +408,16 @@ class GenerationParameters(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _worker_service_pb2.Grammar:
-        """What the text has to match. Unset: anything. The sample ends with the text, or
-        at max_tokens before it is complete. Refused together with ignore_eos,
-        min_tokens, allowed_token_ids and bad_words.
+        """The form of the text. Unset: any text. The sample ends with the complete text,
+        or at max_tokens. Refused together with ignore_eos, min_tokens,
+        allowed_token_ids and bad_words.
         """
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Time from the request's arrival at the engine after which open samples end with
-        what they have, for FINISH_REASON_TIMEOUT. More than 0, at most 7 days. Unset:
-        no limit.
+        """Time from the request's arrival at the engine. After it, open samples end with
+        the tokens generated so far and FINISH_REASON_TIMEOUT. More than 0, at most 7
+        days. Unset: no limit.
         """
 
     def __init__(
@@ -491,7 +493,7 @@ Global___GenerationParameters: _TypeAlias = GenerationParameters  # noqa: Y015
 
 @_typing.final
 class CacheParameters(_message.Message):
-    """What a request asks of the pool and its prefix cache. It changes no token, but for
+    """A request's use of the pool and its prefix cache. It changes no token, except by
     rounding.
     """
 
@@ -508,12 +510,10 @@ class CacheParameters(_message.Message):
     64 bytes. It is combined with the tenant of the caller, and never replaces it.
     """
     cache_use: _cache_service_pb2.CacheUse.ValueType
-    """What the request takes from the cache and publishes. UNSPECIFIED: as
-    READ_AND_WRITE.
-    """
+    """How the request uses the prefix cache. UNSPECIFIED: as READ_AND_WRITE."""
     not_expected: _builtins.bool
-    """Its tokens will not be asked for again. Refused together with expected_in.
-    Default false.
+    """The tokens are not needed again. Refused together with expected_in. Default
+    false.
     """
     reserve: _builtins.bool
     """Begin only when blocks for the prompt and max_tokens are guaranteed. Samples
@@ -521,14 +521,14 @@ class CacheParameters(_message.Message):
     """
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[_cache_service_pb2.Retention]:
-        """What is worth keeping of its tokens, range by range, at most 16; the first
-        begins at token 0. Empty: nothing is said.
+        """Eviction priorities of ranges of its tokens, at most 16 ranges; the first
+        begins at token 0. Empty: no advice.
         """
 
     @_builtins.property
     def expected_in(self) -> _duration_pb2.Duration:
-        """When the request has ended: after this time its tokens will be asked for again.
-        At least 0, at most 24 h. Unset: nothing is said.
+        """The time from the end of the request until its tokens are needed again. At
+        least 0, at most 24 h. Unset: unknown.
         """
 
     def __init__(
@@ -560,18 +560,18 @@ class GenerateRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """One of the names of a model. Empty: the only model there is."""
+    """One of the names of a model. Empty: the only model."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt."""
 
     @_builtins.property
     def parameters(self) -> Global___GenerationParameters:
-        """How to choose tokens. Unset: every field's default."""
+        """The choice of tokens. Unset: every field's default."""
 
     @_builtins.property
     def cache(self) -> Global___CacheParameters:
-        """What to do with the prefix cache. Unset: every field's default."""
+        """The use of the prefix cache. Unset: every field's default."""
 
     def __init__(
         self,
@@ -600,17 +600,17 @@ class GenerateResponse(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> Global___GenerationChunk:
-        """What is new of one sample."""
+        """New content of one sample."""
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """Log-probabilities of some tokens of the prompt, if they were asked for. Those
-        of all tokens come before the first chunk with a token.
+        """Log-probabilities of some tokens of the prompt, if the request asks for them.
+        Those of all tokens come before the first chunk with a token.
         """
 
     @_builtins.property
     def summary(self) -> Global___GenerationSummary:
-        """All samples have ended."""
+        """The summary: all samples have ended."""
 
     def __init__(
         self,
@@ -631,7 +631,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerationChunk(_message.Message):
-    """What is new of one sample."""
+    """New content of one sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -643,20 +643,20 @@ class GenerationChunk(_message.Message):
     index: _builtins.int
     """The sample, 0 to n - 1."""
     text: _builtins.str
-    """May lag behind token_ids, while it is half a character or may begin a stop text.
-    All of it is there with finish_reason.
+    """The new text. It may lag behind token_ids, while it ends within a character or
+    may begin a stop text. It is complete when finish_reason is set.
     """
     finish_reason: Global___FinishReason.ValueType
-    """Why the sample ended. UNSPECIFIED: it goes on."""
+    """The reason why the sample ended. UNSPECIFIED: it continues."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Every token generated, each once, an end token included. At most 4,096; empty if
-        only text or finish_reason is new.
+        """The new tokens; every generated token is sent once, also an end token. At most
+        4,096; empty if only text or finish_reason is new.
         """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Parallel to token_ids if logprobs were asked for, else empty."""
+        """Parallel to token_ids if the request asks for logprobs, else empty."""
 
     def __init__(
         self,
@@ -690,7 +690,7 @@ class TokenLogprobs(_message.Message):
     token_id: _builtins.int
     """The token."""
     logprob: _builtins.float
-    """The token's own."""
+    """The log-probability of the token."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The most probable tokens, most probable first."""
@@ -717,15 +717,15 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """Log-probabilities of some tokens of a prompt, one behind the other."""
+    """Log-probabilities of consecutive tokens of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
-    """The position of the first of them in the prompt, from 1 on: nothing comes before
-    the token at 0.
+    """The position in the prompt of the first of them, at least 1: the token at 0 has
+    no token before it.
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -747,7 +747,7 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class GenerationSummary(_message.Message):
-    """What a request took."""
+    """Counts and times of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -797,9 +797,9 @@ class GenerateBatchRequest(_message.Message):
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
         """The requests, 1 to 256, with at most 1,024 samples together. The answer has at
-        most 131,072 tokens: max_tokens of every sample, and the tokens of prompts with
-        prompt_logprobs, are not more together. Without max_tokens a sample counts as
-        many as the model and the pool hold after its prompt.
+        most 131,072 tokens: the limit for the sum of max_tokens of every sample and
+        the tokens of prompts with prompt_logprobs. A sample without max_tokens counts
+        as many as the model and the pool hold after its prompt.
         """
 
     def __init__(
@@ -853,7 +853,7 @@ class GenerateBatchResult(_message.Message):
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """The request was refused or failed."""
+        """The error of a request that was refused or failed."""
 
     def __init__(
         self,
@@ -886,11 +886,13 @@ class Completion(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Of the prompt's tokens from the second one on, if they were asked for."""
+        """Log-probabilities of the prompt's tokens from the second one on, if the request
+        asks for them.
+        """
 
     @_builtins.property
     def summary(self) -> Global___GenerationSummary:
-        """What it took."""
+        """Counts and times."""
 
     def __init__(
         self,
@@ -909,7 +911,7 @@ Global___Completion: _TypeAlias = Completion  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """One sample, whole. Fields as in GenerationChunk."""
+    """One complete sample. Fields as in GenerationChunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -920,14 +922,14 @@ class Sample(_message.Message):
     text: _builtins.str
     """Its text."""
     finish_reason: Global___FinishReason.ValueType
-    """Why it ended, never UNSPECIFIED."""
+    """The reason why it ended, never UNSPECIFIED."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Parallel to token_ids if logprobs were asked for, else empty."""
+        """Parallel to token_ids if the request asks for logprobs, else empty."""
 
     def __init__(
         self,
@@ -986,7 +988,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     max_sequence_tokens: _builtins.int
-    """Most tokens of a prompt and its answer together, as in Model."""
+    """The limit of tokens of a prompt and its answer together, as in Model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The text's tokens."""
@@ -1047,7 +1049,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text. Bytes that are no character are U+FFFD."""
+    """The text. Bytes that are no character become U+FFFD."""
     def __init__(
         self,
         *,
@@ -1070,9 +1072,9 @@ class ListModelsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many. 0: 100; at most 1,000."""
+    """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -1096,7 +1098,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty at the end."""
+    """Requests the next page; empty on the last page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
         """The models, by their first name."""
@@ -1131,13 +1133,15 @@ class Model(_message.Message):
     name: _builtins.str
     """Its first name, at least one character."""
     max_sequence_tokens: _builtins.int
-    """Most tokens of a prompt and its answer together."""
+    """The limit of tokens of a prompt and its answer together."""
     max_logprob_count: _builtins.int
-    """The most log-probabilities per token that can be asked for."""
+    """The limit of log-probabilities per token in a request."""
     has_tokenizer: _builtins.bool
-    """There is a tokenizer here: prompts can be text, and chunks have text."""
+    """True if the gateway has its tokenizer: prompts can be text, and chunks have
+    text.
+    """
     ready: _builtins.bool
-    """A request would be computed now; false while it would wait for a service."""
+    """True if a request would be computed now; false if it would wait for a service."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Its other names."""

@@ -26,16 +26,17 @@ if _version_not_supported:
 
 
 class EngineServiceStub:
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     def __init__(self, channel):
@@ -72,57 +73,59 @@ class EngineServiceStub:
 
 
 class EngineServiceServicer:
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     def Generate(self, request, context):
-        """Generates text after a prompt: chunks as their tokens come, then one summary.
-        The requests of all callers are batched. If a worker or cachemgr is lost on the
-        way, the stream pauses and goes on; each token is sent once. A caller that reads
-        slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-        Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-        LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-        that ends a stream says how many tokens were sent: metadata
-        delivered_token_counts, a number for each sample, separated by commas.
+        """Generates text after a prompt: chunks with the new tokens, then one summary.
+        The requests of all callers are batched. If a worker or cachemgr is lost
+        meanwhile, the stream pauses and continues; each token is sent once. A caller
+        that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+        idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+        QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+        GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+        its metadata delivered_token_counts: one number for each sample, separated by
+        commas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateBatch(self, request, context):
-        """The same for several prompts at once; answers when the last one has ended. A
+        """Generates text for several prompts; answers when the last one has ended. A
         request that fails is answered by an Error in its place, with the reasons of
-        Generate; the others go on. Not idempotent.
+        Generate; the others continue. Not idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens of a text, as Generate makes them of a prompt. Idempotent.
+        """Returns the tokens of a text, as Generate makes them of a prompt. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
+        """Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models served, by name. Idempotent.
+        """Lists the served models, by name. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,16 +168,17 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService:
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     @staticmethod

@@ -27,16 +27,17 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineServiceStub:
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     @_typing.overload
@@ -44,75 +45,79 @@ class EngineServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_engine_service_pb2.GenerateRequest, _engine_service_pb2.GenerateResponse]
-    """Generates text after a prompt: chunks as their tokens come, then one summary.
-    The requests of all callers are batched. If a worker or cachemgr is lost on the
-    way, the stream pauses and goes on; each token is sent once. A caller that reads
-    slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-    Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-    LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-    that ends a stream says how many tokens were sent: metadata
-    delivered_token_counts, a number for each sample, separated by commas.
+    """Generates text after a prompt: chunks with the new tokens, then one summary.
+    The requests of all callers are batched. If a worker or cachemgr is lost
+    meanwhile, the stream pauses and continues; each token is sent once. A caller
+    that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+    idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+    QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+    GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+    its metadata delivered_token_counts: one number for each sample, separated by
+    commas.
     """
     GenerateBatch: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.GenerateBatchRequest, _engine_service_pb2.GenerateBatchResponse]
-    """The same for several prompts at once; answers when the last one has ended. A
+    """Generates text for several prompts; answers when the last one has ended. A
     request that fails is answered by an Error in its place, with the reasons of
-    Generate; the others go on. Not idempotent.
+    Generate; the others continue. Not idempotent.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.TokenizeRequest, _engine_service_pb2.TokenizeResponse]
-    """The tokens of a text, as Generate makes them of a prompt. Idempotent."""
+    """Returns the tokens of a text, as Generate makes them of a prompt. Idempotent."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.DetokenizeRequest, _engine_service_pb2.DetokenizeResponse]
-    """The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
+    """Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ListModelsRequest, _engine_service_pb2.ListModelsResponse]
-    """The models served, by name. Idempotent."""
+    """Lists the served models, by name. Idempotent."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_engine_service_pb2.GenerateRequest, _engine_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates text after a prompt: chunks as their tokens come, then one summary.
-    The requests of all callers are batched. If a worker or cachemgr is lost on the
-    way, the stream pauses and goes on; each token is sent once. A caller that reads
-    slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-    Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-    LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-    that ends a stream says how many tokens were sent: metadata
-    delivered_token_counts, a number for each sample, separated by commas.
+    """Generates text after a prompt: chunks with the new tokens, then one summary.
+    The requests of all callers are batched. If a worker or cachemgr is lost
+    meanwhile, the stream pauses and continues; each token is sent once. A caller
+    that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+    idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+    QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+    GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+    its metadata delivered_token_counts: one number for each sample, separated by
+    commas.
     """
     GenerateBatch: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.GenerateBatchRequest, _engine_service_pb2.GenerateBatchResponse]  # type: ignore[assignment]
-    """The same for several prompts at once; answers when the last one has ended. A
+    """Generates text for several prompts; answers when the last one has ended. A
     request that fails is answered by an Error in its place, with the reasons of
-    Generate; the others go on. Not idempotent.
+    Generate; the others continue. Not idempotent.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.TokenizeRequest, _engine_service_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """The tokens of a text, as Generate makes them of a prompt. Idempotent."""
+    """Returns the tokens of a text, as Generate makes them of a prompt. Idempotent."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.DetokenizeRequest, _engine_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
+    """Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
     ListModels: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ListModelsRequest, _engine_service_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """The models served, by name. Idempotent."""
+    """Lists the served models, by name. Idempotent."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates text. The server holds the engine: a caller takes no lease and plans
-    no step, as it would with quire.cache.v1 and quire.compute.v1.
+    """Generates text. The server runs the engine: callers need no lease and plan no
+    steps, unlike with quire.cache.v1 and quire.compute.v1.
 
     Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-    model, and with SHUTTING_DOWN while the server drains; only other reasons are
-    listed below. A request has at most 4 MiB.
+    model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+    other reasons. A request has at most 4 MiB.
 
-    A call that is cancelled, or whose deadline passes, frees its blocks with the
-    engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-    gRPC library; GenerationParameters.timeout ends a request with what it has.
+    A call that is cancelled, or reaches its deadline, frees its blocks with the
+    engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+    gRPC library. GenerationParameters.timeout ends a request with the tokens
+    generated so far.
     """
 
     @_abc_1.abstractmethod
@@ -121,14 +126,15 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.GenerateResponse], _abc.AsyncIterator[_engine_service_pb2.GenerateResponse]]:
-        """Generates text after a prompt: chunks as their tokens come, then one summary.
-        The requests of all callers are batched. If a worker or cachemgr is lost on the
-        way, the stream pauses and goes on; each token is sent once. A caller that reads
-        slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-        Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-        LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-        that ends a stream says how many tokens were sent: metadata
-        delivered_token_counts, a number for each sample, separated by commas.
+        """Generates text after a prompt: chunks with the new tokens, then one summary.
+        The requests of all callers are batched. If a worker or cachemgr is lost
+        meanwhile, the stream pauses and continues; each token is sent once. A caller
+        that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+        idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+        QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+        GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+        its metadata delivered_token_counts: one number for each sample, separated by
+        commas.
         """
 
     @_abc_1.abstractmethod
@@ -137,9 +143,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.GenerateBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.GenerateBatchResponse, _abc.Awaitable[_engine_service_pb2.GenerateBatchResponse]]:
-        """The same for several prompts at once; answers when the last one has ended. A
+        """Generates text for several prompts; answers when the last one has ended. A
         request that fails is answered by an Error in its place, with the reasons of
-        Generate; the others go on. Not idempotent.
+        Generate; the others continue. Not idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -148,7 +154,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.TokenizeResponse, _abc.Awaitable[_engine_service_pb2.TokenizeResponse]]:
-        """The tokens of a text, as Generate makes them of a prompt. Idempotent."""
+        """Returns the tokens of a text, as Generate makes them of a prompt. Idempotent."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -156,7 +162,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.DetokenizeResponse, _abc.Awaitable[_engine_service_pb2.DetokenizeResponse]]:
-        """The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
+        """Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -164,6 +170,6 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.ListModelsResponse, _abc.Awaitable[_engine_service_pb2.ListModelsResponse]]:
-        """The models served, by name. Idempotent."""
+        """Lists the served models, by name. Idempotent."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

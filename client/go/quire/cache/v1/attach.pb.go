@@ -22,18 +22,19 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// How a step ended.
+// The outcome of a step.
 type StepOutcome int32
 
 const (
-	// Never sent.
+	// Not used.
 	StepOutcome_STEP_OUTCOME_UNSPECIFIED StepOutcome = 0
 	// Everything was computed.
 	StepOutcome_STEP_OUTCOME_COMPUTED StepOutcome = 1
-	// The tables changed, nothing counts as computed: the model failed, or an
-	// earlier step that this one may build on did.
+	// The block tables changed, but no token counts as computed: the model failed, or
+	// an earlier step failed and this one may depend on it.
 	StepOutcome_STEP_OUTCOME_FAILED StepOutcome = 2
-	// The tables changed, nothing was computed, because the client said so.
+	// The block tables changed, and nothing was computed because the client sent
+	// `skip`.
 	StepOutcome_STEP_OUTCOME_SKIPPED StepOutcome = 3
 )
 
@@ -83,7 +84,7 @@ func (StepOutcome) EnumDescriptor() ([]byte, []int) {
 // From the worker.
 type AttachPoolRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What is said.
+	// The message.
 	//
 	// Types that are valid to be assigned to Message:
 	//
@@ -174,7 +175,7 @@ type isAttachPoolRequest_Message interface {
 }
 
 type AttachPoolRequest_RegisterPool struct {
-	// First on each stream, and again after a new epoch was required.
+	// First on each stream, and again after NewEpochRequired.
 	RegisterPool *RegisterPool `protobuf:"bytes,1,opt,name=register_pool,json=registerPool,proto3,oneof"`
 }
 
@@ -184,12 +185,12 @@ type AttachPoolRequest_StepReport struct {
 }
 
 type AttachPoolRequest_LeaseOpened struct {
-	// The lease's steps are accepted from here on.
+	// The worker accepts the lease's steps from now on.
 	LeaseOpened *LeaseOpened `protobuf:"bytes,3,opt,name=lease_opened,json=leaseOpened,proto3,oneof"`
 }
 
 type AttachPoolRequest_LeaseFenced struct {
-	// The lease's steps are refused from here on, and none is running.
+	// The worker refuses the lease's steps from now on, and none is running.
 	LeaseFenced *LeaseFenced `protobuf:"bytes,4,opt,name=lease_fenced,json=leaseFenced,proto3,oneof"`
 }
 
@@ -204,7 +205,7 @@ func (*AttachPoolRequest_LeaseFenced) isAttachPoolRequest_Message() {}
 // From cachemgr.
 type AttachPoolResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What is said.
+	// The message.
 	//
 	// Types that are valid to be assigned to Message:
 	//
@@ -310,8 +311,8 @@ type AttachPoolResponse_Attached struct {
 }
 
 type AttachPoolResponse_NewEpochRequired struct {
-	// This cachemgr does not know the epoch's history: drop every sequence,
-	// choose a new epoch and register again on the same stream.
+	// This cachemgr does not know the epoch's history: drop every sequence, choose
+	// a new epoch and register again on the same stream.
 	NewEpochRequired *NewEpochRequired `protobuf:"bytes,2,opt,name=new_epoch_required,json=newEpochRequired,proto3,oneof"`
 }
 
@@ -321,12 +322,13 @@ type AttachPoolResponse_OpenLease struct {
 }
 
 type AttachPoolResponse_FenceLease struct {
-	// Refuse the steps of a lease, now and for ever. Answered by LeaseFenced.
+	// Refuse the steps of a lease for the rest of the epoch. Answered by
+	// LeaseFenced.
 	FenceLease *FenceLease `protobuf:"bytes,4,opt,name=fence_lease,json=fenceLease,proto3,oneof"`
 }
 
 type AttachPoolResponse_ReportsAcknowledged struct {
-	// Reports that need not be kept any more.
+	// Reports that the worker can discard.
 	ReportsAcknowledged *ReportsAcknowledged `protobuf:"bytes,5,opt,name=reports_acknowledged,json=reportsAcknowledged,proto3,oneof"`
 }
 
@@ -340,35 +342,35 @@ func (*AttachPoolResponse_FenceLease) isAttachPoolResponse_Message() {}
 
 func (*AttachPoolResponse_ReportsAcknowledged) isAttachPoolResponse_Message() {}
 
-// A pool, as its worker made it.
+// A pool as its worker allocated it.
 type RegisterPool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// This incarnation of the memory: random, not 0.
 	Epoch int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// The highest term this worker has obeyed, 0 if none. A cachemgr of a lower
-	// term must not rule it.
+	// The highest term that this worker has accepted, 0 if none. A cachemgr of a
+	// lower term must not control it.
 	HighestTerm int64 `protobuf:"varint,3,opt,name=highest_term,json=highestTerm,proto3" json:"highest_term,omitempty"`
-	// The term under which this epoch was attached last, 0 if it never was. Not
-	// 0 means that sequences may exist in it.
+	// The term of this epoch's last attachment, 0 if it was never attached. If it is
+	// not 0, the epoch may have sequences.
 	AttachedTerm int64 `protobuf:"varint,4,opt,name=attached_term,json=attachedTerm,proto3" json:"attached_term,omitempty"`
-	// What the pool is made of: in one epoch always the same.
+	// Sizes and identity of the pool: constant within an epoch.
 	Geometry *PoolGeometry `protobuf:"bytes,5,opt,name=geometry,proto3" json:"geometry,omitempty"`
-	// Where clients reach the worker ("unix:/run/quire/worker.sock",
+	// The address at which clients reach the worker ("unix:/run/quire/worker.sock",
 	// "10.0.0.7:7070"). Up to 1,024 characters.
 	WorkerAddress string `protobuf:"bytes,6,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
-	// The leases whose steps it accepts, at most 131,072. If any of them is unknown to cachemgr's
-	// books, or further than they are, the books are not those that the epoch
-	// was granted from, and it can't go on.
+	// The open leases, at most 131,072. If cachemgr's books do not have one of them,
+	// or have it at an earlier step, the books are not those that granted the epoch's
+	// steps, and the epoch can't continue.
 	OpenLeases []*LeaseProgress `protobuf:"bytes,7,rep,name=open_leases,json=openLeases,proto3" json:"open_leases,omitempty"`
-	// The worker has forgotten its reports up to this one. It must not be beyond
-	// the last that cachemgr has entered.
+	// The worker has discarded its reports up to this one. It must not be higher than
+	// the last report that cachemgr has entered.
 	AcknowledgedReportNumber int64 `protobuf:"varint,8,opt,name=acknowledged_report_number,json=acknowledgedReportNumber,proto3" json:"acknowledged_report_number,omitempty"`
-	// How long ago the worker first obeyed highest_term, by a clock that nobody
-	// sets. A cachemgr that started later than that is the newer one, also if its
-	// term is lower because a clock was set back. It then rules this pool under a
-	// term above highest_term. Not set: unknown, so the terms decide.
+	// The time since the worker first accepted highest_term, by a monotonic clock. A
+	// cachemgr that started after that is the newer one, even if its term is lower
+	// because a clock was set back. It then controls this pool under a term above
+	// highest_term. Unset: unknown, so the terms decide.
 	HighestTermAge *durationpb.Duration `protobuf:"bytes,9,opt,name=highest_term_age,json=highestTermAge,proto3" json:"highest_term_age,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -467,7 +469,7 @@ func (x *RegisterPool) GetHighestTermAge() *durationpb.Duration {
 	return nil
 }
 
-// How far a lease's steps have come.
+// The progress of a lease's steps.
 type LeaseProgress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The lease.
@@ -532,20 +534,20 @@ type PoolGeometry struct {
 	// Bytes of KV in one block, all layers together. 0 for a model that keeps
 	// only states per sequence.
 	BlockBytes int64 `protobuf:"varint,3,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
-	// The most sequences the worker keeps block tables for.
+	// The limit of sequences with block tables in the worker.
 	MaxSequenceCount int32 `protobuf:"varint,4,opt,name=max_sequence_count,json=maxSequenceCount,proto3" json:"max_sequence_count,omitempty"`
-	// The most tokens a sequence may have: the model's context.
+	// The limit of tokens of a sequence: the model's context.
 	MaxSequenceTokens int32 `protobuf:"varint,5,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
 	// Token ids are below this.
 	VocabularySize int32 `protobuf:"varint,6,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
-	// The model's name, for people. Up to 1,024 characters.
+	// The model's display name. Up to 1,024 characters.
 	Model string `protobuf:"bytes,7,opt,name=model,proto3" json:"model,omitempty"`
-	// Identity of the weights. Equal fingerprints compute equal KV; it roots the
-	// prefix hashes. Up to 1,024 characters.
+	// The identity of the weights. Equal fingerprints compute equal KV. Every prefix
+	// hash begins with it. Up to 1,024 characters.
 	ModelFingerprint string `protobuf:"bytes,8,opt,name=model_fingerprint,json=modelFingerprint,proto3" json:"model_fingerprint,omitempty"`
-	// The model keeps a state per sequence that no block holds (state spaces,
-	// linear attention). Then nothing is found in the prefix cache, and a
-	// sequence goes on from where it was computed, or from the token before.
+	// The model keeps a state per sequence outside of the blocks (state spaces,
+	// linear attention). Then the prefix cache finds nothing, and a sequence can be
+	// trimmed only to the point up to which it was computed, or to the token before.
 	HasRecurrentState bool `protobuf:"varint,9,opt,name=has_recurrent_state,json=hasRecurrentState,proto3" json:"has_recurrent_state,omitempty"`
 	// Blocks of the host tier, numbered from 0; each has room for one block of the
 	// pool. 0 (no host tier) to 2^24.
@@ -661,9 +663,9 @@ type Attached struct {
 	Term int64 `protobuf:"varint,1,opt,name=term,proto3" json:"term,omitempty"`
 	// The key for grants of this epoch, 32 bytes.
 	SigningKey []byte `protobuf:"bytes,2,opt,name=signing_key,json=signingKey,proto3" json:"signing_key,omitempty"`
-	// The leases whose steps to accept. Fence any other that the worker knows.
+	// The leases with steps to accept. Fence any other lease that the worker knows.
 	OpenLeaseIds []string `protobuf:"bytes,3,rep,name=open_lease_ids,json=openLeaseIds,proto3" json:"open_lease_ids,omitempty"`
-	// Reports up to this number have been seen.
+	// Reports up to this number have been entered.
 	AcknowledgedReportNumber int64 `protobuf:"varint,4,opt,name=acknowledged_report_number,json=acknowledgedReportNumber,proto3" json:"acknowledged_report_number,omitempty"`
 	unknownFields            protoimpl.UnknownFields
 	sizeCache                protoimpl.SizeCache
@@ -727,7 +729,7 @@ func (x *Attached) GetAcknowledgedReportNumber() int64 {
 	return 0
 }
 
-// The epoch can't go on under this cachemgr.
+// The epoch can't continue under this cachemgr.
 type NewEpochRequired struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// This cachemgr's incarnation.
@@ -819,7 +821,7 @@ func (x *OpenLease) GetLeaseId() string {
 	return ""
 }
 
-// Refuse a lease's steps and forget its sequences.
+// Refuse a lease's steps and drop its sequences.
 type FenceLease struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The lease.
@@ -865,7 +867,7 @@ func (x *FenceLease) GetLeaseId() string {
 	return ""
 }
 
-// Forget reports.
+// Discard reports.
 type ReportsAcknowledged struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// All reports up to this number.
@@ -957,7 +959,8 @@ func (x *LeaseOpened) GetLeaseId() string {
 	return ""
 }
 
-// The worker's promise: nothing of this lease runs or will run in this epoch.
+// The worker guarantees: no step of this lease is running or will run in this
+// epoch.
 type LeaseFenced struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The lease.
@@ -1003,25 +1006,24 @@ func (x *LeaseFenced) GetLeaseId() string {
 	return ""
 }
 
-// What a step did. Kept by the worker until acknowledged, sent again after a
-// break.
+// The result of a step. The worker keeps it until it is acknowledged, and sends it
+// again on a new stream.
 type StepReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// 1, 2, 3, ... per epoch, without holes.
+	// 1, 2, 3, ... per epoch, without gaps.
 	ReportNumber int64 `protobuf:"varint,1,opt,name=report_number,json=reportNumber,proto3" json:"report_number,omitempty"`
 	// The lease.
 	LeaseId string `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// The step.
 	StepNumber int64 `protobuf:"varint,3,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
-	// How it ended.
+	// The outcome.
 	Outcome StepOutcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=quire.cache.v1.StepOutcome" json:"outcome,omitempty"`
-	// The sequences that were computed, in the grant's order. Empty unless
-	// COMPUTED.
+	// The computed sequences, in the grant's order. Empty unless COMPUTED.
 	SequenceIds []int32 `protobuf:"varint,5,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
-	// Tokens of the sequence whose KV is valid now, from position 0 on; parallel
-	// to sequence_ids.
+	// Tokens of each sequence with valid KV, from position 0 on; parallel to
+	// sequence_ids.
 	ComputedTokenCounts []int32 `protobuf:"varint,6,rep,packed,name=computed_token_counts,json=computedTokenCounts,proto3" json:"computed_token_counts,omitempty"`
-	// The sequences for which a token was sampled, each at most once.
+	// The sequences with a sampled token, each at most once.
 	SampledSequenceIds []int32 `protobuf:"varint,7,rep,packed,name=sampled_sequence_ids,json=sampledSequenceIds,proto3" json:"sampled_sequence_ids,omitempty"`
 	// The tokens; parallel to sampled_sequence_ids.
 	SampledTokenIds []int32 `protobuf:"varint,8,rep,packed,name=sampled_token_ids,json=sampledTokenIds,proto3" json:"sampled_token_ids,omitempty"`

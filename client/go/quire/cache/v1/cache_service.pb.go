@@ -23,21 +23,21 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What a sequence does with the prefix cache.
+// How a sequence uses the prefix cache.
 type CacheUse int32
 
 const (
-	// As CACHE_USE_READ_AND_WRITE. Never answered.
+	// As CACHE_USE_READ_AND_WRITE. Never in an answer.
 	CacheUse_CACHE_USE_UNSPECIFIED CacheUse = 0
-	// Takes what is found, and publishes the full blocks that it computes.
+	// Uses cached blocks, and publishes the full blocks that it computes.
 	CacheUse_CACHE_USE_READ_AND_WRITE CacheUse = 1
-	// Takes nothing, so that every token is computed, and publishes. Of equal
-	// blocks the one that was published first stays: the sequence gets that one in
+	// Uses no cached blocks, so that every token is computed, and publishes its
+	// blocks. If an equal block was published before, the sequence gets that block in
 	// place of its own.
 	CacheUse_CACHE_USE_WRITE_ONLY CacheUse = 2
-	// Takes nothing and publishes nothing, also of the tokens that it gets later.
-	// Its blocks are free when it is released. In the host tier it is kept as any
-	// other sequence. Retention and return hints have no effect.
+	// Uses no cached blocks and publishes none, also for tokens that it gets later.
+	// Its blocks are free when it is released. It can be offloaded as any other
+	// sequence. Retention and return hints have no effect.
 	CacheUse_CACHE_USE_NONE CacheUse = 3
 )
 
@@ -88,7 +88,7 @@ func (CacheUse) EnumDescriptor() ([]byte, []int) {
 type PlanItem int32
 
 const (
-	// Never sent.
+	// Not used.
 	PlanItem_PLAN_ITEM_UNSPECIFIED PlanItem = 0
 	// One of trim_sequence_ids.
 	PlanItem_PLAN_ITEM_TRIM PlanItem = 1
@@ -153,13 +153,13 @@ func (PlanItem) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{1}
 }
 
-// A lease's life.
+// The state of a lease.
 type LeaseState int32
 
 const (
-	// Never sent.
+	// Not used.
 	LeaseState_LEASE_STATE_UNSPECIFIED LeaseState = 0
-	// Its holder may plan steps.
+	// The client may plan steps.
 	LeaseState_LEASE_STATE_OPEN LeaseState = 1
 	// It has ended; the worker has not confirmed the fence yet.
 	LeaseState_LEASE_STATE_FENCING LeaseState = 2
@@ -210,15 +210,15 @@ func (LeaseState) EnumDescriptor() ([]byte, []int) {
 type BlockState int32
 
 const (
-	// Never sent; in a filter: any.
+	// Not used; in a filter: any.
 	BlockState_BLOCK_STATE_UNSPECIFIED BlockState = 0
-	// No content.
+	// The block has no content.
 	BlockState_BLOCK_STATE_FREE BlockState = 1
-	// Content that can be found, no holder.
+	// The block has content in the prefix cache and no holder.
 	BlockState_BLOCK_STATE_CACHED BlockState = 2
-	// Held by at least one sequence.
+	// The block is held by at least one sequence.
 	BlockState_BLOCK_STATE_ACTIVE BlockState = 3
-	// Released, but a step that is planned could still touch it.
+	// The block is released, but a planned step could still access it.
 	BlockState_BLOCK_STATE_RETIRED BlockState = 4
 )
 
@@ -267,17 +267,17 @@ func (BlockState) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
 }
 
-// What happened to a block since it was told of last.
+// The kind of change since the last event of the block.
 type BlockEventKind int32
 
 const (
-	// Never sent.
+	// Not used.
 	BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED BlockEventKind = 0
-	// Other content can be found in it from now on.
+	// The block has new content in the prefix cache.
 	BlockEventKind_BLOCK_EVENT_KIND_STORED BlockEventKind = 1
-	// What could be found in it can't any more.
+	// The block's content was removed from the prefix cache.
 	BlockEventKind_BLOCK_EVENT_KIND_REMOVED BlockEventKind = 2
-	// Its content is the same; its state, holders or priority are not.
+	// The block's state, holders or priority changed; its content did not.
 	BlockEventKind_BLOCK_EVENT_KIND_CHANGED BlockEventKind = 3
 )
 
@@ -324,26 +324,26 @@ func (BlockEventKind) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
 }
 
-// Why a block of a prefix is not found.
+// The reason why a block of a prefix is not in the cache.
 type MissReason int32
 
 const (
-	// Never sent.
+	// Not used.
 	MissReason_MISS_REASON_UNSPECIFIED MissReason = 0
-	// All that can be found is.
+	// No miss: every full block that can be found is found.
 	MissReason_MISS_REASON_NONE MissReason = 1
-	// Nobody computed it, or so long ago that its eviction is forgotten; or only
-	// sequences that publish nothing (CACHE_USE_NONE).
+	// The block was never computed, or only by sequences that publish nothing
+	// (CACHE_USE_NONE), or its eviction is so old that it is forgotten.
 	MissReason_MISS_REASON_NEVER_COMPUTED MissReason = 2
-	// It was evicted to make room.
+	// The block was evicted to make room.
 	MissReason_MISS_REASON_EVICTED MissReason = 3
-	// It was dropped by ResetPrefixCache, of any scope.
+	// The block was dropped by a ResetPrefixCache of any scope.
 	MissReason_MISS_REASON_RESET MissReason = 4
-	// A step in flight computes it.
+	// A step in flight computes the block.
 	MissReason_MISS_REASON_BEING_COMPUTED MissReason = 5
-	// It is there under another salt of the tenant.
+	// The block is cached under another salt of the tenant.
 	MissReason_MISS_REASON_OTHER_SALT MissReason = 6
-	// It is there for another tenant. Told to operators only.
+	// The block is cached for another tenant. Reported to operators only.
 	MissReason_MISS_REASON_OTHER_TENANT MissReason = 7
 )
 
@@ -401,8 +401,7 @@ func (MissReason) EnumDescriptor() ([]byte, []int) {
 // See CacheService.CreateLease.
 type CreateLeaseRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The pool's name. Empty: the only pool there is, an error if there are
-	// several.
+	// The pool's name. Empty: the only pool; an error if there are several.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The lease ends this long after the last call that renewed it, or up to 0.5 s
 	// later. Time in which cachemgr could not read renewals does not count. 1 s to
@@ -468,12 +467,12 @@ func (x *CreateLeaseRequest) GetRequestId() string {
 // See CacheService.CreateLease.
 type CreateLeaseResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the lease in further calls. Whoever knows it may use it: keep it
-	// private.
+	// Identifies the lease in further calls. It is a capability: any caller that has
+	// it can use the lease, so keep it private.
 	LeaseId string `protobuf:"bytes,1,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// The pool the lease is for.
+	// The lease's pool.
 	Pool string `protobuf:"bytes,2,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The pool's epoch, to be given in each plan.
+	// The pool's epoch. Each plan carries it.
 	Epoch int64 `protobuf:"varint,3,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// This cachemgr's incarnation.
 	Term int64 `protobuf:"varint,4,opt,name=term,proto3" json:"term,omitempty"`
@@ -481,7 +480,7 @@ type CreateLeaseResponse struct {
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
 	// Sizes and identity of the pool.
 	Geometry *PoolGeometry `protobuf:"bytes,6,opt,name=geometry,proto3" json:"geometry,omitempty"`
-	// Where the pool's worker is reached.
+	// The address of the pool's worker.
 	WorkerAddress string `protobuf:"bytes,7,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -741,48 +740,47 @@ func (*DeleteLeaseResponse) Descriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{5}
 }
 
-// What a client wants of its next step. Sequence ids are the client's own
-// choice, 0 to 2^31 - 1, unique within the lease.
+// The changes and computations of a client's next step. The client chooses the
+// sequence ids: 0 to 2^31 - 1, unique within the lease.
 //
 // Each list of sequences, and the children of all forks together, has at most
 // PoolGeometry.max_sequence_count entries, and never more than 8,192. A plan with
-// more items, or with more tokens than its fields say, is refused as a whole
-// with INVALID_ARGUMENT before it is read.
+// more items, or with more tokens than its fields allow, is refused as a whole with
+// INVALID_ARGUMENT before it is read.
 type PlanStepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The lease.
 	LeaseId string `protobuf:"bytes,1,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// The epoch the client believes in; from CreateLease or EPOCH_CHANGED.
+	// The epoch that the client knows, from CreateLease or EPOCH_CHANGED.
 	Epoch int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Identifies the plan, up to 64 bytes. Empty: the call is not idempotent.
 	RequestId string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Sequences to end. One that is gone already is OK.
+	// Sequences to end. A sequence that has ended already is OK.
 	ReleaseSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=release_sequence_ids,json=releaseSequenceIds,proto3" json:"release_sequence_ids,omitempty"`
-	// What the client knows of the future of sequences it releases; about others
-	// than those in release_sequence_ids nothing is said.
+	// Hints about the future use of released sequences. Hints for sequences that are
+	// not in release_sequence_ids have no effect.
 	ReturnHints []*ReturnHint `protobuf:"bytes,11,rep,name=return_hints,json=returnHints,proto3" json:"return_hints,omitempty"`
-	// Sequences to move to the pool's host tier: what is computed of them is
-	// copied there, and their blocks come back as those of a release do. Until it
-	// is restored or released, a sequence there can't be trimmed, forked or
-	// extended.
+	// Sequences to move to the pool's host tier. Their computed blocks are copied
+	// there, and their pool blocks are freed as by a release. A sequence there can't
+	// be trimmed, forked or extended until it is restored.
 	OffloadSequenceIds []int32 `protobuf:"varint,12,rep,packed,name=offload_sequence_ids,json=offloadSequenceIds,proto3" json:"offload_sequence_ids,omitempty"`
-	// Sequences to shorten. Parallel to trim_token_counts.
+	// Sequences to shorten; parallel to trim_token_counts.
 	TrimSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=trim_sequence_ids,json=trimSequenceIds,proto3" json:"trim_sequence_ids,omitempty"`
-	// Tokens to keep, 1 to the sequence's tokens (one being sampled counts).
+	// Tokens to keep, from 1 to the sequence's tokens (a token being sampled counts).
 	TrimTokenCounts []int32 `protobuf:"varint,21,rep,packed,name=trim_token_counts,json=trimTokenCounts,proto3" json:"trim_token_counts,omitempty"`
-	// Sequences to continue from others.
+	// Sequences to fork.
 	Forks []*Fork `protobuf:"bytes,30,rep,name=forks,proto3" json:"forks,omitempty"`
-	// Running sequences that compute tokens in this step: packed, one entry each.
+	// Sequences in the pool that compute tokens in this step, as parallel lists.
 	Extends *Extends `protobuf:"bytes,40,opt,name=extends,proto3" json:"extends,omitempty"`
 	// New sequences.
 	Admissions []*Admission `protobuf:"bytes,50,rep,name=admissions,proto3" json:"admissions,omitempty"`
-	// The most tokens all restores and admissions of this plan may compute in this
-	// step together. 0: no limit. Tokens found in the prefix cache do not count.
+	// The limit of tokens that all restores and admissions of this plan compute in
+	// this step together. 0: no limit. Tokens found in the prefix cache do not count.
 	AdmissionTokenBudget int32 `protobuf:"varint,51,opt,name=admission_token_budget,json=admissionTokenBudget,proto3" json:"admission_token_budget,omitempty"`
-	// Restores and admissions leave at least this many blocks free or evictable,
-	// for sequences that run already. Default 0.
+	// Blocks that restores and admissions leave free or evictable, for the sequences
+	// that run already. Default 0.
 	AdmissionReserveBlockCount int32 `protobuf:"varint,52,opt,name=admission_reserve_block_count,json=admissionReserveBlockCount,proto3" json:"admission_reserve_block_count,omitempty"`
-	// Sequences to bring back from the host tier; they come before admissions.
+	// Sequences to restore from the host tier; applied before admissions.
 	Restores      []*Restore `protobuf:"bytes,53,rep,name=restores,proto3" json:"restores,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -916,9 +914,8 @@ func (x *PlanStepRequest) GetRestores() []*Restore {
 	return nil
 }
 
-// Whether the tokens of a released sequence will be asked for again: a chat
-// whose user is reading, an agent that waits for a tool. Advice to eviction, no
-// promise.
+// The expected next use of a released sequence's tokens: a chat with a user that is
+// reading, an agent that waits for a tool. Advice to eviction, not a promise.
 type ReturnHint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sequence.
@@ -1001,14 +998,15 @@ type isReturnHint_Hint interface {
 }
 
 type ReturnHint_ExpectedIn struct {
-	// About when. Its blocks are kept rather than others until twice this has
-	// passed, at most an hour. Those expected back sooner are kept rather than
-	// those expected later.
+	// The time until the tokens are needed again. Their blocks are evicted after
+	// blocks without this hint, until twice this time has passed; at most 1 h. An
+	// earlier expected return ranks higher.
 	ExpectedIn *durationpb.Duration `protobuf:"bytes,2,opt,name=expected_in,json=expectedIn,proto3,oneof"`
 }
 
 type ReturnHint_NotExpected struct {
-	// Never, if true: what nobody else has used of its blocks is given up first.
+	// True: the tokens are not needed again. Blocks that no other sequence has used
+	// are evicted first.
 	NotExpected bool `protobuf:"varint,3,opt,name=not_expected,json=notExpected,proto3,oneof"`
 }
 
@@ -1016,21 +1014,21 @@ func (*ReturnHint_ExpectedIn) isReturnHint_Hint() {}
 
 func (*ReturnHint_NotExpected) isReturnHint_Hint() {}
 
-// How much a range of a prompt is worth keeping, once nobody holds its blocks.
-// Advice about a block stands until other advice about it comes, its ttl is
-// over, or its content is gone.
+// The eviction priority of a range of a prompt, once no sequence holds its blocks.
+// Advice for a block is valid until newer advice for it arrives, its ttl is over,
+// or its content is evicted.
 type Retention struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Tokens that this is about, from the end of the range before it on; the first
-	// range begins at token 0. A block belongs to the range that its last token is
-	// in. 0, in the last range only: all that follow, those the sequence gets later
-	// included.
+	// The length of the range in tokens. A range begins at the end of the range
+	// before it, the first one at token 0. A block belongs to the range of its last
+	// token. 0, in the last range only: all tokens that follow, also those that the
+	// sequence gets later.
 	TokenCount int32 `protobuf:"varint,1,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
-	// 1 (given up first) to 9 (kept longest); lower ones are evicted before higher
-	// ones. 5: as if nothing were said, the eviction policy decides among these.
+	// From 1 (evicted first) to 9 (kept longest). 5: as without advice; among these
+	// the eviction policy decides.
 	Priority int32 `protobuf:"varint,2,opt,name=priority,proto3" json:"priority,omitempty"`
-	// How long the advice stands, at most 24 h; then the priority is 5. Unset: as
-	// long as the content is there.
+	// Validity of the advice, at most 24 h; then the priority is 5. Unset: as long as
+	// the content is cached.
 	Ttl           *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1087,18 +1085,18 @@ func (x *Retention) GetTtl() *durationpb.Duration {
 	return nil
 }
 
-// Makes copies of a sequence that share its blocks; a shared block is copied
-// when one of them writes to it.
+// Makes copies of a sequence that share its blocks. A shared block is copied when
+// one of its sequences writes to it.
 type Fork struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The sequence to continue.
+	// The sequence to copy.
 	ParentSequenceId int32 `protobuf:"varint,1,opt,name=parent_sequence_id,json=parentSequenceId,proto3" json:"parent_sequence_id,omitempty"`
 	// The new sequences, at least one.
 	ChildSequenceIds []int32 `protobuf:"varint,2,rep,packed,name=child_sequence_ids,json=childSequenceIds,proto3" json:"child_sequence_ids,omitempty"`
-	// Tokens of the parent that the children begin with, 1 to the parent's tokens
-	// (one being sampled counts). The last of them is computed again by each
-	// child, so that it has logits to sample from. Those of all children of a plan
-	// together: at most 8,388,608, or as many as one sequence can have, if more.
+	// Tokens of the parent that the children begin with, from 1 to the parent's
+	// tokens (a token being sampled counts). Each child computes the last of them
+	// again, to have logits to sample from. The limit for all children of a plan
+	// together is 8,388,608, or the longest sequence of the pool if that is more.
 	TokenCount    int32 `protobuf:"varint,3,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1155,22 +1153,23 @@ func (x *Fork) GetTokenCount() int32 {
 	return 0
 }
 
-// Continues sequences. For each: append the tokens given, if any, then compute
-// token_counts[i] tokens from the first that is not computed on. A run that
-// reaches the last token samples the next one, which then counts as a token and
-// can be computed by the next step before anyone has seen it.
+// Continues sequences. For each sequence: append the given tokens, if any, then
+// compute token_counts[i] tokens from the first token that is not computed on. A
+// run that reaches the last token samples the next one. That token then counts as a
+// token of the sequence, and the next step can compute it before the client has
+// received it.
 type Extends struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sequences, each at most once.
 	SequenceIds []int32 `protobuf:"varint,1,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
 	// Tokens to compute, at least 1; parallel to sequence_ids.
 	TokenCounts []int32 `protobuf:"varint,2,rep,packed,name=token_counts,json=tokenCounts,proto3" json:"token_counts,omitempty"`
-	// How many of append_token_ids belong to each sequence: empty (none for all)
-	// or parallel to sequence_ids. A sequence whose next token is being sampled
-	// must be trimmed before others are appended.
+	// Number of append_token_ids of each sequence: empty (none for all) or parallel
+	// to sequence_ids. A sequence with a token being sampled must be trimmed before
+	// tokens are appended to it.
 	AppendTokenCounts []int32 `protobuf:"varint,3,rep,packed,name=append_token_counts,json=appendTokenCounts,proto3" json:"append_token_counts,omitempty"`
-	// Tokens to append, one sequence's after the other's: at most 262,144, or as
-	// many as one sequence can have, if more.
+	// Tokens to append, concatenated by sequence. At most 262,144, or the longest
+	// sequence of the pool if that is more.
 	AppendTokenIds []int32 `protobuf:"varint,4,rep,packed,name=append_token_ids,json=appendTokenIds,proto3" json:"append_token_ids,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1234,44 +1233,45 @@ func (x *Extends) GetAppendTokenIds() []int32 {
 	return nil
 }
 
-// Begins a sequence with tokens, taking as many blocks from the prefix cache as
-// are found and fresh ones for the rest. At least one token is always left to
+// Begins a sequence with the given tokens. Uses the blocks that the prefix cache
+// holds, and free blocks for the rest. At least one token is always left to
 // compute.
 type Admission struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The new sequence.
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// Its tokens, at least one. A prompt longer than any sequence of the pool is
-	// refused by its length (SEQUENCE_TOO_LONG) and not read. Those of all admissions of
-	// a plan together: at most 262,144, or as many as one sequence can have, if more.
+	// Its tokens, at least one. A prompt longer than the longest sequence of the pool
+	// is refused by its length (SEQUENCE_TOO_LONG) and not read. The limit for all
+	// admissions of a plan together is 262,144, or the longest sequence of the pool
+	// if that is more.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// The most tokens to compute in this step. 0: as many as the plan allows.
+	// The limit of tokens to compute in this step. 0: as many as the plan allows.
 	MaxComputeTokenCount int32 `protobuf:"varint,3,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
 	// Separates prefixes: sequences share blocks only if their salts are equal.
 	// Up to 64 bytes.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
-	// The most tokens that are ever computed of the sequence, 0 to the longest
-	// sequence of the pool, and not less than token_ids; one more may be sampled.
-	// It is admitted only if the blocks for all of them are guaranteed, and is
-	// never refused to extend up to there. Beyond, also within its last block, it
-	// is refused SEQUENCE_TOO_LONG. 0: best effort. A fork of it is best effort.
+	// The limit of tokens that are ever computed for the sequence, from the number of
+	// token_ids to the longest sequence of the pool; one more may be sampled. The
+	// admission succeeds only if the blocks for all of them are guaranteed; extending
+	// the sequence up to there is then never refused for lack of blocks. Beyond it,
+	// also within the last block, an extend is refused with SEQUENCE_TOO_LONG. 0:
+	// best effort. A fork of the sequence is best effort.
 	ReservedTokenCount int32 `protobuf:"varint,5,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
-	// What is worth keeping, range by range, at most 16 of them. Empty: nothing is
-	// said.
+	// Eviction priorities by range, at most 16 ranges. Empty: no advice.
 	Retention []*Retention `protobuf:"bytes,6,rep,name=retention,proto3" json:"retention,omitempty"`
-	// The sequence was here before, and was released to make room: its tokens
+	// The sequence was admitted before, and was released to make room. Its tokens
 	// count as resumed, not as those of a new prompt.
 	Resumed bool `protobuf:"varint,7,opt,name=resumed,proto3" json:"resumed,omitempty"`
-	// What the sequence does with the prefix cache, for its whole life. Forks of it
-	// do the same. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
+	// How the sequence uses the prefix cache, for its whole life. Its forks use it
+	// the same way. A value that is not in CacheUse is refused (INVALID_ARGUMENT).
 	CacheUse CacheUse `protobuf:"varint,8,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
 	// The tenant of the sequence, up to 128 characters. The sequence finds and
-	// publishes blocks of this tenant, whose share, floor and limit count them.
-	// Unset: the tenant of the lease. Another tenant's is accepted from callers with the role "gateway" only;
-	// without the role this admission is refused (ROLE_MISSING), and no other item
-	// of the plan. A fork has the tenant of its parent. A pool knows at most 10,000
-	// tenants in an epoch; the admission that names one more is refused
-	// (INVALID_ARGUMENT).
+	// publishes blocks of this tenant, and its blocks count for this tenant's share,
+	// floor and limit. Unset: the tenant of the lease. Another tenant is accepted
+	// only from callers with the role "gateway". Without the role this admission is
+	// refused (ROLE_MISSING), and no other item of the plan. A fork has the tenant of
+	// its parent. A pool knows at most 10,000 tenants in an epoch; the admission that
+	// names one more is refused (INVALID_ARGUMENT).
 	Tenant        *string `protobuf:"bytes,9,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1370,15 +1370,15 @@ func (x *Admission) GetTenant() string {
 	return ""
 }
 
-// Brings a sequence back from the host tier into fresh blocks of the pool; what
-// is in the prefix cache is shared instead of copied. It goes on where it was:
-// its run begins behind what is computed, and is given its token ids; its
-// sampling parameters are told the worker again, as at an admission.
+// Moves a sequence from the host tier into fresh blocks of the pool; blocks in the
+// prefix cache are shared instead of copied. It continues where it was: its run
+// begins after its computed tokens, and the client gives the worker the token ids
+// and, as at an admission, the sampling parameters.
 type Restore struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sequence.
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// The most tokens to compute in this step. 0: as many as the plan allows.
+	// The limit of tokens to compute in this step. 0: as many as the plan allows.
 	MaxComputeTokenCount int32 `protobuf:"varint,2,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
@@ -1431,15 +1431,15 @@ func (x *Restore) GetMaxComputeTokenCount() int32 {
 // An item that was refused and changed nothing.
 type Refusal struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What kind of item.
+	// The kind of the item.
 	Item PlanItem `protobuf:"varint,1,opt,name=item,proto3,enum=quire.cache.v1.PlanItem" json:"item,omitempty"`
-	// The sequence it was about: the child for a fork.
+	// The item's sequence; for a fork, the child.
 	SequenceId int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// Why. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
-	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE,
-	// POSITION_OUT_OF_RANGE, NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES,
-	// TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_HOST_BLOCKS,
-	// SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING, INVALID_ARGUMENT.
+	// The error. Reasons: OUT_OF_BLOCKS, SEQUENCE_NOT_FOUND, SEQUENCE_EXISTS,
+	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
+	// NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED,
+	// OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING,
+	// INVALID_ARGUMENT.
 	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1496,24 +1496,24 @@ func (x *Refusal) GetError() *Error {
 	return nil
 }
 
-// What was accepted. Whatever is not in refusals was.
+// The accepted items. An item was accepted if it is not in refusals.
 type PlanStepResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// To be relayed to the worker untouched.
+	// To be sent to the worker unchanged.
 	Grant *SignedGrant `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
-	// The number of the step the grant is for.
+	// The step number of the grant.
 	StepNumber int64 `protobuf:"varint,2,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
 	// Items that were refused.
 	Refusals []*Refusal `protobuf:"bytes,3,rep,name=refusals,proto3" json:"refusals,omitempty"`
-	// What the step will compute: extends, restores, admissions, in the order of
-	// the request.
+	// The sequences that the step computes: extends, restores, admissions, in the
+	// order of the request.
 	RunSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=run_sequence_ids,json=runSequenceIds,proto3" json:"run_sequence_ids,omitempty"`
 	// First position computed, in tokens; parallel to run_sequence_ids.
 	RunStarts []int32 `protobuf:"varint,11,rep,packed,name=run_starts,json=runStarts,proto3" json:"run_starts,omitempty"`
 	// Tokens computed; parallel to run_sequence_ids.
 	RunTokenCounts []int32 `protobuf:"varint,12,rep,packed,name=run_token_counts,json=runTokenCounts,proto3" json:"run_token_counts,omitempty"`
-	// Indexes of the runs whose token ids the client has to give the worker. The
-	// others go on from the token sampled last.
+	// Indexes of the runs that need token ids from the client. The others continue
+	// from the token sampled last.
 	GivenRunIndexes []int32 `protobuf:"varint,13,rep,packed,name=given_run_indexes,json=givenRunIndexes,proto3" json:"given_run_indexes,omitempty"`
 	// The sequences admitted, in the order of the request.
 	AdmittedSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=admitted_sequence_ids,json=admittedSequenceIds,proto3" json:"admitted_sequence_ids,omitempty"`
@@ -1655,13 +1655,13 @@ func (x *PlanStepResponse) GetHostBlockCounts() *HostBlockCounts {
 // Every block but the null block is in exactly one of these states.
 type BlockCounts struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// No content.
+	// Blocks without content.
 	FreeCount int32 `protobuf:"varint,1,opt,name=free_count,json=freeCount,proto3" json:"free_count,omitempty"`
-	// Content that can be found, no holder: evictable.
+	// Blocks with content in the prefix cache and without a holder: evictable.
 	CachedCount int32 `protobuf:"varint,2,opt,name=cached_count,json=cachedCount,proto3" json:"cached_count,omitempty"`
-	// Held by at least one sequence.
+	// Blocks held by at least one sequence.
 	ActiveCount int32 `protobuf:"varint,3,opt,name=active_count,json=activeCount,proto3" json:"active_count,omitempty"`
-	// Released, but a step that is planned could still touch it.
+	// Released blocks that a planned step could still access.
 	RetiredCount  int32 `protobuf:"varint,4,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1728,11 +1728,11 @@ func (x *BlockCounts) GetRetiredCount() int32 {
 // Every block of the host tier is in exactly one of these states.
 type HostBlockCounts struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Nobody's.
+	// Blocks without a holder.
 	FreeCount int32 `protobuf:"varint,1,opt,name=free_count,json=freeCount,proto3" json:"free_count,omitempty"`
-	// Held by one offloaded sequence.
+	// Blocks held by one offloaded sequence.
 	HeldCount int32 `protobuf:"varint,2,opt,name=held_count,json=heldCount,proto3" json:"held_count,omitempty"`
-	// Given back, but a step that is planned could still touch it.
+	// Released blocks that a planned step could still access.
 	RetiredCount  int32 `protobuf:"varint,3,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2019,15 +2019,15 @@ type Pool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// The incarnation of its memory.
+	// The incarnation of its memory: a new one has a new epoch.
 	Epoch int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// The incarnation of the cachemgr that answers.
 	Term int64 `protobuf:"varint,3,opt,name=term,proto3" json:"term,omitempty"`
-	// Whether the worker's stream is open.
+	// True if the worker's stream is open.
 	Attached bool `protobuf:"varint,4,opt,name=attached,proto3" json:"attached,omitempty"`
 	// Sizes and identity.
 	Geometry *PoolGeometry `protobuf:"bytes,5,opt,name=geometry,proto3" json:"geometry,omitempty"`
-	// Where its worker is reached.
+	// The address of its worker.
 	WorkerAddress string `protobuf:"bytes,6,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
 	// Blocks by state.
 	BlockCounts *BlockCounts `protobuf:"bytes,7,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
@@ -2144,9 +2144,9 @@ func (x *Pool) GetHostBlockCounts() *HostBlockCounts {
 // See CacheService.ListPools.
 type ListPoolsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2201,7 +2201,7 @@ type ListPoolsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pools.
 	Pools []*Pool `protobuf:"bytes,1,rep,name=pools,proto3" json:"pools,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2256,9 +2256,9 @@ type ListLeasesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only leases of this pool. Empty: of all pools.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only leases of this state. UNSPECIFIED: of any.
 	State LeaseState `protobuf:"varint,4,opt,name=state,proto3,enum=quire.cache.v1.LeaseState" json:"state,omitempty"`
@@ -2338,7 +2338,7 @@ type ListLeasesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The leases.
 	Leases []*Lease `protobuf:"bytes,1,rep,name=leases,proto3" json:"leases,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2388,28 +2388,28 @@ func (x *ListLeasesResponse) GetNextPageToken() string {
 	return ""
 }
 
-// The right to hold blocks of a pool. Its id is a capability and is shown
-// shortened.
+// The right to hold blocks of a pool. The lease's id is a capability, so only its
+// first characters are shown.
 type Lease struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The first 8 characters of its id.
 	LeaseIdPrefix string `protobuf:"bytes,1,opt,name=lease_id_prefix,json=leaseIdPrefix,proto3" json:"lease_id_prefix,omitempty"`
 	// The pool.
 	Pool string `protobuf:"bytes,2,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Where it is in its life.
+	// Its state.
 	State LeaseState `protobuf:"varint,3,opt,name=state,proto3,enum=quire.cache.v1.LeaseState" json:"state,omitempty"`
 	// Its time to live.
 	Ttl *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// When it ends unless renewed, by the server's clock.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
-	// The number of the last step planned.
+	// The number of the last planned step.
 	LastStepNumber int64 `protobuf:"varint,6,opt,name=last_step_number,json=lastStepNumber,proto3" json:"last_step_number,omitempty"`
-	// Steps planned whose outcome is not known.
+	// Planned steps without a reported outcome.
 	StepInFlightCount int32 `protobuf:"varint,7,opt,name=step_in_flight_count,json=stepInFlightCount,proto3" json:"step_in_flight_count,omitempty"`
-	// Sequences it holds.
+	// Sequences of the lease.
 	SequenceCount int32 `protobuf:"varint,8,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
-	// Whose it is: the name that the token file or the certificate gave its
-	// caller; empty where callers are not asked who they are.
+	// The tenant of the lease: the name that the token file or the certificate gave
+	// the caller. Empty if the server does not authenticate callers.
 	Tenant        string `protobuf:"bytes,9,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2511,8 +2511,8 @@ func (x *Lease) GetTenant() string {
 // See CacheService.GetSequence.
 type GetSequenceRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The lease: its id, or the first 8 characters of it, if the caller sees no
-	// other lease that begins so.
+	// The lease's id, or its first 8 characters if the caller sees no other lease
+	// that begins with them.
 	LeaseId string `protobuf:"bytes,1,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// The sequence.
 	SequenceId    int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
@@ -2610,34 +2610,35 @@ func (x *GetSequenceResponse) GetSequence() *Sequence {
 	return nil
 }
 
-// Tokens whose KV lives in a pool.
+// Tokens with their KV in a pool or its host tier.
 type Sequence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The first 8 characters of its lease's id.
 	LeaseIdPrefix string `protobuf:"bytes,1,opt,name=lease_id_prefix,json=leaseIdPrefix,proto3" json:"lease_id_prefix,omitempty"`
 	// Its id in the lease.
 	SequenceId int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// Tokens: known, and one more if one is being sampled.
+	// The known tokens, plus one if one is being sampled.
 	TokenCount int32 `protobuf:"varint,3,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
-	// Of which the worker reported the KV computed, or found in the cache.
+	// Of these, tokens with valid KV: reported computed by the worker, or found in
+	// the prefix cache.
 	ComputedTokenCount int32 `protobuf:"varint,4,opt,name=computed_token_count,json=computedTokenCount,proto3" json:"computed_token_count,omitempty"`
-	// Of which the steps planned so far compute the KV.
+	// Of these, tokens with KV that the steps planned so far compute.
 	ScheduledTokenCount int32 `protobuf:"varint,5,opt,name=scheduled_token_count,json=scheduledTokenCount,proto3" json:"scheduled_token_count,omitempty"`
-	// Of which were found in the prefix cache at admission.
+	// Of these, tokens found in the prefix cache at admission.
 	CachedTokenCount int32 `protobuf:"varint,6,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
 	// Its blocks, in order. Empty in lists.
 	BlockIds []int32 `protobuf:"varint,7,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`
 	// Number of its blocks.
 	BlockCount int32 `protobuf:"varint,8,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	// The tokens that are guaranteed to it; 0: best effort.
+	// The number of tokens with guaranteed blocks; 0: best effort.
 	ReservedTokenCount int32 `protobuf:"varint,9,opt,name=reserved_token_count,json=reservedTokenCount,proto3" json:"reserved_token_count,omitempty"`
-	// Whether it is in the host tier; then it has no block_ids.
+	// True if it is in the host tier; then it has no block_ids.
 	Offloaded bool `protobuf:"varint,10,opt,name=offloaded,proto3" json:"offloaded,omitempty"`
-	// The host blocks that hold it, in order. Empty in lists.
+	// Its host blocks, in order. Empty in lists.
 	HostBlockIds []int32 `protobuf:"varint,11,rep,packed,name=host_block_ids,json=hostBlockIds,proto3" json:"host_block_ids,omitempty"`
 	// Number of its host blocks.
 	HostBlockCount int32 `protobuf:"varint,12,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
-	// What it does with the prefix cache.
+	// How it uses the prefix cache.
 	CacheUse CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
 	// Its tenant: the one that its admission named, else the lease's.
 	Tenant        string `protobuf:"bytes,14,opt,name=tenant,proto3" json:"tenant,omitempty"`
@@ -2780,13 +2781,13 @@ type ListSequencesRequest struct {
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// Only sequences of this lease. Empty: of all leases.
 	LeaseId string `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only sequences of this tenant. Unset: of all that the caller may see. A caller
-	// that is no operator sees its own tenant's, and all sequences of its own
-	// tenant's leases.
+	// that is no operator sees its own tenant's sequences, and all sequences of its
+	// own tenant's leases.
 	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2862,7 +2863,7 @@ type ListSequencesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sequences, without their block tables.
 	Sequences []*Sequence `protobuf:"bytes,1,rep,name=sequences,proto3" json:"sequences,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2919,19 +2920,19 @@ type Block struct {
 	BlockId int32 `protobuf:"varint,1,opt,name=block_id,json=blockId,proto3" json:"block_id,omitempty"`
 	// Its state.
 	State BlockState `protobuf:"varint,2,opt,name=state,proto3,enum=quire.cache.v1.BlockState" json:"state,omitempty"`
-	// The number of block tables it is in.
+	// The number of block tables that contain it.
 	ReferenceCount int32 `protobuf:"varint,3,opt,name=reference_count,json=referenceCount,proto3" json:"reference_count,omitempty"`
-	// Planned steps that may touch it after its release.
+	// The number of planned steps that may access it after its release.
 	PinCount int32 `protobuf:"varint,4,opt,name=pin_count,json=pinCount,proto3" json:"pin_count,omitempty"`
-	// Identity of its content and all before it, 32 bytes; empty if it can't be
-	// found by content.
+	// The hash of its content and of all content before it, 32 bytes. Empty if it is
+	// not in the prefix cache.
 	PrefixHash []byte `protobuf:"bytes,5,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
-	// Whose it is, unless it is free.
+	// Its tenant, unless it is free.
 	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	// How much it is worth keeping by its holders' advice, 1 to 9; 5: none was
-	// given, or its time is over. 0 if it is free.
+	// Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
+	// its ttl is over. 0 if the block is free.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
-	// Pins that keep it from being evicted.
+	// Pins that keep it from eviction.
 	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -3033,12 +3034,12 @@ type ListBlocksRequest struct {
 	State BlockState `protobuf:"varint,2,opt,name=state,proto3,enum=quire.cache.v1.BlockState" json:"state,omitempty"`
 	// Only blocks of this lease's sequences. Empty: all.
 	LeaseId string `protobuf:"bytes,3,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// At most this many. 0: 1,000; at most 10,000.
+	// The most entries to answer with. 0: 1,000; at most 10,000.
 	PageSize int32 `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only blocks of this tenant. Unset: of all that the caller may see. A caller
-	// that is no operator sees its own tenant's, and not the free ones.
+	// that is no operator sees its own tenant's blocks, without the free ones.
 	Tenant        *string `protobuf:"bytes,6,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3121,7 +3122,7 @@ type ListBlocksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The blocks, by id.
 	Blocks []*Block `protobuf:"bytes,1,rep,name=blocks,proto3" json:"blocks,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3176,9 +3177,9 @@ type ListTenantsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3240,7 +3241,7 @@ type ListTenantsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tenants.
 	Tenants []*Tenant `protobuf:"bytes,1,rep,name=tenants,proto3" json:"tenants,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3290,27 +3291,27 @@ func (x *ListTenantsResponse) GetNextPageToken() string {
 	return ""
 }
 
-// One tenant's part of a pool, in blocks.
+// One tenant's use of a pool, in blocks.
 type Tenant struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its name; empty where callers are not asked who they are.
+	// Its name; empty if the server does not authenticate callers.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Active, retired and pinned ones.
+	// Active, retired and pinned blocks.
 	HeldBlockCount int32 `protobuf:"varint,2,opt,name=held_block_count,json=heldBlockCount,proto3" json:"held_block_count,omitempty"`
-	// Cached ones that are not pinned.
+	// Cached blocks that are not pinned.
 	CachedBlockCount int32 `protobuf:"varint,3,opt,name=cached_block_count,json=cachedBlockCount,proto3" json:"cached_block_count,omitempty"`
-	// Guaranteed to its sequences with a reservation, and not held yet.
+	// Blocks guaranteed to its sequences with a reservation, and not held yet.
 	ReservedBlockCount int32 `protobuf:"varint,4,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
-	// Those held that are pinned, whether sequences hold them too or not.
+	// Held blocks that are pinned, also those that sequences hold.
 	PinnedBlockCount int32 `protobuf:"varint,5,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
-	// It can always hold this many; 0: none are kept for it.
+	// Blocks that it can always hold; 0: none are kept for it.
 	FloorBlockCount int32 `protobuf:"varint,6,opt,name=floor_block_count,json=floorBlockCount,proto3" json:"floor_block_count,omitempty"`
-	// While it holds and caches more than this, its cached blocks are evicted
-	// before others'. The pool's blocks if it has no quota.
+	// While it holds and caches more blocks than this, its cached blocks are evicted
+	// before those of others. All blocks of the pool if it has no quota.
 	QuotaBlockCount int32 `protobuf:"varint,7,opt,name=quota_block_count,json=quotaBlockCount,proto3" json:"quota_block_count,omitempty"`
-	// It never holds more than this. The pool's blocks if it has no limit.
+	// The limit of blocks that it holds. All blocks of the pool if it has no limit.
 	LimitBlockCount int32 `protobuf:"varint,8,opt,name=limit_block_count,json=limitBlockCount,proto3" json:"limit_block_count,omitempty"`
-	// It never pins more than this.
+	// The limit of blocks that it pins.
 	PinBudgetBlockCount int32 `protobuf:"varint,9,opt,name=pin_budget_block_count,json=pinBudgetBlockCount,proto3" json:"pin_budget_block_count,omitempty"`
 	// Its leases in the pool, those being fenced included.
 	LeaseCount    int32 `protobuf:"varint,10,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
@@ -3423,7 +3424,7 @@ type WatchBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// From the last answer, to go on behind it. Empty: a snapshot first.
+	// The cursor of the last answer, to continue after it. Empty: a snapshot first.
 	Cursor string `protobuf:"bytes,2,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	// Adds token ids, salts and parents to what is stored, in snapshots too. Needs
 	// the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
@@ -3498,14 +3499,14 @@ func (x *WatchBlocksRequest) GetTenant() string {
 // See CacheService.WatchBlocks. Apply in this order: `cleared`, then `events`.
 type WatchBlocksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The incarnation of the pool's memory.
+	// The epoch of the pool.
 	Epoch int64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// Forget every block: the pool has a new epoch, or this begins a snapshot.
+	// Drop every block: the pool has a new epoch, or a snapshot begins.
 	Cleared bool `protobuf:"varint,2,opt,name=cleared,proto3" json:"cleared,omitempty"`
-	// Blocks, each at most once. In a snapshot all that are not free; a block that
-	// was never told of is free.
+	// Blocks, each at most once. A snapshot has all blocks that are not free; a block
+	// without an event is free.
 	Events []*BlockEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`
-	// Goes on behind this answer. Empty within a snapshot.
+	// The position after this answer. Empty within a snapshot.
 	Cursor        string `protobuf:"bytes,4,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3569,20 +3570,21 @@ func (x *WatchBlocksResponse) GetCursor() string {
 	return ""
 }
 
-// A block as it is at the moment of the answer.
+// A block at the time of the answer.
 type BlockEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What happened.
+	// The kind of change.
 	Kind BlockEventKind `protobuf:"varint,1,opt,name=kind,proto3,enum=quire.cache.v1.BlockEventKind" json:"kind,omitempty"`
-	// The block, whole. One that is free or has gone to another tenant has its id
-	// only, and state FREE.
+	// The block, complete. A block that is free, or belongs to another tenant now,
+	// has its id and the state FREE only.
 	Block *Block `protobuf:"bytes,2,opt,name=block,proto3" json:"block,omitempty"`
 	// Its tokens, if asked for: with each event of kind STORED. Unknown of blocks
 	// that were stored while a cachemgr with the same state directory kept none.
 	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Its salt, likewise.
+	// Its salt, under the same condition.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
-	// The prefix hash of the block before it, likewise; empty for a first block.
+	// The prefix hash of the block before it, under the same condition. Empty for a
+	// first block.
 	ParentPrefixHash []byte `protobuf:"bytes,5,opt,name=parent_prefix_hash,json=parentPrefixHash,proto3" json:"parent_prefix_hash,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -3663,8 +3665,8 @@ type ExplainPrefixRequest struct {
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
-	// Whose prefix. Unset: the caller's. Another's for operators and
-	// gateways only (PERMISSION_DENIED, ROLE_MISSING).
+	// The tenant of the prefix. Unset: the caller's. Another tenant is for operators
+	// and gateways only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3733,28 +3735,29 @@ type ExplainPrefixResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Tokens an admission would find in the cache now. At least one token is
+	// Tokens that an admission would find in the cache now. At least one token is
 	// always left to compute.
 	CachedTokenCount int32 `protobuf:"varint,2,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
-	// Full blocks of the tokens.
+	// Number of full blocks of the tokens.
 	BlockCount int32 `protobuf:"varint,3,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	// The first of them that is not found, counted from 0; block_count if all are.
+	// The index of the first of them that is not found, from 0; block_count if all
+	// are.
 	MissingBlockIndex int32 `protobuf:"varint,4,opt,name=missing_block_index,json=missingBlockIndex,proto3" json:"missing_block_index,omitempty"`
 	// Its prefix hash, 32 bytes; empty if all are found.
 	MissingPrefixHash []byte `protobuf:"bytes,5,opt,name=missing_prefix_hash,json=missingPrefixHash,proto3" json:"missing_prefix_hash,omitempty"`
-	// Why it is not found.
+	// The reason for the miss.
 	Reason MissReason `protobuf:"varint,6,opt,name=reason,proto3,enum=quire.cache.v1.MissReason" json:"reason,omitempty"`
-	// When it was evicted or dropped. Set for EVICTED and RESET.
+	// The time of its eviction or reset. Set for EVICTED and RESET.
 	LostTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
-	// Whose allocation it made room for, if that was the caller's tenant, or the
-	// caller is an operator.
+	// The tenant of the allocation that evicted it. Set if that is the caller's
+	// tenant, or if the caller is an operator.
 	EvictedByTenant *string `protobuf:"bytes,8,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
-	// The first 8 characters of that lease's id, likewise.
+	// The first 8 characters of the id of the lease that evicted it, under the same
+	// condition.
 	EvictedByLeaseIdPrefix string `protobuf:"bytes,9,opt,name=evicted_by_lease_id_prefix,json=evictedByLeaseIdPrefix,proto3" json:"evicted_by_lease_id_prefix,omitempty"`
-	// Blocks behind the missing one that are still there, and can't be used
-	// without it.
+	// Cached blocks after the missing one; they can't be used without it.
 	StrandedBlockCount int32 `protobuf:"varint,10,opt,name=stranded_block_count,json=strandedBlockCount,proto3" json:"stranded_block_count,omitempty"`
-	// Whose it is. Set for OTHER_TENANT.
+	// The tenant that has it. Set for OTHER_TENANT.
 	OtherTenant   string `protobuf:"bytes,11,opt,name=other_tenant,json=otherTenant,proto3" json:"other_tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3872,7 +3875,7 @@ type CheckAdmissionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only this pool. Empty: all pools.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The admission; its sequence_id is ignored.
+	// The admission; its sequence_id has no effect.
 	Admission *Admission `protobuf:"bytes,2,opt,name=admission,proto3" json:"admission,omitempty"`
 	// As in PlanStepRequest.
 	AdmissionReserveBlockCount int32 `protobuf:"varint,3,opt,name=admission_reserve_block_count,json=admissionReserveBlockCount,proto3" json:"admission_reserve_block_count,omitempty"`
@@ -3934,8 +3937,8 @@ func (x *CheckAdmissionRequest) GetAdmissionReserveBlockCount() int32 {
 // See CacheService.CheckAdmission.
 type CheckAdmissionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One per pool: those that would accept first, of these the one that holds
-	// most of the tokens.
+	// One per pool. Pools that would accept come first; among these, the one with the
+	// most cached tokens.
 	Checks        []*AdmissionCheck `protobuf:"bytes,1,rep,name=checks,proto3" json:"checks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3978,26 +3981,25 @@ func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
 	return nil
 }
 
-// What a pool would do with an admission now.
+// The result that an admission to a pool would have now.
 type AdmissionCheck struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Whether it would be accepted.
+	// True if it would be accepted.
 	Accepted bool `protobuf:"varint,2,opt,name=accepted,proto3" json:"accepted,omitempty"`
 	// Tokens that it would find in the cache. 0 for a prompt that is too long for
-	// every pool that was asked: it is not read.
+	// every pool of the request: it is not read.
 	CachedTokenCount int32 `protobuf:"varint,3,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
-	// Blocks that it would take, those of its reservation included.
+	// Blocks that it would take, with those of its reservation.
 	NeededBlockCount int32 `protobuf:"varint,4,opt,name=needed_block_count,json=neededBlockCount,proto3" json:"needed_block_count,omitempty"`
-	// Blocks that this tenant could take: free or evictable, and not kept for
-	// others.
+	// Blocks that this tenant could take: free or evictable, and not kept for others.
 	AvailableBlockCount int32 `protobuf:"varint,5,opt,name=available_block_count,json=availableBlockCount,proto3" json:"available_block_count,omitempty"`
-	// Why not. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never.
+	// The refusal. Code RESOURCE_EXHAUSTED: not now; INVALID_ARGUMENT: never.
 	Refusal *Error `protobuf:"bytes,6,opt,name=refusal,proto3" json:"refusal,omitempty"`
-	// Blocks by state: how loaded the pool is.
+	// Blocks by state: the load of the pool.
 	BlockCounts *BlockCounts `protobuf:"bytes,7,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
-	// Where its worker is reached.
+	// The address of its worker.
 	WorkerAddress string `protobuf:"bytes,8,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4095,7 +4097,7 @@ type PinPrefixRequest struct {
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The tokens, at least one, and at most as many as a sequence of the pool can
-	// have; the full blocks of them that are cached are pinned.
+	// have. Their full blocks that are cached are pinned.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
@@ -4179,15 +4181,15 @@ func (x *PinPrefixRequest) GetTenant() string {
 // See CacheService.PinPrefix.
 type PinPrefixResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the pin: it is the same for the same prefix.
+	// Identifies the pin; equal prefixes of a tenant have equal ids.
 	PinId string `protobuf:"bytes,1,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
-	// Tokens that are pinned. Less than asked for if less is cached.
+	// Pinned tokens: fewer than requested if fewer are cached.
 	PinnedTokenCount int32 `protobuf:"varint,2,opt,name=pinned_token_count,json=pinnedTokenCount,proto3" json:"pinned_token_count,omitempty"`
 	// When it ends, by the server's clock.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
 	// Blocks that the tenant has pinned now, each counted once.
 	PinnedBlockCount int32 `protobuf:"varint,4,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
-	// The most it may pin.
+	// The limit of blocks that the tenant pins.
 	PinBudgetBlockCount int32 `protobuf:"varint,5,opt,name=pin_budget_block_count,json=pinBudgetBlockCount,proto3" json:"pin_budget_block_count,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache
@@ -4366,7 +4368,7 @@ type ListPinsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the last answer, to go on.
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -4441,7 +4443,7 @@ type ListPinsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pins.
 	Pins []*Pin `protobuf:"bytes,1,rep,name=pins,proto3" json:"pins,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4491,14 +4493,14 @@ func (x *ListPinsResponse) GetNextPageToken() string {
 	return ""
 }
 
-// A prefix that is kept.
+// A pinned prefix.
 type Pin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names it.
+	// Identifies the pin.
 	PinId string `protobuf:"bytes,1,opt,name=pin_id,json=pinId,proto3" json:"pin_id,omitempty"`
 	// The tenant of the prefix.
 	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	// Tokens that are pinned.
+	// Pinned tokens.
 	PinnedTokenCount int32 `protobuf:"varint,3,opt,name=pinned_token_count,json=pinnedTokenCount,proto3" json:"pinned_token_count,omitempty"`
 	// When it ends, by the server's clock.
 	ExpireTime    *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
@@ -4570,13 +4572,13 @@ type LookupPrefixRequest struct {
 	// Only this pool. Empty: all pools.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The tokens, at least one, and at most as many as a sequence of one of these
-	// pools can have. One that no vocabulary of these pools has is refused
+	// pools can have. A token that is in no vocabulary of these pools is refused
 	// (TOKEN_OUT_OF_RANGE).
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
-	// Whose prefix. Unset: the caller's. Another's for operators and
-	// gateways only (PERMISSION_DENIED, ROLE_MISSING).
+	// The tenant of the prefix. Unset: the caller's. Another tenant is for operators
+	// and gateways only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4643,7 +4645,7 @@ func (x *LookupPrefixRequest) GetTenant() string {
 // See CacheService.LookupPrefix.
 type LookupPrefixResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One per pool, the one that holds most first.
+	// One per pool, the pool with the most cached tokens first.
 	Matches       []*PrefixMatch `protobuf:"bytes,1,rep,name=matches,proto3" json:"matches,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4686,16 +4688,16 @@ func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
 	return nil
 }
 
-// What one pool holds of a prompt.
+// The part of a prompt that one pool has cached.
 type PrefixMatch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Tokens an admission would find in the cache now.
+	// Tokens that an admission would find in the cache now.
 	CachedTokenCount int32 `protobuf:"varint,2,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
-	// Blocks by state: how loaded the pool is.
+	// Blocks by state: the load of the pool.
 	BlockCounts *BlockCounts `protobuf:"bytes,3,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
-	// Where its worker is reached.
+	// The address of its worker.
 	WorkerAddress string `protobuf:"bytes,4,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4764,18 +4766,19 @@ type ResetPrefixCacheRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Only what is cached for this tenant. Unset: the caller's if salt or token_ids
-	// are given, else everybody's. Another's is for operators and gateways only,
-	// everybody's for operators only (PERMISSION_DENIED, ROLE_MISSING).
+	// Only content cached for this tenant. Unset: the caller's if salt or token_ids
+	// are given, else every tenant's. Another tenant's is for operators and gateways
+	// only, every tenant's for operators only (PERMISSION_DENIED, ROLE_MISSING).
 	Tenant *string `protobuf:"bytes,2,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
-	// Only what is cached under this salt, up to 64 bytes, as in Admission. Unset:
+	// Only content cached under this salt, up to 64 bytes, as in Admission. Unset:
 	// the empty salt if token_ids are given, else any.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3,oneof" json:"salt,omitempty"`
-	// Only what begins with the full blocks of these tokens: the last of these
-	// blocks, and all that continue it. Those before it stay, since others may
-	// share them. Empty: any tokens; else at least a block, and at most as many as
-	// a sequence of the pool can have. Content that can't be found because blocks
-	// before it are gone may be dropped too, with a salt or tokens.
+	// Only content that begins with the full blocks of these tokens: the last of
+	// these blocks, and all that continue it. The blocks before it stay, since other
+	// prefixes may share them. Empty: any tokens; else at least one block, and at
+	// most as many tokens as a sequence of the pool can have. With a salt or tokens,
+	// content that can't be found because a block before it is missing may be dropped
+	// too.
 	TokenIds      []int32 `protobuf:"varint,4,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4842,7 +4845,7 @@ func (x *ResetPrefixCacheRequest) GetTokenIds() []int32 {
 // See CacheService.ResetPrefixCache.
 type ResetPrefixCacheResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blocks whose content can't be found any more.
+	// Blocks with content removed from the prefix cache.
 	DroppedBlockCount int32 `protobuf:"varint,1,opt,name=dropped_block_count,json=droppedBlockCount,proto3" json:"dropped_block_count,omitempty"`
 	// Pins that ended.
 	DroppedPinCount int32 `protobuf:"varint,2,opt,name=dropped_pin_count,json=droppedPinCount,proto3" json:"dropped_pin_count,omitempty"`
@@ -4943,11 +4946,11 @@ func (x *AuditPoolRequest) GetPool() string {
 // See CacheService.AuditPool.
 type AuditPoolResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What is wrong, one line each; empty means that all invariants hold.
+	// The violated invariants, one line each; empty if all hold.
 	Violations []string `protobuf:"bytes,1,rep,name=violations,proto3" json:"violations,omitempty"`
-	// Blocks looked at.
+	// Number of checked blocks.
 	BlockCount int32 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	// Sequences looked at.
+	// Number of checked sequences.
 	SequenceCount int32 `protobuf:"varint,3,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -5101,7 +5104,7 @@ type PoolStatistics struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// Its epoch: counters begin anew with a new one.
+	// Its epoch. A new epoch starts the counters at 0.
 	Epoch int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Blocks by state.
 	BlockCounts *BlockCounts `protobuf:"bytes,3,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
@@ -5109,23 +5112,23 @@ type PoolStatistics struct {
 	LeaseCount int32 `protobuf:"varint,4,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
 	// Sequences.
 	SequenceCount int32 `protobuf:"varint,5,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
-	// Tokens in blocks that are held, each block counted once.
+	// Tokens in held blocks, each block counted once.
 	HeldTokenCount int64 `protobuf:"varint,6,opt,name=held_token_count,json=heldTokenCount,proto3" json:"held_token_count,omitempty"`
-	// Block table entries; more than the active blocks by what is shared.
+	// Block table entries. A block shared by n sequences has n entries.
 	TableEntryCount int64 `protobuf:"varint,7,opt,name=table_entry_count,json=tableEntryCount,proto3" json:"table_entry_count,omitempty"`
 	// Blocks held by two or more sequences.
 	SharedBlockCount int32 `protobuf:"varint,8,opt,name=shared_block_count,json=sharedBlockCount,proto3" json:"shared_block_count,omitempty"`
 	// Blocks guaranteed to sequences with a reservation, and not held yet.
 	ReservedBlockCount int32 `protobuf:"varint,9,opt,name=reserved_block_count,json=reservedBlockCount,proto3" json:"reserved_block_count,omitempty"`
-	// Blocks that are pinned, whether sequences hold them or not.
+	// Pinned blocks, also those that sequences hold.
 	PinnedBlockCount int32 `protobuf:"varint,10,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
 	// The host tier's blocks by state. Unset if the pool has no host tier.
 	HostBlockCounts *HostBlockCounts `protobuf:"bytes,11,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
 	// Sequences in the host tier.
 	OffloadedSequenceCount int32 `protobuf:"varint,12,opt,name=offloaded_sequence_count,json=offloadedSequenceCount,proto3" json:"offloaded_sequence_count,omitempty"`
-	// Steps planned and not reported, of all leases.
+	// Planned steps of all leases without a reported outcome.
 	StepInFlightCount int32 `protobuf:"varint,13,opt,name=step_in_flight_count,json=stepInFlightCount,proto3" json:"step_in_flight_count,omitempty"`
-	// Leases being fenced: they have ended, and their steps in flight have not.
+	// Leases that have ended, with steps in flight that have not.
 	FencingLeaseCount int32 `protobuf:"varint,14,opt,name=fencing_lease_count,json=fencingLeaseCount,proto3" json:"fencing_lease_count,omitempty"`
 	// Steps planned.
 	PlannedStepCount int64 `protobuf:"varint,20,opt,name=planned_step_count,json=plannedStepCount,proto3" json:"planned_step_count,omitempty"`
@@ -5139,46 +5142,46 @@ type PoolStatistics struct {
 	AdmissionCount int64 `protobuf:"varint,24,opt,name=admission_count,json=admissionCount,proto3" json:"admission_count,omitempty"`
 	// Tokens of admitted prompts.
 	AdmittedTokenCount int64 `protobuf:"varint,25,opt,name=admitted_token_count,json=admittedTokenCount,proto3" json:"admitted_token_count,omitempty"`
-	// Of which were found in the prefix cache.
+	// Of these, tokens found in the prefix cache.
 	CachedTokenCount int64 `protobuf:"varint,26,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
 	// Sequences made by forks.
 	ForkCount int64 `protobuf:"varint,27,opt,name=fork_count,json=forkCount,proto3" json:"fork_count,omitempty"`
 	// Blocks copied because a shared or published block was to be written.
 	CopiedBlockCount int64 `protobuf:"varint,28,opt,name=copied_block_count,json=copiedBlockCount,proto3" json:"copied_block_count,omitempty"`
-	// Blocks handed out, cached ones found again not counted.
+	// Blocks allocated; cached blocks that were found are not counted.
 	AllocatedBlockCount int64 `protobuf:"varint,29,opt,name=allocated_block_count,json=allocatedBlockCount,proto3" json:"allocated_block_count,omitempty"`
-	// Blocks that lost their content to make room.
+	// Blocks that were evicted.
 	EvictedBlockCount int64 `protobuf:"varint,30,opt,name=evicted_block_count,json=evictedBlockCount,proto3" json:"evicted_block_count,omitempty"`
-	// Blocks that could be found by content for the first time.
+	// Blocks that were added to the prefix cache.
 	PublishedBlockCount int64 `protobuf:"varint,31,opt,name=published_block_count,json=publishedBlockCount,proto3" json:"published_block_count,omitempty"`
 	// Items refused, by reason.
 	RefusalCounts map[string]int64 `protobuf:"bytes,32,rep,name=refusal_counts,json=refusalCounts,proto3" json:"refusal_counts,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Leases that ended by expiry.
 	ExpiredLeaseCount int64 `protobuf:"varint,33,opt,name=expired_lease_count,json=expiredLeaseCount,proto3" json:"expired_lease_count,omitempty"`
-	// Sequences admitted again after they were released to make room. They and
-	// their tokens are not in the counts of admissions.
+	// Sequences admitted again after they were released to make room. They and their
+	// tokens are not in the counts of admissions above.
 	ResumedAdmissionCount int64 `protobuf:"varint,34,opt,name=resumed_admission_count,json=resumedAdmissionCount,proto3" json:"resumed_admission_count,omitempty"`
-	// Tokens of these.
+	// Tokens of resumed admissions.
 	ResumedTokenCount int64 `protobuf:"varint,35,opt,name=resumed_token_count,json=resumedTokenCount,proto3" json:"resumed_token_count,omitempty"`
-	// Of which were found in the prefix cache.
+	// Of these, tokens found in the prefix cache.
 	ResumedCachedTokenCount int64 `protobuf:"varint,36,opt,name=resumed_cached_token_count,json=resumedCachedTokenCount,proto3" json:"resumed_cached_token_count,omitempty"`
-	// Tokens of admissions of both kinds that were to be computed though they had
-	// been before: their blocks were evicted.
+	// Tokens of admissions of both kinds that are computed again because their blocks
+	// were evicted.
 	RecomputedTokenCount int64 `protobuf:"varint,37,opt,name=recomputed_token_count,json=recomputedTokenCount,proto3" json:"recomputed_token_count,omitempty"`
 	// Sequences moved to the host tier.
 	OffloadCount int64 `protobuf:"varint,38,opt,name=offload_count,json=offloadCount,proto3" json:"offload_count,omitempty"`
-	// Sequences brought back from there.
+	// Sequences restored from the host tier.
 	RestoreCount int64 `protobuf:"varint,39,opt,name=restore_count,json=restoreCount,proto3" json:"restore_count,omitempty"`
 	// Blocks copied to the host tier.
 	OffloadedBlockCount int64 `protobuf:"varint,40,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
-	// Blocks copied back from there. Those that were found in the prefix cache, and
-	// those of sequences that ended there, never are.
+	// Blocks copied from the host tier to the pool. Not counted: blocks found in the
+	// prefix cache, and blocks of sequences that ended in the host tier.
 	RestoredBlockCount int64 `protobuf:"varint,41,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
-	// Tokens whose keys and values were computed by steps, prompts and generated
-	// tokens alike. A step counts when it is reported COMPUTED.
+	// Tokens with keys and values computed by steps: prompt tokens and generated
+	// tokens. A step counts when it is reported COMPUTED.
 	ComputedTokenCount int64 `protobuf:"varint,42,opt,name=computed_token_count,json=computedTokenCount,proto3" json:"computed_token_count,omitempty"`
-	// Tokens that these steps sampled and added to sequences; a token that a fork
-	// takes too counts once for each sequence.
+	// Tokens that these steps sampled and added to sequences. A token that forks take
+	// too counts once for each sequence.
 	GeneratedTokenCount int64 `protobuf:"varint,43,opt,name=generated_token_count,json=generatedTokenCount,proto3" json:"generated_token_count,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache

@@ -48,63 +48,63 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Decides who owns which KV block of every pool attached to it. Knows no
-// tensors: what it grants, a worker executes (quire.compute.v1).
+// Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+// grants steps, and a worker runs them (quire.compute.v1).
 //
-// Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-// say "parallel to", the lists have equal length and belong together by index.
-// A mutation carries a request_id: repeated with the same body it gets the
-// first answer again and is applied once; with another body it is refused with
+// Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+// "parallel to" each other have equal length and belong together by index. A
+// mutation carries a request_id: repeated with the same body, it gets the first
+// answer again and is applied once; with another body it is refused with
 // REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-// INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-// reasons are listed below.
+// INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+// lists only its other reasons.
 type CacheServiceClient interface {
-	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-	// worker accepts the lease's steps. Idempotent per request_id for five minutes:
-	// a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-	// of that answer has ended; a new lease needs a new request_id.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+	// Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+	// worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+	// repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+	// that answer has ended; a new lease needs a new request_id. Reasons:
+	// POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
 	CreateLease(ctx context.Context, in *CreateLeaseRequest, opts ...grpc.CallOption) (*CreateLeaseResponse, error)
-	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-	// Idempotent. Reasons: LEASE_NOT_FOUND.
+	// Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+	// Reasons: LEASE_NOT_FOUND.
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
-	// Ends a lease and releases its sequences. Its blocks come back when the
-	// worker has fenced it. Idempotent: a lease that is gone is OK.
+	// Ends a lease and releases its sequences. Its blocks are free when the worker
+	// has fenced the lease. Idempotent: OK if the lease has ended already.
 	DeleteLease(ctx context.Context, in *DeleteLeaseRequest, opts ...grpc.CallOption) (*DeleteLeaseResponse, error)
-	// Plans one step: releases, offloads, trims, forks, extends, restores,
-	// admissions, in this order, each item accepted or refused by itself, and a
-	// grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-	// send its grant to the worker, with `skip` if it is not to be run.
-	// Atomic per item: a refused item changes nothing. If the call fails, no item
-	// was applied. Idempotent per request_id for the lease's last 8 plans.
-	// Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+	// Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+	// admissions, in this order. Accepts or refuses each item separately, and grants
+	// the accepted ones. Renews the lease, also if the plan fails. Every answer with
+	// a grant takes a step number: send its grant to the worker, with `skip` if the
+	// step is not to be run. Atomic per item: a refused item changes nothing. If the
+	// call fails, no item was applied. Idempotent per request_id for the lease's last
+	// 8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
 	// REQUEST_ID_REUSED, OVERLOADED.
 	PlanStep(ctx context.Context, in *PlanStepRequest, opts ...grpc.CallOption) (*PlanStepResponse, error)
-	// The same, many times on one stream: answers come in the order of requests.
-	// A plan that fails is answered by an Error; the stream goes on.
+	// Plans many steps on one stream; answers come in the order of requests. A plan
+	// that fails is answered by an Error, and the stream continues.
 	PlanSteps(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[PlanStepsRequest, PlanStepsResponse], error)
-	// For workers: attaches a pool. See AttachPoolRequest for the conversation.
-	// Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-	// the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-	// newer stream registers the same epoch.
+	// Attaches a pool; called by its worker. AttachPoolRequest describes the
+	// exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+	// TERM_SUPERSEDED) when the registration can't be accepted, and with
+	// POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
 	AttachPool(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachPoolRequest, AttachPoolResponse], error)
-	// How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND.
+	// Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND.
 	GetPool(ctx context.Context, in *GetPoolRequest, opts ...grpc.CallOption) (*GetPoolResponse, error)
-	// All pools, by name.
+	// Lists all pools, by name.
 	ListPools(ctx context.Context, in *ListPoolsRequest, opts ...grpc.CallOption) (*ListPoolsResponse, error)
-	// All leases, by id.
+	// Lists all leases, by id.
 	ListLeases(ctx context.Context, in *ListLeasesRequest, opts ...grpc.CallOption) (*ListLeasesResponse, error)
-	// One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-	// SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-	// sequences, and all sequences of its own tenant's leases.
+	// Returns one sequence with its block table. A caller that is no operator sees
+	// its own tenant's sequences, and all sequences of its own tenant's leases.
+	// Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
 	GetSequence(ctx context.Context, in *GetSequenceRequest, opts ...grpc.CallOption) (*GetSequenceResponse, error)
-	// The sequences of a pool, by lease and id; none if the lease asked for is
-	// gone. Reasons: POOL_NOT_FOUND.
+	// Lists the sequences of a pool, by lease and id; none if the lease in the
+	// request has ended. Reasons: POOL_NOT_FOUND.
 	ListSequences(ctx context.Context, in *ListSequencesRequest, opts ...grpc.CallOption) (*ListSequencesResponse, error)
-	// The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
+	// Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
 	ListBlocks(ctx context.Context, in *ListBlocksRequest, opts ...grpc.CallOption) (*ListBlocksResponse, error)
-	// The tenants that hold or cached blocks of a pool, or have a share of it, by
-	// name. A caller that is no operator sees its own only. Reasons:
+	// Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+	// by name. A caller that is no operator sees its own tenant only. Reasons:
 	// POOL_NOT_FOUND.
 	ListTenants(ctx context.Context, in *ListTenantsRequest, opts ...grpc.CallOption) (*ListTenantsResponse, error)
 	// A pool's blocks as ListBlocks shows them, then what changes. Who applies
@@ -114,15 +114,17 @@ type CacheServiceClient interface {
 	// only, and a gateway those of one tenant that it names. Reasons:
 	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error)
-	// How many of these tokens each pool holds already. Takes nothing and changes
-	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-	// TOKEN_OUT_OF_RANGE.
+	// Counts, for each pool, the first tokens that its prefix cache holds, for
+	// routers. Takes no blocks and changes no eviction order. Reasons:
+	// POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	LookupPrefix(ctx context.Context, in *LookupPrefixRequest, opts ...grpc.CallOption) (*LookupPrefixResponse, error)
-	// Why an admission of these tokens would not find more in the cache. Takes
-	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// Explains why an admission of these tokens would find no more in the prefix
+	// cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+	// TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(ctx context.Context, in *ExplainPrefixRequest, opts ...grpc.CallOption) (*ExplainPrefixResponse, error)
-	// What would become of an admission, per pool: a dry run. Takes nothing; the
-	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+	// Reports, for each pool, the result of an admission as a dry run. Takes no
+	// blocks; the next plan of any client may change the result. Reasons:
+	// POOL_NOT_FOUND.
 	CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error)
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget and
@@ -142,19 +144,19 @@ type CacheServiceClient interface {
 	// all pins for an operator, and the own tenant's for other callers. Reasons:
 	// POOL_NOT_FOUND, ROLE_MISSING.
 	ListPins(ctx context.Context, in *ListPinsRequest, opts ...grpc.CallOption) (*ListPinsResponse, error)
-	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-	// begins with some tokens. Blocks that nobody holds are free then; sequences go
-	// on with those that they hold. Pins of such content end. It is about what can
-	// be found when the call begins: what is computed later is published as ever,
-	// and what is pinned meanwhile stays. Runs in slices, with other calls between
-	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-	// A caller that is neither operator nor gateway may reset its own tenant's
-	// content only.
-	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+	// Removes cached content from the index: of a pool, a tenant, a salt, or all
+	// content that begins with some tokens. Cached blocks of it without a holder are
+	// then free; sequences keep the blocks that they hold. Pins of this content end.
+	// The call covers the content that is cached when it begins: content computed
+	// later is published as usual, and content pinned during the call stays. Runs in
+	// slices, with other calls between them. If it fails, a part is done, and a
+	// repetition does the rest. Idempotent. A caller that is neither operator nor
+	// gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+	// ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
-	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
+	// Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND.
 	AuditPool(ctx context.Context, in *AuditPoolRequest, opts ...grpc.CallOption) (*AuditPoolResponse, error)
-	// The numbers behind the metrics.
+	// Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND.
 	GetStatistics(ctx context.Context, in *GetStatisticsRequest, opts ...grpc.CallOption) (*GetStatisticsResponse, error)
 }
 
@@ -415,63 +417,63 @@ func (c *cacheServiceClient) GetStatistics(ctx context.Context, in *GetStatistic
 // All implementations must embed UnimplementedCacheServiceServer
 // for forward compatibility.
 //
-// Decides who owns which KV block of every pool attached to it. Knows no
-// tensors: what it grants, a worker executes (quire.compute.v1).
+// Assigns the KV blocks of every attached pool to sequences. Handles no tensors: it
+// grants steps, and a worker runs them (quire.compute.v1).
 //
-// Conventions. Counts and ids are int32, bytes and epochs int64. Where fields
-// say "parallel to", the lists have equal length and belong together by index.
-// A mutation carries a request_id: repeated with the same body it gets the
-// first answer again and is applied once; with another body it is refused with
+// Conventions. Counts and ids are int32; bytes and epochs are int64. Lists that are
+// "parallel to" each other have equal length and belong together by index. A
+// mutation carries a request_id: repeated with the same body, it gets the first
+// answer again and is applied once; with another body it is refused with
 // REQUEST_ID_REUSED. A call that fails changes nothing. Any call may fail with
-// INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains; only other
-// reasons are listed below.
+// INVALID_ARGUMENT, and with SHUTTING_DOWN while the server drains. Each method
+// lists only its other reasons.
 type CacheServiceServer interface {
-	// Makes a lease: the right to hold blocks of one pool. Waits until the pool's
-	// worker accepts the lease's steps. Idempotent per request_id for five minutes:
-	// a repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease
-	// of that answer has ended; a new lease needs a new request_id.
-	// Reasons: POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
+	// Creates a lease: the right to hold blocks of one pool. Waits until the pool's
+	// worker accepts the lease's steps. Idempotent per request_id for five minutes: a
+	// repeated call gets the first answer again, or LEASE_NOT_FOUND if the lease of
+	// that answer has ended; a new lease needs a new request_id. Reasons:
+	// POOL_NOT_FOUND, POOL_DETACHED, TOO_MANY_LEASES, LEASE_NOT_FOUND.
 	CreateLease(context.Context, *CreateLeaseRequest) (*CreateLeaseResponse, error)
-	// Moves a lease's expiry to now + its ttl. Every PlanStep does so too.
-	// Idempotent. Reasons: LEASE_NOT_FOUND.
+	// Sets a lease's expiry to now + its ttl. Every PlanStep does so too. Idempotent.
+	// Reasons: LEASE_NOT_FOUND.
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
-	// Ends a lease and releases its sequences. Its blocks come back when the
-	// worker has fenced it. Idempotent: a lease that is gone is OK.
+	// Ends a lease and releases its sequences. Its blocks are free when the worker
+	// has fenced the lease. Idempotent: OK if the lease has ended already.
 	DeleteLease(context.Context, *DeleteLeaseRequest) (*DeleteLeaseResponse, error)
-	// Plans one step: releases, offloads, trims, forks, extends, restores,
-	// admissions, in this order, each item accepted or refused by itself, and a
-	// grant for what was accepted. Renews the lease, also if the plan fails. Every answer with a grant takes a step number;
-	// send its grant to the worker, with `skip` if it is not to be run.
-	// Atomic per item: a refused item changes nothing. If the call fails, no item
-	// was applied. Idempotent per request_id for the lease's last 8 plans.
-	// Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
+	// Plans one step. Applies releases, offloads, trims, forks, extends, restores and
+	// admissions, in this order. Accepts or refuses each item separately, and grants
+	// the accepted ones. Renews the lease, also if the plan fails. Every answer with
+	// a grant takes a step number: send its grant to the worker, with `skip` if the
+	// step is not to be run. Atomic per item: a refused item changes nothing. If the
+	// call fails, no item was applied. Idempotent per request_id for the lease's last
+	// 8 plans. Reasons of the call: LEASE_NOT_FOUND, EPOCH_CHANGED, TOO_MANY_STEPS,
 	// REQUEST_ID_REUSED, OVERLOADED.
 	PlanStep(context.Context, *PlanStepRequest) (*PlanStepResponse, error)
-	// The same, many times on one stream: answers come in the order of requests.
-	// A plan that fails is answered by an Error; the stream goes on.
+	// Plans many steps on one stream; answers come in the order of requests. A plan
+	// that fails is answered by an Error, and the stream continues.
 	PlanSteps(grpc.BidiStreamingServer[PlanStepsRequest, PlanStepsResponse]) error
-	// For workers: attaches a pool. See AttachPoolRequest for the conversation.
-	// Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED, TERM_SUPERSEDED) when
-	// the registration can't be accepted, and with POOL_ALREADY_ATTACHED when a
-	// newer stream registers the same epoch.
+	// Attaches a pool; called by its worker. AttachPoolRequest describes the
+	// exchange. Ends with FAILED_PRECONDITION (POOL_ALREADY_ATTACHED,
+	// TERM_SUPERSEDED) when the registration can't be accepted, and with
+	// POOL_ALREADY_ATTACHED when a newer stream registers the same epoch.
 	AttachPool(grpc.BidiStreamingServer[AttachPoolRequest, AttachPoolResponse]) error
-	// How full a pool is, and what it is made of. Reasons: POOL_NOT_FOUND.
+	// Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND.
 	GetPool(context.Context, *GetPoolRequest) (*GetPoolResponse, error)
-	// All pools, by name.
+	// Lists all pools, by name.
 	ListPools(context.Context, *ListPoolsRequest) (*ListPoolsResponse, error)
-	// All leases, by id.
+	// Lists all leases, by id.
 	ListLeases(context.Context, *ListLeasesRequest) (*ListLeasesResponse, error)
-	// One sequence with its block table. Reasons: LEASE_NOT_FOUND,
-	// SEQUENCE_NOT_FOUND. A caller that is no operator sees its own tenant's
-	// sequences, and all sequences of its own tenant's leases.
+	// Returns one sequence with its block table. A caller that is no operator sees
+	// its own tenant's sequences, and all sequences of its own tenant's leases.
+	// Reasons: LEASE_NOT_FOUND, SEQUENCE_NOT_FOUND.
 	GetSequence(context.Context, *GetSequenceRequest) (*GetSequenceResponse, error)
-	// The sequences of a pool, by lease and id; none if the lease asked for is
-	// gone. Reasons: POOL_NOT_FOUND.
+	// Lists the sequences of a pool, by lease and id; none if the lease in the
+	// request has ended. Reasons: POOL_NOT_FOUND.
 	ListSequences(context.Context, *ListSequencesRequest) (*ListSequencesResponse, error)
-	// The blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
+	// Lists the blocks of a pool, by id. Reasons: POOL_NOT_FOUND, LEASE_NOT_FOUND.
 	ListBlocks(context.Context, *ListBlocksRequest) (*ListBlocksResponse, error)
-	// The tenants that hold or cached blocks of a pool, or have a share of it, by
-	// name. A caller that is no operator sees its own only. Reasons:
+	// Lists the tenants that hold or cached blocks of a pool, or have a share of it,
+	// by name. A caller that is no operator sees its own tenant only. Reasons:
 	// POOL_NOT_FOUND.
 	ListTenants(context.Context, *ListTenantsRequest) (*ListTenantsResponse, error)
 	// A pool's blocks as ListBlocks shows them, then what changes. Who applies
@@ -481,15 +483,17 @@ type CacheServiceServer interface {
 	// only, and a gateway those of one tenant that it names. Reasons:
 	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error
-	// How many of these tokens each pool holds already. Takes nothing and changes
-	// no eviction order: what a router asks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-	// TOKEN_OUT_OF_RANGE.
+	// Counts, for each pool, the first tokens that its prefix cache holds, for
+	// routers. Takes no blocks and changes no eviction order. Reasons:
+	// POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	LookupPrefix(context.Context, *LookupPrefixRequest) (*LookupPrefixResponse, error)
-	// Why an admission of these tokens would not find more in the cache. Takes
-	// nothing. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// Explains why an admission of these tokens would find no more in the prefix
+	// cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
+	// TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(context.Context, *ExplainPrefixRequest) (*ExplainPrefixResponse, error)
-	// What would become of an admission, per pool: a dry run. Takes nothing; the
-	// next plan of anybody may change the answer. Reasons: POOL_NOT_FOUND.
+	// Reports, for each pool, the result of an admission as a dry run. Takes no
+	// blocks; the next plan of any client may change the result. Reasons:
+	// POOL_NOT_FOUND.
 	CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error)
 	// Keeps what is cached of a prefix from being evicted, until it is unpinned
 	// or its ttl is over. Pinned blocks count against the tenant's pin budget and
@@ -509,19 +513,19 @@ type CacheServiceServer interface {
 	// all pins for an operator, and the own tenant's for other callers. Reasons:
 	// POOL_NOT_FOUND, ROLE_MISSING.
 	ListPins(context.Context, *ListPinsRequest) (*ListPinsResponse, error)
-	// Makes cached content unfindable: of a pool, a tenant, a salt, or of all that
-	// begins with some tokens. Blocks that nobody holds are free then; sequences go
-	// on with those that they hold. Pins of such content end. It is about what can
-	// be found when the call begins: what is computed later is published as ever,
-	// and what is pinned meanwhile stays. Runs in slices, with other calls between
-	// them; if it fails, a part is done, and a repetition does the rest. Idempotent.
-	// A caller that is neither operator nor gateway may reset its own tenant's
-	// content only.
-	// Reasons: POOL_NOT_FOUND, ROLE_MISSING, TOKEN_OUT_OF_RANGE.
+	// Removes cached content from the index: of a pool, a tenant, a salt, or all
+	// content that begins with some tokens. Cached blocks of it without a holder are
+	// then free; sequences keep the blocks that they hold. Pins of this content end.
+	// The call covers the content that is cached when it begins: content computed
+	// later is published as usual, and content pinned during the call stays. Runs in
+	// slices, with other calls between them. If it fails, a part is done, and a
+	// repetition does the rest. Idempotent. A caller that is neither operator nor
+	// gateway may reset its own tenant's content only. Reasons: POOL_NOT_FOUND,
+	// ROLE_MISSING, TOKEN_OUT_OF_RANGE.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
-	// Checks the ownership invariants on the live pool. Reasons: POOL_NOT_FOUND.
+	// Checks the ownership invariants of a pool in use. Reasons: POOL_NOT_FOUND.
 	AuditPool(context.Context, *AuditPoolRequest) (*AuditPoolResponse, error)
-	// The numbers behind the metrics.
+	// Returns the counters that the metrics are made of. Reasons: POOL_NOT_FOUND.
 	GetStatistics(context.Context, *GetStatisticsRequest) (*GetStatisticsResponse, error)
 	mustEmbedUnimplementedCacheServiceServer()
 }

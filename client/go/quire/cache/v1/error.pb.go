@@ -22,116 +22,112 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why cachemgr refused a call or an item.
+// The reason why cachemgr refused a call or an item.
 type ErrorReason int32
 
 const (
-	// Never sent.
+	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 	// another. Metadata: field, value, limit. Correct the request.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The request_id was used for a different body. Metadata:
+	// INVALID_ARGUMENT. The request_id was used with another body. Metadata:
 	// request_id. Use a new one.
 	ErrorReason_ERROR_REASON_REQUEST_ID_REUSED ErrorReason = 2
 	// INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_EMPTY_PROMPT ErrorReason = 3
-	// INVALID_ARGUMENT. A sequence would be longer than the model can attend to,
-	// than all blocks of the pool together, than its tenant may ever hold, or than
-	// it said when it was admitted with a reservation. It never fits. Metadata:
-	// sequence_id, value and limit, in tokens; limited_by, "model", "pool",
-	// "tenant" or "reservation".
+	// INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
+	// blocks of the pool together, than its tenant's limit, or than its reservation.
+	// A retry does not help. Metadata: sequence_id, value and limit, in tokens;
+	// limited_by, "model", "pool", "tenant" or "reservation".
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 4
 	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-	// sequence_id (of an item), index (in the list given), value, limit.
+	// sequence_id (of an item), index (in the list of the request), value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 5
-	// INVALID_ARGUMENT. A position lies outside of the sequence, or before what
-	// a model with a state per sequence can go back to. Metadata: sequence_id,
-	// value, least, limit.
+	// INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
+	// state per sequence can't return to it. Metadata: sequence_id, value, least,
+	// limit.
 	ErrorReason_ERROR_REASON_POSITION_OUT_OF_RANGE ErrorReason = 6
-	// NOT_FOUND. No pool has this name; no worker ever attached it. Metadata:
-	// pool.
+	// NOT_FOUND. No worker has attached a pool of this name. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_NOT_FOUND ErrorReason = 10
-	// NOT_FOUND. No such lease: it ended, expired, or was made by an earlier
-	// cachemgr. Create a lease and admit the sequences again. Metadata: lease_id.
+	// NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
+	// a lease and admit the sequences again. Metadata: lease_id.
 	ErrorReason_ERROR_REASON_LEASE_NOT_FOUND ErrorReason = 11
-	// NOT_FOUND. The lease holds no sequence of this id. Metadata: sequence_id.
+	// NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_NOT_FOUND ErrorReason = 12
-	// NOT_FOUND. Not even the first block of the prefix is cached: there is
+	// NOT_FOUND. Not even the first block of the prefix is cached, so that there is
 	// nothing to pin. Compute it first. Metadata: pool.
 	ErrorReason_ERROR_REASON_PREFIX_NOT_CACHED ErrorReason = 13
-	// ALREADY_EXISTS. The lease holds a sequence of this id already. Metadata:
+	// ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
 	// sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_EXISTS ErrorReason = 20
-	// ABORTED. The pool's memory is a new one, all of its sequences are gone.
-	// Continue the lease with the new epoch and admit the tokens again. Metadata:
-	// pool, epoch (the current one), value (the one given).
+	// ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
+	// lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
+	// current one), value (the one in the request).
 	ErrorReason_ERROR_REASON_EPOCH_CHANGED ErrorReason = 30
-	// ABORTED. What happened since the cursor is not known any more. Watch again
+	// ABORTED. The changes since the cursor are not kept any more. Watch again
 	// without a cursor. Metadata: value (the cursor).
 	ErrorReason_ERROR_REASON_CURSOR_EXPIRED ErrorReason = 31
-	// FAILED_PRECONDITION. More tokens asked to be computed than are known or
-	// being sampled. Metadata: sequence_id, value, limit (tokens).
+	// FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
+	// Metadata: sequence_id, value, limit (tokens).
 	ErrorReason_ERROR_REASON_NOTHING_TO_COMPUTE ErrorReason = 40
-	// FAILED_PRECONDITION. Another worker with another epoch is attached to a
-	// pool of this name; or this epoch was registered on a newer stream, which is
-	// why this one ends. Metadata: pool, epoch (the attached one).
+	// FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
+	// this name; or a newer stream has registered this epoch, and this stream ends.
+	// Metadata: pool, epoch (the attached one).
 	ErrorReason_ERROR_REASON_POOL_ALREADY_ATTACHED ErrorReason = 41
-	// FAILED_PRECONDITION. The worker has obeyed a newer cachemgr than this one.
+	// FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
 	// Metadata: value (this term), limit (the worker's highest).
 	ErrorReason_ERROR_REASON_TERM_SUPERSEDED ErrorReason = 42
 	// FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
 	// release it. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_OFFLOADED ErrorReason = 43
-	// FAILED_PRECONDITION. A token of the sequence is still being sampled: it can
-	// be restored when the steps in flight when it was offloaded have been reported.
-	// Ask again in a later plan. Metadata: sequence_id.
+	// FAILED_PRECONDITION. A token of the sequence is still being sampled. The
+	// sequence can be restored when the steps that were in flight at its offload are
+	// reported. Retry in a later plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_BUSY ErrorReason = 44
-	// RESOURCE_EXHAUSTED. Not enough free blocks right now. Metadata:
-	// sequence_id, needed, free (free and evictable, and not kept for others),
-	// retired: how many blocks will come back by themselves when steps in flight
-	// end.
+	// RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
+	// free (free and evictable, and not kept for others), retired (blocks that become
+	// free when the steps in flight end).
 	ErrorReason_ERROR_REASON_OUT_OF_BLOCKS ErrorReason = 50
-	// RESOURCE_EXHAUSTED. The pool holds as many sequences as its worker has
-	// room for. Metadata: sequence_id, limit.
+	// RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
+	// Metadata: sequence_id, limit.
 	ErrorReason_ERROR_REASON_TOO_MANY_SEQUENCES ErrorReason = 51
-	// RESOURCE_EXHAUSTED. The lease has planned too many steps whose outcome is
-	// unknown yet. Run them, or send them with `skip`. Metadata: limit.
+	// RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
+	// outcome. Run them, or send them with `skip`. Metadata: limit.
 	ErrorReason_ERROR_REASON_TOO_MANY_STEPS ErrorReason = 52
-	// RESOURCE_EXHAUSTED. Admissions before this one used up the plan's
-	// admission_token_budget. Ask again in the next plan. Metadata: sequence_id.
+	// RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
+	// admission_token_budget. Retry in the next plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_TOKEN_BUDGET_SPENT ErrorReason = 53
-	// RESOURCE_EXHAUSTED. The tenant would hold more blocks than it may. Release
+	// RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
 	// some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
 	// included), limit.
 	ErrorReason_ERROR_REASON_QUOTA_EXCEEDED ErrorReason = 54
-	// RESOURCE_EXHAUSTED. The tenant would pin more blocks than it may. Unpin some.
-	// Metadata: needed, pinned, limit.
+	// RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
+	// some. Metadata: needed, pinned, limit.
 	ErrorReason_ERROR_REASON_PIN_BUDGET_SPENT ErrorReason = 55
-	// RESOURCE_EXHAUSTED. There are as many leases as there may be, of the tenant
-	// or of all. End one, or ask again later. Metadata: limit, limited_by,
-	// "tenant" or "server".
+	// RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
+	// End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
 	ErrorReason_ERROR_REASON_TOO_MANY_LEASES ErrorReason = 56
-	// RESOURCE_EXHAUSTED. Too many calls wait for their turn. Ask again later.
-	// Metadata: limit.
+	// RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 57
-	// RESOURCE_EXHAUSTED. Not enough free blocks in the host tier right now, or the
-	// pool has none. Release the sequence instead. Metadata: sequence_id, needed,
+	// RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
+	// no host tier. Release the sequence instead. Metadata: sequence_id, needed,
 	// free, retired, limit (all blocks of the host tier).
 	ErrorReason_ERROR_REASON_OUT_OF_HOST_BLOCKS ErrorReason = 58
-	// UNAVAILABLE. The pool's worker is not attached right now. Metadata: pool.
+	// UNAVAILABLE. The pool's worker is not attached now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 60
-	// UNAVAILABLE. The server is draining. Ask again elsewhere or later.
+	// UNAVAILABLE. The server is draining. Retry elsewhere or later.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 61
-	// UNAUTHENTICATED. The server asks who calls, and neither a client
-	// certificate nor a bearer token was shown.
+	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+	// client certificate nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 70
-	// UNAUTHENTICATED. The authorization shown is not a bearer token that the
-	// server knows: wrong, malformed or revoked.
+	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+	// knows: wrong, malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 71
-	// PERMISSION_DENIED. The method is for others; or, of one admission of a plan,
-	// the tenant that it names. Metadata: method (of an admission: sequence_id),
-	// roles (the caller needs one of these), name (who the caller is to the server).
+	// PERMISSION_DENIED. The caller has none of the roles that the method needs or,
+	// for one admission of a plan, that naming another tenant needs. Metadata: method
+	// (of an admission: sequence_id), roles (the caller needs one of these), name
+	// (the caller's name at the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 72
 )
 
@@ -236,19 +232,19 @@ func (ErrorReason) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_error_proto_rawDescGZIP(), []int{0}
 }
 
-// What a status says, where there is no status to put it in.
+// The content of an error status, inside of an answer.
 type Error struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A gRPC status code (google.rpc.Code), never 0.
 	Code int32 `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
 	// The reason's name without its enum prefix, as in ErrorInfo.reason.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
-	// For people, in English.
+	// The text for people, in English.
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	// Every number and name of the message.
 	Metadata map[string]string `protobuf:"bytes,4,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Set where asking again may help, as google.rpc.RetryInfo does in a status:
-	// not before this has passed.
+	// The time to wait before a retry; set if a retry may succeed, as
+	// google.rpc.RetryInfo in a status.
 	RetryDelay    *durationpb.Duration `protobuf:"bytes,5,opt,name=retry_delay,json=retryDelay,proto3" json:"retry_delay,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -21,7 +21,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// A StepGrant as the client carries it: opaque.
+// A signed StepGrant; the client sends it on without reading it.
 type SignedGrant struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A serialized StepGrant. The signature covers exactly these bytes.
@@ -76,54 +76,54 @@ func (x *SignedGrant) GetSignature() []byte {
 	return nil
 }
 
-// What one step may touch. The first part says who owns what and is applied
-// whenever the grant is accepted, in the order of the fields; the second part
-// says what to compute, and may fail without undoing the first.
+// The permission and the orders for one step. The worker applies the first part,
+// the ownership changes, as soon as it accepts the grant, in the order of the
+// fields. The second part lists the computations; if they fail, the first part
+// stays applied.
 //
-// A worker accepts a grant only if the signature fits, the epoch is its own,
-// the lease is open, and step_number is the lease's next. Then, in order:
-// forget the released and the offloaded sequences, apply the block table writes,
-// do the copies (to the host tier, within the pool, from the host tier), write
-// the KV of all runs layer by layer before attending in that layer, and sample.
+// A worker accepts a grant only if the signature fits, the epoch is its own, the
+// lease is open, and step_number is the lease's next. Then, in order, it forgets
+// the released and the offloaded sequences, applies the block table writes, does
+// the copies (to the host tier, within the pool, from the host tier), writes the KV
+// of all runs layer by layer before attending in that layer, and samples.
 type StepGrant struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The incarnation of the pool's memory this grant is about, never 0.
+	// The epoch of the pool, never 0.
 	Epoch int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// The incarnation of the cachemgr that signed.
 	Term int64 `protobuf:"varint,3,opt,name=term,proto3" json:"term,omitempty"`
-	// The lease whose step this is.
+	// The lease of the step.
 	LeaseId string `protobuf:"bytes,4,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
-	// 1, 2, 3, ... per lease and epoch, without holes.
+	// 1, 2, 3, ... per lease and epoch, without gaps.
 	StepNumber int64 `protobuf:"varint,5,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
-	// Outcomes up to this step of the lease were known when the grant was signed.
-	// A step after it that was to compute and did not, because it failed or was
-	// skipped, makes this step fail too: it may build on what was not computed.
+	// The last step of the lease with a known outcome when the grant was signed. If a
+	// later step was to compute but failed or was skipped, this step fails, too: it
+	// may depend on the missing tokens.
 	KnownStepNumber int64 `protobuf:"varint,6,opt,name=known_step_number,json=knownStepNumber,proto3" json:"known_step_number,omitempty"`
-	// Sequences that end, in the pool or in the host tier. Their rows are free once
+	// Sequences that end, in the pool or in the host tier. Their rows are free when
 	// this is applied.
 	ReleasedSequenceIds []int32 `protobuf:"varint,10,rep,packed,name=released_sequence_ids,json=releasedSequenceIds,proto3" json:"released_sequence_ids,omitempty"`
-	// Sequences that leave for the host tier: their rows are free likewise. One
-	// comes back by its next table write, with no last sampled token and no sampling
-	// parameters, as one not seen before.
+	// Sequences that move to the host tier; their rows are free, too. A restored
+	// sequence begins with its next table write, as a new one: without a last sampled
+	// token and without sampling parameters.
 	OffloadedSequenceIds []int32 `protobuf:"varint,13,rep,packed,name=offloaded_sequence_ids,json=offloadedSequenceIds,proto3" json:"offloaded_sequence_ids,omitempty"`
-	// Sequences that begin as the continuation of another: the child takes over
-	// the parent's last sampled token and sampling state. Its block table comes by
-	// the writes below. Parallel to fork_child_ids.
+	// Sequences to fork: each child gets its parent's last sampled token and sampling
+	// state. The writes below make its block table. Parallel to fork_child_ids.
 	ForkParentIds []int32 `protobuf:"varint,11,rep,packed,name=fork_parent_ids,json=forkParentIds,proto3" json:"fork_parent_ids,omitempty"`
 	// The children, parallel to fork_parent_ids.
 	ForkChildIds []int32 `protobuf:"varint,12,rep,packed,name=fork_child_ids,json=forkChildIds,proto3" json:"fork_child_ids,omitempty"`
-	// Block table writes, applied in order. A sequence not seen before begins
-	// with its first write. Entry i writes write_block_counts[i] blocks, taken in
-	// order from write_block_ids, into the table of write_sequence_ids[i] from
-	// index write_first_indexes[i] on.
+	// Block table writes, applied in order. A new sequence begins with its first
+	// write. Entry i writes write_block_counts[i] blocks, taken in order from
+	// write_block_ids, into the table of write_sequence_ids[i] from index
+	// write_first_indexes[i] on.
 	WriteSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=write_sequence_ids,json=writeSequenceIds,proto3" json:"write_sequence_ids,omitempty"`
 	// Index in the block table, in blocks; parallel to write_sequence_ids.
 	WriteFirstIndexes []int32 `protobuf:"varint,21,rep,packed,name=write_first_indexes,json=writeFirstIndexes,proto3" json:"write_first_indexes,omitempty"`
 	// Number of blocks, at least 1; parallel to write_sequence_ids.
 	WriteBlockCounts []int32 `protobuf:"varint,22,rep,packed,name=write_block_counts,json=writeBlockCounts,proto3" json:"write_block_counts,omitempty"`
-	// The blocks of all writes, one after the other.
+	// The blocks of all writes, concatenated.
 	WriteBlockIds []int32 `protobuf:"varint,23,rep,packed,name=write_block_ids,json=writeBlockIds,proto3" json:"write_block_ids,omitempty"`
 	// Whole-block copies, done after the table writes and before anything is
 	// computed. No block is both a source and a target.
@@ -133,31 +133,31 @@ type StepGrant struct {
 	// Copies to the host tier, done before any block of the pool is written in
 	// this step.
 	OffloadSourceBlockIds []int32 `protobuf:"varint,32,rep,packed,name=offload_source_block_ids,json=offloadSourceBlockIds,proto3" json:"offload_source_block_ids,omitempty"`
-	// Host blocks, none of them twice; parallel to offload_source_block_ids.
+	// Host blocks without duplicates; parallel to offload_source_block_ids.
 	OffloadTargetHostBlockIds []int32 `protobuf:"varint,33,rep,packed,name=offload_target_host_block_ids,json=offloadTargetHostBlockIds,proto3" json:"offload_target_host_block_ids,omitempty"`
 	// Host blocks to copy back, done after the copies to the host tier and before
 	// anything is computed.
 	RestoreSourceHostBlockIds []int32 `protobuf:"varint,34,rep,packed,name=restore_source_host_block_ids,json=restoreSourceHostBlockIds,proto3" json:"restore_source_host_block_ids,omitempty"`
-	// Blocks of the pool, none of them twice; parallel to
+	// Blocks of the pool without duplicates; parallel to
 	// restore_source_host_block_ids.
 	RestoreTargetBlockIds []int32 `protobuf:"varint,35,rep,packed,name=restore_target_block_ids,json=restoreTargetBlockIds,proto3" json:"restore_target_block_ids,omitempty"`
-	// What to compute: run i computes the KV of run_token_counts[i] tokens of
+	// The computations: run i computes the KV of run_token_counts[i] tokens of
 	// run_sequence_ids[i] from position run_starts[i] on.
 	RunSequenceIds []int32 `protobuf:"varint,40,rep,packed,name=run_sequence_ids,json=runSequenceIds,proto3" json:"run_sequence_ids,omitempty"`
 	// First position, 0-based, in tokens; parallel to run_sequence_ids.
 	RunStarts []int32 `protobuf:"varint,41,rep,packed,name=run_starts,json=runStarts,proto3" json:"run_starts,omitempty"`
 	// Number of tokens, at least 1; parallel to run_sequence_ids.
 	RunTokenCounts []int32 `protobuf:"varint,42,rep,packed,name=run_token_counts,json=runTokenCounts,proto3" json:"run_token_counts,omitempty"`
-	// Whether the run ends at the sequence's last token, so that the next one is
+	// True if the run ends at the sequence's last token, so that the next token is
 	// sampled; parallel to run_sequence_ids.
 	RunSamples []bool `protobuf:"varint,43,rep,packed,name=run_samples,json=runSamples,proto3" json:"run_samples,omitempty"`
-	// Indexes, in rising order, of the runs whose token ids come from the client.
-	// Any other run is of one token: the one sampled last for that sequence, which
-	// the worker has at exactly run_starts[i].
+	// Indexes, in rising order, of the runs with token ids from the client. Any other
+	// run has one token: the token sampled last for that sequence. The worker has it,
+	// at position run_starts[i].
 	GivenRunIndexes []int32 `protobuf:"varint,44,rep,packed,name=given_run_indexes,json=givenRunIndexes,proto3" json:"given_run_indexes,omitempty"`
-	// For each of given_run_indexes the first 16 bytes of the SHA-256 of its
-	// token ids as little-endian int32, concatenated. The worker refuses other
-	// tokens: a block's content is what its prefix hash says.
+	// For each of given_run_indexes, the first 16 bytes of the SHA-256 of its token
+	// ids as little-endian int32, concatenated. The worker refuses other tokens, so
+	// that a block always has the content that its prefix hash identifies.
 	GivenTokenDigests []byte `protobuf:"bytes,45,opt,name=given_token_digests,json=givenTokenDigests,proto3" json:"given_token_digests,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache

@@ -23,27 +23,27 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why a worker refused a call or a step; ErrorInfo.domain is
+// The reason why a worker refused a call or a step; ErrorInfo.domain is
 // "compute.quire.dev". Details as in quire.cache.v1.ErrorReason.
 type ErrorReason int32
 
 const (
-	// Never sent.
+	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 	// another or with the grant. Metadata: field, value, limit; sequence_id if it
 	// is the input of one sequence.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The token ids given for a run are not those that
-	// cachemgr was told. Metadata: sequence_id.
+	// INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
+	// sequence_id.
 	ErrorReason_ERROR_REASON_TOKENS_MISMATCH ErrorReason = 2
 	// INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit.
 	ErrorReason_ERROR_REASON_BLOCK_OUT_OF_RANGE ErrorReason = 3
 	// PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-	// changed on the way.
+	// changed after that.
 	ErrorReason_ERROR_REASON_BAD_SIGNATURE ErrorReason = 10
-	// FAILED_PRECONDITION. The lease has ended or was never opened here. Make a
-	// new lease. Metadata: lease_id_prefix.
+	// FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
+	// Make a new lease. Metadata: lease_id_prefix.
 	ErrorReason_ERROR_REASON_LEASE_FENCED ErrorReason = 20
 	// FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
 	// before it is missing. Metadata: value, limit (the number expected).
@@ -54,25 +54,26 @@ const (
 	// The tables changed as granted, nothing was computed. Plan again. Metadata:
 	// step_number, failed_step_number.
 	ErrorReason_ERROR_REASON_PRIOR_STEP_FAILED ErrorReason = 31
-	// INTERNAL. The model failed on this step. The tables changed as granted,
-	// nothing was computed, the lease goes on. Metadata: step_number.
+	// INTERNAL. The model failed on this step. The tables changed as granted, nothing
+	// was computed, and the lease continues. Metadata: step_number.
 	ErrorReason_ERROR_REASON_STEP_FAILED ErrorReason = 40
-	// UNAVAILABLE. No cachemgr rules the pool right now. Metadata: pool.
+	// UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 50
 	// UNAVAILABLE. The server is draining.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 51
 	// RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-	// Ask again later. Metadata: limit; sequence_id, if it is about the grammar that
-	// a sequence brings.
+	// Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
+	// cause.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 52
-	// UNAUTHENTICATED. The server asks who calls, and neither a client
-	// certificate nor a bearer token was shown.
+	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+	// client certificate nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 60
-	// UNAUTHENTICATED. The authorization shown is not a bearer token that the
-	// server knows: wrong, malformed or revoked.
+	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
+	// knows: wrong, malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 61
-	// PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-	// caller needs one of these), name (who the caller is to the server).
+	// PERMISSION_DENIED. The caller has none of the roles that the method needs.
+	// Metadata: method, roles (the caller needs one of these), name (the caller's
+	// name at the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 62
 )
 
@@ -183,19 +184,19 @@ func (*GetModelRequest) Descriptor() ([]byte, []int) {
 // See WorkerService.GetModel.
 type GetModelResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name for people: the path's last part, or the hub id.
+	// The display name: the last part of the path, or the hub id.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The architecture's class ("LlamaForCausalLM").
 	Architecture string `protobuf:"bytes,2,opt,name=architecture,proto3" json:"architecture,omitempty"`
-	// Where the tokenizer is: a directory on the worker's machine or a hub id.
+	// The location of the tokenizer: a directory on the worker's machine or a hub id.
 	Tokenizer string `protobuf:"bytes,3,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
 	// Tokens at which generation ends.
 	EndTokenIds []int32 `protobuf:"varint,4,rep,packed,name=end_token_ids,json=endTokenIds,proto3" json:"end_token_ids,omitempty"`
-	// The weights' and activations' type: "float32", "bfloat16", "float16".
+	// The type of weights and activations: "float32", "bfloat16", "float16".
 	Dtype string `protobuf:"bytes,5,opt,name=dtype,proto3" json:"dtype,omitempty"`
-	// The KV's type.
+	// The type of the KV.
 	KvDtype string `protobuf:"bytes,6,opt,name=kv_dtype,json=kvDtype,proto3" json:"kv_dtype,omitempty"`
-	// Where it computes ("cpu", "cuda:0").
+	// The device that computes ("cpu", "cuda:0").
 	Device string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
 	// The pool's name.
 	Pool string `protobuf:"bytes,8,opt,name=pool,proto3" json:"pool,omitempty"`
@@ -203,9 +204,9 @@ type GetModelResponse struct {
 	Epoch int64 `protobuf:"varint,9,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Sizes and identity of the pool and the model.
 	Geometry *v1.PoolGeometry `protobuf:"bytes,10,opt,name=geometry,proto3" json:"geometry,omitempty"`
-	// The most tokens one step may compute.
+	// The limit of tokens that one step computes.
 	MaxStepTokens int32 `protobuf:"varint,11,opt,name=max_step_tokens,json=maxStepTokens,proto3" json:"max_step_tokens,omitempty"`
-	// The most log-probabilities per token that can be asked for.
+	// The limit of log-probabilities per token in a request.
 	MaxLogprobCount int32 `protobuf:"varint,12,opt,name=max_logprob_count,json=maxLogprobCount,proto3" json:"max_logprob_count,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -325,13 +326,13 @@ func (x *GetModelResponse) GetMaxLogprobCount() int32 {
 	return 0
 }
 
-// What the text of a sequence has to match, from its first generated token to the
-// end token. Other tokens than those that can continue such a text are never
-// chosen; the model's end tokens are, when the text is complete. The text of the
-// grammar has at most 65,536 bytes of UTF-8.
+// The form of a sequence's text, from its first generated token to the end token.
+// Only tokens that can continue such a text are chosen, and the model's end tokens
+// when the text is complete. The text of the grammar has at most 65,536 bytes of
+// UTF-8.
 type Grammar struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One is needed.
+	// Exactly one of these.
 	//
 	// Types that are valid to be assigned to Grammar:
 	//
@@ -448,7 +449,7 @@ type Grammar_JsonSchema struct {
 }
 
 type Grammar_JsonObject struct {
-	// Any JSON object. True, if it is set.
+	// Any JSON object. If set, it must be true.
 	JsonObject bool `protobuf:"varint,2,opt,name=json_object,json=jsonObject,proto3,oneof"`
 }
 
@@ -614,18 +615,18 @@ func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
 	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
 }
 
-// How the next token of a sequence is chosen: tokens that can't be chosen by the
-// grammar or by other fields, logit_bias, penalties, then temperature, top-k,
-// top-p, min-p, in this order (docs/reference/sampling.md). Unset fields mean the value that changes nothing. A value
-// outside of its field's range is refused with INVALID_ARGUMENT. Floats are
-// checked as they arrive, in float32: 1e-46 is 0.
+// The choice of a sequence's next token. Applied in this order: tokens excluded by
+// the grammar or by other fields, logit_bias, penalties, temperature, top-k, top-p,
+// min-p (docs/reference/sampling.md). An unset field has the value that changes
+// nothing. A value outside of its field's range is refused with INVALID_ARGUMENT.
+// Floats are checked as float32, as they arrive: 1e-46 is 0.
 type SamplingParameters struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 0: the most probable token. In [0, inf). Unset: 1.
 	Temperature *float32 `protobuf:"fixed32,1,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
 	// Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0.
 	TopK int32 `protobuf:"varint,2,opt,name=top_k,json=topK,proto3" json:"top_k,omitempty"`
-	// Only the most probable tokens whose probabilities add up to this. In (0, 1].
+	// Only the most probable tokens, up to this sum of probabilities. In (0, 1].
 	// Unset: 1.
 	TopP *float32 `protobuf:"fixed32,3,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
 	// Only tokens at least this times as probable as the most probable one. In
@@ -641,18 +642,19 @@ type SamplingParameters struct {
 	// rounding, so the same seed can give another token beside other sequences, more
 	// often in bfloat16 (docs/architecture.md, Seeds). Any value; taken modulo 2^63.
 	Seed int64 `protobuf:"varint,7,opt,name=seed,proto3" json:"seed,omitempty"`
-	// Log-probabilities to answer with, beside the chosen token's: 0 to
+	// Number of log-probabilities in the answer, beside the chosen token's: 0 to
 	// GetModelResponse.max_logprob_count of the most probable tokens. Unset: none,
 	// not even the chosen token's. They are of the model's own distribution, before
 	// penalties and temperature.
 	LogprobCount *int32 `protobuf:"varint,8,opt,name=logprob_count,json=logprobCount,proto3,oneof" json:"logprob_count,omitempty"`
 	// For penalties: tokens of the sequence that were given, not generated. Needed
-	// only if a penalty is set, since those found in the prefix cache are not run
-	// here. With output_token_ids at most PoolGeometry.max_sequence_tokens.
+	// only if a penalty is set, since the worker does not get tokens that were found
+	// in the prefix cache. With output_token_ids at most
+	// PoolGeometry.max_sequence_tokens.
 	PromptTokenIds []int32 `protobuf:"varint,9,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
-	// For penalties: tokens of the sequence generated before this worker saw it.
-	// frequency_penalty counts each as often as it is here.
-	// For a grammar: all of them that are known, in their order.
+	// For penalties: tokens of the sequence that were generated before this worker
+	// ran it. frequency_penalty counts every occurrence in this list. For a grammar:
+	// all known generated tokens, in order.
 	OutputTokenIds []int32 `protobuf:"varint,10,rep,packed,name=output_token_ids,json=outputTokenIds,proto3" json:"output_token_ids,omitempty"`
 	// Taken from the logit of a token once for each time that it was generated, up
 	// to 32,767 times. In [-2, 2]. Default 0.
@@ -664,25 +666,25 @@ type SamplingParameters struct {
 	// Empty: all.
 	AllowedTokenIds []int32 `protobuf:"varint,22,rep,packed,name=allowed_token_ids,json=allowedTokenIds,proto3" json:"allowed_token_ids,omitempty"`
 	// Sequences of tokens that are not generated: the last token of each can't be
-	// chosen after the tokens before it. At most 1,024. Where one of several tokens
-	// would leave no token to choose, it is ignored.
+	// chosen after the tokens before it. At most 1,024. A sequence of several tokens
+	// is ignored if it would leave no token to choose.
 	BadWords []*TokenSequence `protobuf:"bytes,23,rep,name=bad_words,json=badWords,proto3" json:"bad_words,omitempty"`
 	// For bad_words: the last tokens of the sequence before this step samples, oldest
-	// first, at most 15. Those that this worker samples later need not be told.
+	// first, at most 15. Tokens that this worker samples later are not needed.
 	LastTokenIds []int32 `protobuf:"varint,24,rep,packed,name=last_token_ids,json=lastTokenIds,proto3" json:"last_token_ids,omitempty"`
-	// end_token_ids can't be chosen while the sequence has fewer tokens than this, its
-	// prompt included. In [0, 2147483647]. Default 0.
+	// end_token_ids can't be chosen while the sequence has fewer tokens than this,
+	// its prompt included. In [0, 2147483647]. Default 0.
 	MinSequenceTokenCount int32 `protobuf:"varint,25,opt,name=min_sequence_token_count,json=minSequenceTokenCount,proto3" json:"min_sequence_token_count,omitempty"`
-	// For min_sequence_token_count: at most as many as the vocabulary has. It is
+	// For min_sequence_token_count: at most as many as the vocabulary has.
 	// INVALID_ARGUMENT if these and bad_words of one token leave no token to choose.
 	EndTokenIds []int32 `protobuf:"varint,26,rep,packed,name=end_token_ids,json=endTokenIds,proto3" json:"end_token_ids,omitempty"`
-	// What the generated tokens have to be. It goes with the sequence to its forks.
-	// Unset: anything. Refused together with allowed_token_ids, bad_words and
+	// The form of the generated tokens. Forks of the sequence inherit it. Unset: any
+	// tokens. Refused together with allowed_token_ids, bad_words and
 	// min_sequence_token_count, which could leave no token to choose.
 	Grammar *Grammar `protobuf:"bytes,36,opt,name=grammar,proto3" json:"grammar,omitempty"`
 	// With a grammar: the position of the first generated token, which is the length
-	// of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar says
-	// nothing of tokens before it. Without a grammar: 0, or unset.
+	// of the prompt, from 1 to PoolGeometry.max_sequence_tokens. The grammar does not
+	// apply to tokens before it. Without a grammar: 0, or unset.
 	OutputBeginsAt int32 `protobuf:"varint,37,opt,name=output_begins_at,json=outputBeginsAt,proto3" json:"output_begins_at,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -851,7 +853,7 @@ func (x *SamplingParameters) GetOutputBeginsAt() int32 {
 	return 0
 }
 
-// Some tokens, one behind the other.
+// Consecutive tokens.
 type TokenSequence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 1 to 16 tokens.
@@ -897,22 +899,24 @@ func (x *TokenSequence) GetTokenIds() []int32 {
 	return nil
 }
 
-// What a step needs to know of one sequence, if anything.
+// The input of one sequence to a step.
 type SequenceInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The sequence, one of the grant's runs.
+	// The sequence of one of the grant's runs.
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// The tokens to run, exactly as many as the grant says, if the run is one of
 	// the grant's given_run_indexes; else empty.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// From this step on. Unset: as before; greedy at first.
+	// Sampling parameters from this step on. Unset: as before; greedy at first.
 	Sampling *SamplingParameters `protobuf:"bytes,3,opt,name=sampling,proto3" json:"sampling,omitempty"`
-	// Of each of next_token_ids, its log-probability and those of so many of the
-	// most probable tokens: 0 to GetModelResponse.max_logprob_count. Unset: none.
-	// They are of the model's own distribution, before penalties and temperature.
+	// Asks for log-probabilities of each of next_token_ids: its own and those of this
+	// many of the most probable tokens, 0 to GetModelResponse.max_logprob_count.
+	// Unset: none. They are of the model's own distribution, before penalties and
+	// temperature.
 	PromptLogprobCount *int32 `protobuf:"varint,20,opt,name=prompt_logprob_count,json=promptLogprobCount,proto3,oneof" json:"prompt_logprob_count,omitempty"`
-	// For prompt_logprob_count: the token that follows each token of the run, from the
-	// first on; that of the last one is not in the run. At most as many as the run has tokens.
+	// For prompt_logprob_count: the token that follows each token of the run, from
+	// the first on; the one after the run's last token is not in the run. At most as
+	// many as the run has tokens.
 	NextTokenIds  []int32 `protobuf:"varint,21,rep,packed,name=next_token_ids,json=nextTokenIds,proto3" json:"next_token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -986,13 +990,13 @@ func (x *SequenceInput) GetNextTokenIds() []int32 {
 // See WorkerService.RunStep.
 type RunStepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From cachemgr, untouched. One that is larger than any grant for this pool, and
-	// than 1 MiB, is refused by its size.
+	// From cachemgr, unchanged. A grant is refused by its size if it is larger than
+	// any grant for this pool and than 1 MiB.
 	Grant *v1.SignedGrant `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
-	// Sequences that bring tokens or sampling parameters. A sequence that goes on
-	// from its last sampled token needs no entry.
+	// Sequences with token ids or sampling parameters for this step. A sequence that
+	// continues from its last sampled token needs no entry.
 	Inputs []*SequenceInput `protobuf:"bytes,2,rep,name=inputs,proto3" json:"inputs,omitempty"`
-	// Apply the grant's table changes, compute nothing.
+	// Apply the grant's table changes, and compute nothing.
 	Skip          bool `protobuf:"varint,3,opt,name=skip,proto3" json:"skip,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1049,32 +1053,32 @@ func (x *RunStepRequest) GetSkip() bool {
 	return false
 }
 
-// See WorkerService.RunStep. Parallel lists: entry i is about sequence_ids[i].
+// The result of a step. Parallel lists: entry i belongs to sequence_ids[i].
 type RunStepResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The step.
 	StepNumber int64 `protobuf:"varint,1,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
-	// The sequences for which a token was sampled, in the grant's order.
+	// The sequences with a sampled token, in the grant's order.
 	SequenceIds []int32 `protobuf:"varint,2,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
 	// The tokens sampled.
 	SampledTokenIds []int32 `protobuf:"varint,3,rep,packed,name=sampled_token_ids,json=sampledTokenIds,proto3" json:"sampled_token_ids,omitempty"`
-	// Log-probabilities, of those that asked for them, in the order of
+	// Log-probabilities, of the sequences with a logprob_count, in the order of
 	// sequence_ids.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,4,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Where the time went.
+	// The step's time, by phase.
 	Timings *StepTimings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
 	// Blocks copied to the host tier.
 	OffloadedBlockCount int32 `protobuf:"varint,6,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
-	// Blocks copied back from there.
+	// Blocks copied from the host tier.
 	RestoredBlockCount int32 `protobuf:"varint,7,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
-	// Blocks copied within the pool: shared ones that a sequence was to write.
+	// Blocks copied within the pool: shared blocks that a sequence was to write.
 	CopiedBlockCount int32 `protobuf:"varint,8,opt,name=copied_block_count,json=copiedBlockCount,proto3" json:"copied_block_count,omitempty"`
-	// Log-probabilities of given tokens, of the runs that asked for some, in the
-	// order of the request's inputs.
+	// Log-probabilities of given tokens, of the runs with a prompt_logprob_count, in
+	// the order of the request's inputs.
 	PromptLogprobs []*PromptLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	// Sequences whose grammar could not be followed in this step: the tokens before
-	// it do not match, or the text outgrew llguidance's limits. Each got an end
-	// token, which means nothing.
+	// Sequences that could not follow their grammar in this step: the tokens before
+	// it do not match, or the text exceeded llguidance's limits. The sampled token of
+	// such a sequence is an end token, to be ignored.
 	GrammarFailures []*GrammarFailure `protobuf:"bytes,36,rep,name=grammar_failures,json=grammarFailures,proto3" json:"grammar_failures,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1269,7 +1273,7 @@ type GrammarFailure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sequence.
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// What llguidance says.
+	// The message of llguidance.
 	Message       string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1392,7 +1396,7 @@ func (x *TokenLogprobs) GetTopLogprobs() []float32 {
 	return nil
 }
 
-// Where a step's time went.
+// A step's time, by phase.
 type StepTimings struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Waiting for earlier steps.
@@ -1659,9 +1663,9 @@ type GetStatisticsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's epoch.
 	Epoch int64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// The term obeyed, 0 if none yet.
+	// The highest term accepted, 0 if none yet.
 	Term int64 `protobuf:"varint,2,opt,name=term,proto3" json:"term,omitempty"`
-	// Whether the stream to cachemgr is open.
+	// True if the stream to cachemgr is open.
 	Attached bool `protobuf:"varint,3,opt,name=attached,proto3" json:"attached,omitempty"`
 	// Steps that were computed.
 	ComputedStepCount int64 `protobuf:"varint,4,opt,name=computed_step_count,json=computedStepCount,proto3" json:"computed_step_count,omitempty"`
@@ -1671,25 +1675,25 @@ type GetStatisticsResponse struct {
 	SkippedStepCount int64 `protobuf:"varint,6,opt,name=skipped_step_count,json=skippedStepCount,proto3" json:"skipped_step_count,omitempty"`
 	// Steps refused before anything was touched, by reason.
 	RefusalCounts map[string]int64 `protobuf:"bytes,7,rep,name=refusal_counts,json=refusalCounts,proto3" json:"refusal_counts,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
-	// Tokens whose KV was computed.
+	// Tokens with KV computed.
 	ComputedTokenCount int64 `protobuf:"varint,8,opt,name=computed_token_count,json=computedTokenCount,proto3" json:"computed_token_count,omitempty"`
 	// Tokens sampled.
 	SampledTokenCount int64 `protobuf:"varint,9,opt,name=sampled_token_count,json=sampledTokenCount,proto3" json:"sampled_token_count,omitempty"`
 	// Blocks copied.
 	CopiedBlockCount int64 `protobuf:"varint,10,opt,name=copied_block_count,json=copiedBlockCount,proto3" json:"copied_block_count,omitempty"`
-	// Leases whose steps are accepted.
+	// Leases with accepted steps.
 	OpenLeaseCount int32 `protobuf:"varint,11,opt,name=open_lease_count,json=openLeaseCount,proto3" json:"open_lease_count,omitempty"`
 	// Sequences with a block table here.
 	SequenceCount int32 `protobuf:"varint,12,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
 	// Steps accepted and not ended.
 	StepInFlightCount int32 `protobuf:"varint,13,opt,name=step_in_flight_count,json=stepInFlightCount,proto3" json:"step_in_flight_count,omitempty"`
-	// Reports cachemgr has not acknowledged.
+	// Reports that cachemgr has not acknowledged.
 	UnacknowledgedReportCount int32 `protobuf:"varint,14,opt,name=unacknowledged_report_count,json=unacknowledgedReportCount,proto3" json:"unacknowledged_report_count,omitempty"`
 	// Time in the model, all steps together.
 	ForwardTime *durationpb.Duration `protobuf:"bytes,15,opt,name=forward_time,json=forwardTime,proto3" json:"forward_time,omitempty"`
 	// Blocks copied to the host tier.
 	OffloadedBlockCount int64 `protobuf:"varint,16,opt,name=offloaded_block_count,json=offloadedBlockCount,proto3" json:"offloaded_block_count,omitempty"`
-	// Blocks copied back from there.
+	// Blocks copied from the host tier.
 	RestoredBlockCount int64 `protobuf:"varint,17,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
 	// Time in these copies, all steps together.
 	HostCopyTime  *durationpb.Duration `protobuf:"bytes,18,opt,name=host_copy_time,json=hostCopyTime,proto3" json:"host_copy_time,omitempty"`
@@ -1902,9 +1906,9 @@ func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
 // See WorkerService.ChecksumBlocks.
 type ChecksumBlocksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Parallel to the request's block_ids. Equal content, equal checksum.
+	// Parallel to the request's block_ids. Equal content has equal checksums.
 	Checksums []int64 `protobuf:"varint,1,rep,packed,name=checksums,proto3" json:"checksums,omitempty"`
-	// The epoch the content is of.
+	// The epoch of the content.
 	Epoch         int64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -31,42 +31,43 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Runs batched steps of one model on one pool of KV blocks. Decides nothing
-// about ownership: every step carries a grant signed by the pool's cachemgr
-// (quire.cache.v1), which is checked before anything is touched.
+// Runs batched steps of one model on one pool of KV blocks. Decides nothing about
+// ownership: every step has a grant signed by the pool's cachemgr (quire.cache.v1),
+// and the worker checks the grant first.
 //
-// Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the
-// server drains; only other reasons are listed below.
+// Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
+// drains. Each method lists only its other reasons.
 type WorkerServiceClient interface {
-	// What the worker serves. Constant for an epoch.
+	// Returns the model and the pool of the worker. Constant for an epoch.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
-	// Compiles a grammar and keeps it, so that a step that brings it finds it
-	// compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
-	// can bring a grammar without this call: then the step, and those behind it on
-	// its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
-	// call or for the sequence that brings it: a grammar that is wrong, that no text
-	// can match, that takes more than 5 s or 1 GiB to compile, or for a model
-	// without a tokenizer or an end token. Reasons: OVERLOADED.
+	// Compiles a grammar and caches it, so that a later step with this grammar does
+	// not wait for its compilation. Answers when it is compiled; steps continue
+	// meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
+	// step, and the later steps on its stream, wait for the compilation. A grammar is
+	// refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
+	// is malformed, if no text can match it, if it takes more than 5 s or 1 GiB to
+	// compile, or if the model has no tokenizer or no end token. Reasons: OVERLOADED.
 	CheckGrammar(ctx context.Context, in *CheckGrammarRequest, opts ...grpc.CallOption) (*CheckGrammarResponse, error)
-	// Runs one step and answers when its tokens are sampled. Steps of a lease run
-	// in the order of their numbers; send the next before this one is answered to
+	// Runs one step and answers when its tokens are sampled. Steps of a lease run in
+	// the order of their numbers; send the next one before this one is answered to
 	// keep the device busy. Not idempotent: a step number is accepted once, and a
-	// repetition is refused with STEP_OUT_OF_ORDER.
-	// Refused before anything is touched, and the number not used up:
-	// BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
-	// refused for the input of one sequence (metadata: sequence_id) can be sent again
-	// with `skip`, and planned again without that sequence. OVERLOADED with a
-	// sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
-	// PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
+	// repetition is refused with STEP_OUT_OF_ORDER. Errors that change nothing and
+	// use up no step number: BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED,
+	// STEP_OUT_OF_ORDER, INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED,
+	// OVERLOADED. A step that is refused for the input of one sequence (metadata:
+	// sequence_id) can be sent again with `skip`, and planned again without that
+	// sequence. OVERLOADED with a sequence_id: its grammar can't be compiled now;
+	// CheckGrammar answers when it can be used. Errors that use up the number:
+	// STEP_FAILED, PRIOR_STEP_FAILED; block tables changed as granted, nothing was
+	// computed.
 	RunStep(ctx context.Context, in *RunStepRequest, opts ...grpc.CallOption) (*RunStepResponse, error)
-	// The same, many times on one stream: answers come in the order of requests.
-	// A step that fails is answered by an Error; the stream goes on.
+	// Runs many steps on one stream; answers come in the order of requests. A step
+	// that fails is answered by an Error, and the stream continues.
 	RunSteps(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RunStepsRequest, RunStepsResponse], error)
-	// The numbers behind the metrics.
+	// Returns the counters that the metrics are made of.
 	GetStatistics(ctx context.Context, in *GetStatisticsRequest, opts ...grpc.CallOption) (*GetStatisticsResponse, error)
-	// Checksums of what blocks contain, over all layers, K and V. Reads some blocks
-	// at a time, in turn with the steps. For audits and tests. Reasons:
+	// Returns checksums of the content of blocks, over all layers, K and V. Reads the
+	// blocks in slices, between the steps. For audits and tests. Reasons:
 	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(ctx context.Context, in *ChecksumBlocksRequest, opts ...grpc.CallOption) (*ChecksumBlocksResponse, error)
 }
@@ -146,42 +147,43 @@ func (c *workerServiceClient) ChecksumBlocks(ctx context.Context, in *ChecksumBl
 // All implementations must embed UnimplementedWorkerServiceServer
 // for forward compatibility.
 //
-// Runs batched steps of one model on one pool of KV blocks. Decides nothing
-// about ownership: every step carries a grant signed by the pool's cachemgr
-// (quire.cache.v1), which is checked before anything is touched.
+// Runs batched steps of one model on one pool of KV blocks. Decides nothing about
+// ownership: every step has a grant signed by the pool's cachemgr (quire.cache.v1),
+// and the worker checks the grant first.
 //
-// Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the
-// server drains; only other reasons are listed below.
+// Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
+// drains. Each method lists only its other reasons.
 type WorkerServiceServer interface {
-	// What the worker serves. Constant for an epoch.
+	// Returns the model and the pool of the worker. Constant for an epoch.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
-	// Compiles a grammar and keeps it, so that a step that brings it finds it
-	// compiled. Answers when it is done; steps go on meanwhile. Idempotent. A step
-	// can bring a grammar without this call: then the step, and those behind it on
-	// its stream, wait for the compilation. Refused with INVALID_ARGUMENT, for the
-	// call or for the sequence that brings it: a grammar that is wrong, that no text
-	// can match, that takes more than 5 s or 1 GiB to compile, or for a model
-	// without a tokenizer or an end token. Reasons: OVERLOADED.
+	// Compiles a grammar and caches it, so that a later step with this grammar does
+	// not wait for its compilation. Answers when it is compiled; steps continue
+	// meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
+	// step, and the later steps on its stream, wait for the compilation. A grammar is
+	// refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
+	// is malformed, if no text can match it, if it takes more than 5 s or 1 GiB to
+	// compile, or if the model has no tokenizer or no end token. Reasons: OVERLOADED.
 	CheckGrammar(context.Context, *CheckGrammarRequest) (*CheckGrammarResponse, error)
-	// Runs one step and answers when its tokens are sampled. Steps of a lease run
-	// in the order of their numbers; send the next before this one is answered to
+	// Runs one step and answers when its tokens are sampled. Steps of a lease run in
+	// the order of their numbers; send the next one before this one is answered to
 	// keep the device busy. Not idempotent: a step number is accepted once, and a
-	// repetition is refused with STEP_OUT_OF_ORDER.
-	// Refused before anything is touched, and the number not used up:
-	// BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED, STEP_OUT_OF_ORDER,
-	// INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED, OVERLOADED. A step that is
-	// refused for the input of one sequence (metadata: sequence_id) can be sent again
-	// with `skip`, and planned again without that sequence. OVERLOADED with a
-	// sequence_id: its grammar can't be compiled now; CheckGrammar says when it is. After the number was used: STEP_FAILED,
-	// PRIOR_STEP_FAILED; block tables changed as granted, nothing was computed.
+	// repetition is refused with STEP_OUT_OF_ORDER. Errors that change nothing and
+	// use up no step number: BAD_SIGNATURE, EPOCH_CHANGED, LEASE_FENCED,
+	// STEP_OUT_OF_ORDER, INVALID_ARGUMENT, TOKENS_MISMATCH, POOL_DETACHED,
+	// OVERLOADED. A step that is refused for the input of one sequence (metadata:
+	// sequence_id) can be sent again with `skip`, and planned again without that
+	// sequence. OVERLOADED with a sequence_id: its grammar can't be compiled now;
+	// CheckGrammar answers when it can be used. Errors that use up the number:
+	// STEP_FAILED, PRIOR_STEP_FAILED; block tables changed as granted, nothing was
+	// computed.
 	RunStep(context.Context, *RunStepRequest) (*RunStepResponse, error)
-	// The same, many times on one stream: answers come in the order of requests.
-	// A step that fails is answered by an Error; the stream goes on.
+	// Runs many steps on one stream; answers come in the order of requests. A step
+	// that fails is answered by an Error, and the stream continues.
 	RunSteps(grpc.BidiStreamingServer[RunStepsRequest, RunStepsResponse]) error
-	// The numbers behind the metrics.
+	// Returns the counters that the metrics are made of.
 	GetStatistics(context.Context, *GetStatisticsRequest) (*GetStatisticsResponse, error)
-	// Checksums of what blocks contain, over all layers, K and V. Reads some blocks
-	// at a time, in turn with the steps. For audits and tests. Reasons:
+	// Returns checksums of the content of blocks, over all layers, K and V. Reads the
+	// blocks in slices, between the steps. For audits and tests. Reasons:
 	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(context.Context, *ChecksumBlocksRequest) (*ChecksumBlocksResponse, error)
 	mustEmbedUnimplementedWorkerServiceServer()

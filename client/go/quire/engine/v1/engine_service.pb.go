@@ -24,56 +24,55 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why a call or a request was refused; ErrorInfo.domain is "engine.quire.dev".
-// Details as in quire.cache.v1.ErrorReason.
+// The reason why a call or a request was refused; ErrorInfo.domain is
+// "engine.quire.dev". Details as in quire.cache.v1.ErrorReason.
 type ErrorReason int32
 
 const (
-	// Never sent.
+	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
 	// another. Metadata: field, value, limit. Correct the request.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
 	// INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit.
 	ErrorReason_ERROR_REASON_EMPTY_PROMPT ErrorReason = 2
-	// INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, are longer
-	// than the model can attend to or the pool can hold. Metadata: field, value,
-	// limit.
+	// INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
+	// model's context or the pool. Metadata: field, value, limit.
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 3
 	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
 	// field, value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 4
 	// NOT_FOUND. No model is served under this name. Metadata: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 10
-	// RESOURCE_EXHAUSTED. As many requests, or tokens of prompts, wait as may wait.
-	// Ask again later. Metadata: limited_by, waiting, wanted, limit.
+	// RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
+	// tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
 	ErrorReason_ERROR_REASON_QUEUE_FULL ErrorReason = 20
-	// RESOURCE_EXHAUSTED. The caller has used up its share: requests at a time, or
-	// tokens a minute. Ask again later.
+	// RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
+	// of tokens a minute. Retry later.
 	ErrorReason_ERROR_REASON_LIMIT_EXCEEDED ErrorReason = 21
-	// RESOURCE_EXHAUSTED. Too many calls are open, here or at a service behind this
-	// one. Ask again later. Metadata: limit.
+	// RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
+	// calls. Retry later. Metadata: limit.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 22
-	// ABORTED. The caller has left more generated tokens unread than it may; the
+	// ABORTED. The caller has more generated tokens unread than the limit; the
 	// request has ended. Metadata: unread, limit, delivered_token_counts.
 	ErrorReason_ERROR_REASON_TOO_SLOW ErrorReason = 23
-	// UNAVAILABLE. cachemgr or the workers of the model are away, and were for longer
-	// than the engine waits for them. Ask again later. Metadata:
-	// delivered_token_counts.
+	// UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
+	// than the engine waits for them. Retry later. Metadata: delivered_token_counts.
 	ErrorReason_ERROR_REASON_SERVICE_AWAY ErrorReason = 30
-	// UNAVAILABLE. The server is draining. Ask again elsewhere or later.
+	// UNAVAILABLE. The server is draining. Retry elsewhere or later.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 31
-	// INTERNAL. The engine gave this request up: the model fails on it, or the
-	// services failed again and again. Metadata: delivered_token_counts.
+	// INTERNAL. The engine aborted this request: the model fails on it, or the
+	// services failed repeatedly. Metadata: delivered_token_counts.
 	ErrorReason_ERROR_REASON_GENERATION_FAILED ErrorReason = 40
-	// UNAUTHENTICATED. The server asks who calls, and neither a client certificate
-	// nor a bearer token was shown.
+	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
+	// client certificate nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 60
-	// UNAUTHENTICATED. The authorization shown is not a bearer token that the server
+	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
 	// knows: wrong, malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 61
-	// PERMISSION_DENIED. The method is for others. Metadata: method, roles (the
-	// caller needs one of these), name (who the caller is to the server).
+	// PERMISSION_DENIED. The caller has none of the roles that the method needs.
+	// Metadata: method, roles (the caller needs one of these), name (the caller's
+	// name at the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 62
 )
 
@@ -144,17 +143,18 @@ func (ErrorReason) EnumDescriptor() ([]byte, []int) {
 	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{0}
 }
 
-// Why a sample ended.
+// The reason why a sample ended.
 type FinishReason int32
 
 const (
-	// It goes on.
+	// It continues.
 	FinishReason_FINISH_REASON_UNSPECIFIED FinishReason = 0
-	// An end token, a stop token or a stop text, or the end of the grammar's text.
+	// The sample reached an end token, a stop token or a stop text, or the end of the
+	// grammar's text.
 	FinishReason_FINISH_REASON_STOP FinishReason = 1
-	// It has max_tokens tokens, or as many as the model and the pool hold.
+	// The sample has max_tokens tokens, or as many as the model and the pool hold.
 	FinishReason_FINISH_REASON_LENGTH FinishReason = 2
-	// The request's timeout.
+	// The request reached its timeout.
 	FinishReason_FINISH_REASON_TIMEOUT FinishReason = 3
 )
 
@@ -247,10 +247,10 @@ func (x *TokenIds) GetTokenIds() []int32 {
 	return nil
 }
 
-// What the generated text follows.
+// The input that the generated text follows.
 type Prompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One is needed.
+	// Exactly one of these.
 	//
 	// Types that are valid to be assigned to Prompt:
 	//
@@ -321,13 +321,13 @@ type isPrompt_Prompt interface {
 }
 
 type Prompt_Text struct {
-	// Text, which the model's tokenizer makes tokens of, with those that it puts
-	// around a text. At least one token.
+	// Text. The model's tokenizer makes it tokens, with those that it puts around a
+	// text. At least one token.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
 }
 
 type Prompt_TokenIds struct {
-	// Tokens as they are, at least one.
+	// Token ids, used unchanged; at least one.
 	TokenIds *TokenIds `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3,oneof"`
 }
 
@@ -338,7 +338,7 @@ func (*Prompt_TokenIds) isPrompt_Prompt() {}
 // A text or tokens that are not generated.
 type BadWord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One is needed.
+	// Exactly one of these.
 	//
 	// Types that are valid to be assigned to Word:
 	//
@@ -409,8 +409,8 @@ type isBadWord_Word interface {
 }
 
 type BadWord_Text struct {
-	// A text, at least one character. It counts with and without a space before
-	// it, as two sequences of tokens if these differ.
+	// A text, at least one character. It is excluded with and without a space
+	// before it, as two sequences of tokens if these differ.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
 }
 
@@ -423,20 +423,20 @@ func (*BadWord_Text) isBadWord_Word() {}
 
 func (*BadWord_TokenIds) isBadWord_Word() {}
 
-// How the tokens of a request are chosen, and how many. The fields are those of the
+// The choice of a request's tokens, and their number. The fields are those of the
 // Python engine's SamplingParams and of quire.compute.v1.SamplingParameters, with
-// the same ranges (docs/reference/sampling.md). A value outside of its field's range is
-// refused with INVALID_ARGUMENT. Floats are checked in float32.
+// the same ranges (docs/reference/sampling.md). A value outside of its field's
+// range is refused with INVALID_ARGUMENT. Floats are checked in float32.
 type GenerationParameters struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Most tokens to generate, of each sample. In [1, 2147483647]. Unset: as many as
-	// the model and the pool hold.
+	// The limit of generated tokens of each sample. In [1, 2147483647]. Unset: as
+	// many as the model and the pool hold.
 	MaxTokens *int32 `protobuf:"varint,1,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// 0: the most probable token. In [0, inf). Unset: 1.
 	Temperature *float32 `protobuf:"fixed32,2,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
 	// Only the k most probable tokens; 0: all. In [0, 2147483647]. Default 0.
 	TopK int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3" json:"top_k,omitempty"`
-	// Only the most probable tokens whose probabilities add up to this. In (0, 1].
+	// Only the most probable tokens, up to this sum of probabilities. In (0, 1].
 	// Unset: 1.
 	TopP *float32 `protobuf:"fixed32,4,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
 	// Only tokens at least this times as probable as the most probable one. In
@@ -454,47 +454,47 @@ type GenerationParameters struct {
 	LogitBias map[int32]float32 `protobuf:"bytes,9,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed32,2,opt,name=value"`
 	// The only tokens that can be chosen, at most 65,536. Empty: all.
 	AllowedTokenIds []int32 `protobuf:"varint,10,rep,packed,name=allowed_token_ids,json=allowedTokenIds,proto3" json:"allowed_token_ids,omitempty"`
-	// What is not generated, at most 1,024.
+	// Texts or tokens that are not generated, at most 1,024.
 	BadWords []*BadWord `protobuf:"bytes,11,rep,name=bad_words,json=badWords,proto3" json:"bad_words,omitempty"`
-	// A sample does not end before it has so many tokens. In [0, 2147483647], at most
-	// max_tokens. Default 0.
+	// The least number of tokens of a sample before it can end. In [0, 2147483647],
+	// at most max_tokens. Default 0.
 	MinTokens int32 `protobuf:"varint,12,opt,name=min_tokens,json=minTokens,proto3" json:"min_tokens,omitempty"`
-	// Fixes the random numbers that choose the tokens: sample i has seed + i. Any
-	// value. Unset: another one each time. The tokens can still differ, as the logits
+	// The seed of the random numbers that choose the tokens: sample i has seed + i.
+	// Any value. Unset: a random seed. The tokens can still differ, as the logits
 	// depend on the batch by rounding (docs/architecture.md, Seeds).
 	Seed *int64 `protobuf:"varint,13,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	// Texts at which a sample ends, at most 64, none of them empty.
 	Stop []string `protobuf:"bytes,14,rep,name=stop,proto3" json:"stop,omitempty"`
-	// The text at which a sample ended, and the token at which it ended, belong to
-	// its text. Default false.
+	// The text, or the token, at which a sample ended belongs to its text. Default
+	// false.
 	IncludeStopStrInOutput bool `protobuf:"varint,15,opt,name=include_stop_str_in_output,json=includeStopStrInOutput,proto3" json:"include_stop_str_in_output,omitempty"`
 	// Tokens at which a sample ends, beside the model's own end tokens. At most
 	// 65,536.
 	StopTokenIds []int32 `protobuf:"varint,16,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// Go on at the model's end tokens. Default false.
+	// Do not end at the model's end tokens. Default false.
 	IgnoreEos bool `protobuf:"varint,17,opt,name=ignore_eos,json=ignoreEos,proto3" json:"ignore_eos,omitempty"`
 	// Leave special tokens out of the text. Unset: true.
 	SkipSpecialTokens *bool `protobuf:"varint,18,opt,name=skip_special_tokens,json=skipSpecialTokens,proto3,oneof" json:"skip_special_tokens,omitempty"`
-	// Log-probabilities to answer with for each generated token, beside the token's
-	// own: 0 to Model.max_logprob_count of the most probable tokens. Unset: none, not
-	// even the token's own. They are of the model's own distribution, before penalties
-	// and temperature.
+	// Number of log-probabilities for each generated token, beside the token's own: 0
+	// to Model.max_logprob_count of the most probable tokens. Unset: none, not even
+	// the token's own. They are of the model's own distribution, before penalties and
+	// temperature.
 	Logprobs *int32 `protobuf:"varint,19,opt,name=logprobs,proto3,oneof" json:"logprobs,omitempty"`
-	// The same for each token of the prompt but the first. Nothing of the prompt is
-	// taken from the prefix cache then. Unset: none.
+	// As logprobs, for each token of the prompt but the first. The prompt is then
+	// computed in full, without the prefix cache. Unset: none.
 	PromptLogprobs *int32 `protobuf:"varint,20,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
-	// What the text has to match. Unset: anything. The sample ends with the text, or
-	// at max_tokens before it is complete. Refused together with ignore_eos,
-	// min_tokens, allowed_token_ids and bad_words.
+	// The form of the text. Unset: any text. The sample ends with the complete text,
+	// or at max_tokens. Refused together with ignore_eos, min_tokens,
+	// allowed_token_ids and bad_words.
 	Grammar *v1.Grammar `protobuf:"bytes,21,opt,name=grammar,proto3" json:"grammar,omitempty"`
 	// Samples of the prompt. In [1, 1024]. Unset: 1.
 	N *int32 `protobuf:"varint,22,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	// Requests of a higher one are served first. It changes no token. Any value.
+	// Requests of a higher priority are served first. It changes no token. Any value.
 	// Default 0.
 	Priority int32 `protobuf:"varint,23,opt,name=priority,proto3" json:"priority,omitempty"`
-	// Time from the request's arrival at the engine after which open samples end with
-	// what they have, for FINISH_REASON_TIMEOUT. More than 0, at most 7 days. Unset:
-	// no limit.
+	// Time from the request's arrival at the engine. After it, open samples end with
+	// the tokens generated so far and FINISH_REASON_TIMEOUT. More than 0, at most 7
+	// days. Unset: no limit.
 	Timeout       *durationpb.Duration `protobuf:"bytes,24,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -698,24 +698,23 @@ func (x *GenerationParameters) GetTimeout() *durationpb.Duration {
 	return nil
 }
 
-// What a request asks of the pool and its prefix cache. It changes no token, but for
+// A request's use of the pool and its prefix cache. It changes no token, except by
 // rounding.
 type CacheParameters struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Separates prefixes: requests share blocks only if their salts are equal. Up to
 	// 64 bytes. It is combined with the tenant of the caller, and never replaces it.
 	Salt []byte `protobuf:"bytes,1,opt,name=salt,proto3" json:"salt,omitempty"`
-	// What the request takes from the cache and publishes. UNSPECIFIED: as
-	// READ_AND_WRITE.
+	// How the request uses the prefix cache. UNSPECIFIED: as READ_AND_WRITE.
 	CacheUse v11.CacheUse `protobuf:"varint,2,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
-	// What is worth keeping of its tokens, range by range, at most 16; the first
-	// begins at token 0. Empty: nothing is said.
+	// Eviction priorities of ranges of its tokens, at most 16 ranges; the first
+	// begins at token 0. Empty: no advice.
 	Retention []*v11.Retention `protobuf:"bytes,3,rep,name=retention,proto3" json:"retention,omitempty"`
-	// When the request has ended: after this time its tokens will be asked for again.
-	// At least 0, at most 24 h. Unset: nothing is said.
+	// The time from the end of the request until its tokens are needed again. At
+	// least 0, at most 24 h. Unset: unknown.
 	ExpectedIn *durationpb.Duration `protobuf:"bytes,4,opt,name=expected_in,json=expectedIn,proto3" json:"expected_in,omitempty"`
-	// Its tokens will not be asked for again. Refused together with expected_in.
-	// Default false.
+	// The tokens are not needed again. Refused together with expected_in. Default
+	// false.
 	NotExpected bool `protobuf:"varint,5,opt,name=not_expected,json=notExpected,proto3" json:"not_expected,omitempty"`
 	// Begin only when blocks for the prompt and max_tokens are guaranteed. Samples
 	// beyond the first are best effort. Default false.
@@ -799,13 +798,13 @@ func (x *CacheParameters) GetReserve() bool {
 // See EngineService.Generate.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One of the names of a model. Empty: the only model there is.
+	// One of the names of a model. Empty: the only model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt.
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// How to choose tokens. Unset: every field's default.
+	// The choice of tokens. Unset: every field's default.
 	Parameters *GenerationParameters `protobuf:"bytes,3,opt,name=parameters,proto3" json:"parameters,omitempty"`
-	// What to do with the prefix cache. Unset: every field's default.
+	// The use of the prefix cache. Unset: every field's default.
 	Cache         *CacheParameters `protobuf:"bytes,4,opt,name=cache,proto3" json:"cache,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -872,8 +871,8 @@ func (x *GenerateRequest) GetCache() *CacheParameters {
 // See EngineService.Generate.
 type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One of these. Chunks and prompt_logprobs come in any number; then the summary,
-	// which is the last message.
+	// One of these. Any number of chunks and prompt_logprobs; then the summary, which
+	// is the last message.
 	//
 	// Types that are valid to be assigned to Message:
 	//
@@ -954,18 +953,18 @@ type isGenerateResponse_Message interface {
 }
 
 type GenerateResponse_Chunk struct {
-	// What is new of one sample.
+	// New content of one sample.
 	Chunk *GenerationChunk `protobuf:"bytes,1,opt,name=chunk,proto3,oneof"`
 }
 
 type GenerateResponse_PromptLogprobs struct {
-	// Log-probabilities of some tokens of the prompt, if they were asked for. Those
-	// of all tokens come before the first chunk with a token.
+	// Log-probabilities of some tokens of the prompt, if the request asks for them.
+	// Those of all tokens come before the first chunk with a token.
 	PromptLogprobs *PromptLogprobs `protobuf:"bytes,2,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof"`
 }
 
 type GenerateResponse_Summary struct {
-	// All samples have ended.
+	// The summary: all samples have ended.
 	Summary *GenerationSummary `protobuf:"bytes,3,opt,name=summary,proto3,oneof"`
 }
 
@@ -975,20 +974,20 @@ func (*GenerateResponse_PromptLogprobs) isGenerateResponse_Message() {}
 
 func (*GenerateResponse_Summary) isGenerateResponse_Message() {}
 
-// What is new of one sample.
+// New content of one sample.
 type GenerationChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sample, 0 to n - 1.
 	Index int32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	// May lag behind token_ids, while it is half a character or may begin a stop text.
-	// All of it is there with finish_reason.
+	// The new text. It may lag behind token_ids, while it ends within a character or
+	// may begin a stop text. It is complete when finish_reason is set.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
-	// Every token generated, each once, an end token included. At most 4,096; empty if
-	// only text or finish_reason is new.
+	// The new tokens; every generated token is sent once, also an end token. At most
+	// 4,096; empty if only text or finish_reason is new.
 	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Parallel to token_ids if logprobs were asked for, else empty.
+	// Parallel to token_ids if the request asks for logprobs, else empty.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,4,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Why the sample ended. UNSPECIFIED: it goes on.
+	// The reason why the sample ended. UNSPECIFIED: it continues.
 	FinishReason  FinishReason `protobuf:"varint,5,opt,name=finish_reason,json=finishReason,proto3,enum=quire.engine.v1.FinishReason" json:"finish_reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1065,7 +1064,7 @@ type TokenLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The token.
 	TokenId int32 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
-	// The token's own.
+	// The log-probability of the token.
 	Logprob float32 `protobuf:"fixed32,2,opt,name=logprob,proto3" json:"logprob,omitempty"`
 	// The most probable tokens, most probable first.
 	TopTokenIds []int32 `protobuf:"varint,3,rep,packed,name=top_token_ids,json=topTokenIds,proto3" json:"top_token_ids,omitempty"`
@@ -1133,11 +1132,11 @@ func (x *TokenLogprobs) GetTopLogprobs() []float32 {
 	return nil
 }
 
-// Log-probabilities of some tokens of a prompt, one behind the other.
+// Log-probabilities of consecutive tokens of a prompt.
 type PromptLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The position of the first of them in the prompt, from 1 on: nothing comes before
-	// the token at 0.
+	// The position in the prompt of the first of them, at least 1: the token at 0 has
+	// no token before it.
 	FirstPosition int32 `protobuf:"varint,1,opt,name=first_position,json=firstPosition,proto3" json:"first_position,omitempty"`
 	// At most 4,096.
 	Tokens        []*TokenLogprobs `protobuf:"bytes,2,rep,name=tokens,proto3" json:"tokens,omitempty"`
@@ -1189,7 +1188,7 @@ func (x *PromptLogprobs) GetTokens() []*TokenLogprobs {
 	return nil
 }
 
-// What a request took.
+// Counts and times of a request.
 type GenerationSummary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Tokens of the prompt.
@@ -1275,9 +1274,9 @@ func (x *GenerationSummary) GetTotalTime() *durationpb.Duration {
 type GenerateBatchRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The requests, 1 to 256, with at most 1,024 samples together. The answer has at
-	// most 131,072 tokens: max_tokens of every sample, and the tokens of prompts with
-	// prompt_logprobs, are not more together. Without max_tokens a sample counts as
-	// many as the model and the pool hold after its prompt.
+	// most 131,072 tokens: the limit for the sum of max_tokens of every sample and
+	// the tokens of prompts with prompt_logprobs. A sample without max_tokens counts
+	// as many as the model and the pool hold after its prompt.
 	Requests      []*GenerateRequest `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1445,7 +1444,7 @@ type GenerateBatchResult_Completion struct {
 }
 
 type GenerateBatchResult_Error struct {
-	// The request was refused or failed.
+	// The error of a request that was refused or failed.
 	Error *v11.Error `protobuf:"bytes,2,opt,name=error,proto3,oneof"`
 }
 
@@ -1458,9 +1457,10 @@ type Completion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// By index, n of them.
 	Samples []*Sample `protobuf:"bytes,1,rep,name=samples,proto3" json:"samples,omitempty"`
-	// Of the prompt's tokens from the second one on, if they were asked for.
+	// Log-probabilities of the prompt's tokens from the second one on, if the request
+	// asks for them.
 	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,2,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	// What it took.
+	// Counts and times.
 	Summary       *GenerationSummary `protobuf:"bytes,3,opt,name=summary,proto3" json:"summary,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1517,16 +1517,16 @@ func (x *Completion) GetSummary() *GenerationSummary {
 	return nil
 }
 
-// One sample, whole. Fields as in GenerationChunk.
+// One complete sample. Fields as in GenerationChunk.
 type Sample struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its text.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	// Its tokens.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Parallel to token_ids if logprobs were asked for, else empty.
+	// Parallel to token_ids if the request asks for logprobs, else empty.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,3,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Why it ended, never UNSPECIFIED.
+	// The reason why it ended, never UNSPECIFIED.
 	FinishReason  FinishReason `protobuf:"varint,4,opt,name=finish_reason,json=finishReason,proto3,enum=quire.engine.v1.FinishReason" json:"finish_reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1659,7 +1659,7 @@ type TokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The text's tokens.
 	TokenIds []int32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Most tokens of a prompt and its answer together, as in Model.
+	// The limit of tokens of a prompt and its answer together, as in Model.
 	MaxSequenceTokens int32 `protobuf:"varint,2,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -1776,7 +1776,7 @@ func (x *DetokenizeRequest) GetSkipSpecialTokens() bool {
 // See EngineService.Detokenize.
 type DetokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The text. Bytes that are no character are U+FFFD.
+	// The text. Bytes that are no character become U+FFFD.
 	Text          string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1822,9 +1822,9 @@ func (x *DetokenizeResponse) GetText() string {
 // See EngineService.ListModels.
 type ListModelsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many. 0: 100; at most 1,000.
+	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1879,7 +1879,7 @@ type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The models, by their first name.
 	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
-	// For the next page; empty at the end.
+	// Requests the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1936,15 +1936,16 @@ type Model struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Its other names.
 	Aliases []string `protobuf:"bytes,2,rep,name=aliases,proto3" json:"aliases,omitempty"`
-	// Most tokens of a prompt and its answer together.
+	// The limit of tokens of a prompt and its answer together.
 	MaxSequenceTokens int32 `protobuf:"varint,3,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
-	// The most log-probabilities per token that can be asked for.
+	// The limit of log-probabilities per token in a request.
 	MaxLogprobCount int32 `protobuf:"varint,4,opt,name=max_logprob_count,json=maxLogprobCount,proto3" json:"max_logprob_count,omitempty"`
 	// The pools that serve it, by name.
 	Pools []string `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
-	// There is a tokenizer here: prompts can be text, and chunks have text.
+	// True if the gateway has its tokenizer: prompts can be text, and chunks have
+	// text.
 	HasTokenizer bool `protobuf:"varint,6,opt,name=has_tokenizer,json=hasTokenizer,proto3" json:"has_tokenizer,omitempty"`
-	// A request would be computed now; false while it would wait for a service.
+	// True if a request would be computed now; false if it would wait for a service.
 	Ready         bool `protobuf:"varint,7,opt,name=ready,proto3" json:"ready,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

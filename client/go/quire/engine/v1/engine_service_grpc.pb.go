@@ -30,35 +30,37 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Generates text. The server holds the engine: a caller takes no lease and plans
-// no step, as it would with quire.cache.v1 and quire.compute.v1.
+// Generates text. The server runs the engine: callers need no lease and plan no
+// steps, unlike with quire.cache.v1 and quire.compute.v1.
 //
 // Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-// model, and with SHUTTING_DOWN while the server drains; only other reasons are
-// listed below. A request has at most 4 MiB.
+// model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+// other reasons. A request has at most 4 MiB.
 //
-// A call that is cancelled, or whose deadline passes, frees its blocks with the
-// engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-// gRPC library; GenerationParameters.timeout ends a request with what it has.
+// A call that is cancelled, or reaches its deadline, frees its blocks with the
+// engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+// gRPC library. GenerationParameters.timeout ends a request with the tokens
+// generated so far.
 type EngineServiceClient interface {
-	// Generates text after a prompt: chunks as their tokens come, then one summary.
-	// The requests of all callers are batched. If a worker or cachemgr is lost on the
-	// way, the stream pauses and goes on; each token is sent once. A caller that reads
-	// slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-	// Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-	// LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-	// that ends a stream says how many tokens were sent: metadata
-	// delivered_token_counts, a number for each sample, separated by commas.
+	// Generates text after a prompt: chunks with the new tokens, then one summary.
+	// The requests of all callers are batched. If a worker or cachemgr is lost
+	// meanwhile, the stream pauses and continues; each token is sent once. A caller
+	// that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+	// idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+	// QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+	// GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+	// its metadata delivered_token_counts: one number for each sample, separated by
+	// commas.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
-	// The same for several prompts at once; answers when the last one has ended. A
+	// Generates text for several prompts; answers when the last one has ended. A
 	// request that fails is answered by an Error in its place, with the reasons of
-	// Generate; the others go on. Not idempotent.
+	// Generate; the others continue. Not idempotent.
 	GenerateBatch(ctx context.Context, in *GenerateBatchRequest, opts ...grpc.CallOption) (*GenerateBatchResponse, error)
-	// The tokens of a text, as Generate makes them of a prompt. Idempotent.
+	// Returns the tokens of a text, as Generate makes them of a prompt. Idempotent.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
-	// The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
+	// Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
 	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
-	// The models served, by name. Idempotent.
+	// Lists the served models, by name. Idempotent.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 }
 
@@ -133,35 +135,37 @@ func (c *engineServiceClient) ListModels(ctx context.Context, in *ListModelsRequ
 // All implementations must embed UnimplementedEngineServiceServer
 // for forward compatibility.
 //
-// Generates text. The server holds the engine: a caller takes no lease and plans
-// no step, as it would with quire.cache.v1 and quire.compute.v1.
+// Generates text. The server runs the engine: callers need no lease and plan no
+// steps, unlike with quire.cache.v1 and quire.compute.v1.
 //
 // Any call may fail with INVALID_ARGUMENT, with MODEL_NOT_FOUND if it names a
-// model, and with SHUTTING_DOWN while the server drains; only other reasons are
-// listed below. A request has at most 4 MiB.
+// model, and with SHUTTING_DOWN while the server drains. Each method lists only its
+// other reasons. A request has at most 4 MiB.
 //
-// A call that is cancelled, or whose deadline passes, frees its blocks with the
-// engine's next plan. Its caller gets CANCELLED or DEADLINE_EXCEEDED from its own
-// gRPC library; GenerationParameters.timeout ends a request with what it has.
+// A call that is cancelled, or reaches its deadline, frees its blocks with the
+// engine's next plan. The caller gets CANCELLED or DEADLINE_EXCEEDED from its own
+// gRPC library. GenerationParameters.timeout ends a request with the tokens
+// generated so far.
 type EngineServiceServer interface {
-	// Generates text after a prompt: chunks as their tokens come, then one summary.
-	// The requests of all callers are batched. If a worker or cachemgr is lost on the
-	// way, the stream pauses and goes on; each token is sent once. A caller that reads
-	// slowly gets fewer and larger chunks, and delays nobody else. Not idempotent.
-	// Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE, QUEUE_FULL,
-	// LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY, GENERATION_FAILED. An error
-	// that ends a stream says how many tokens were sent: metadata
-	// delivered_token_counts, a number for each sample, separated by commas.
+	// Generates text after a prompt: chunks with the new tokens, then one summary.
+	// The requests of all callers are batched. If a worker or cachemgr is lost
+	// meanwhile, the stream pauses and continues; each token is sent once. A caller
+	// that reads slowly gets fewer and larger chunks, and delays no other caller. Not
+	// idempotent. Reasons: EMPTY_PROMPT, SEQUENCE_TOO_LONG, TOKEN_OUT_OF_RANGE,
+	// QUEUE_FULL, LIMIT_EXCEEDED, OVERLOADED, TOO_SLOW, SERVICE_AWAY,
+	// GENERATION_FAILED. An error that ends a stream has the number of sent tokens in
+	// its metadata delivered_token_counts: one number for each sample, separated by
+	// commas.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
-	// The same for several prompts at once; answers when the last one has ended. A
+	// Generates text for several prompts; answers when the last one has ended. A
 	// request that fails is answered by an Error in its place, with the reasons of
-	// Generate; the others go on. Not idempotent.
+	// Generate; the others continue. Not idempotent.
 	GenerateBatch(context.Context, *GenerateBatchRequest) (*GenerateBatchResponse, error)
-	// The tokens of a text, as Generate makes them of a prompt. Idempotent.
+	// Returns the tokens of a text, as Generate makes them of a prompt. Idempotent.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
-	// The text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
+	// Returns the text of tokens. Idempotent. Reasons: TOKEN_OUT_OF_RANGE.
 	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
-	// The models served, by name. Idempotent.
+	// Lists the served models, by name. Idempotent.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	mustEmbedUnimplementedEngineServiceServer()
 }
