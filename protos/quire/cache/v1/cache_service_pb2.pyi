@@ -1913,8 +1913,8 @@ class BlockEvent(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens, if asked for: with each event of kind STORED. Unknown of blocks
-        that were stored while a cachemgr with the same state directory kept none.
+        """Its tokens, if asked for: with each event of kind STORED. May be unknown
+        of blocks that were stored while cachemgr ran with --no-keep-tokens.
         """
 
     def __init__(
@@ -2323,7 +2323,7 @@ class ListPinsRequest(_message.Message):
     page_size: _builtins.int
     """The most entries to answer with. 0: 100; at most 1,000."""
     page_token: _builtins.str
-    """From the last answer, to go on."""
+    """The next_page_token of the last answer. Empty: the first page."""
     tenant: _builtins.str
     """Only pins of this tenant. Unset: the caller's; all tenants' if the caller is
     an operator. Another's for operators and gateways only (PERMISSION_DENIED,

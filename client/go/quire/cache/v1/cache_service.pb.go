@@ -3578,8 +3578,8 @@ type BlockEvent struct {
 	// The block, complete. A block that is free, or belongs to another tenant now,
 	// has its id and the state FREE only.
 	Block *Block `protobuf:"bytes,2,opt,name=block,proto3" json:"block,omitempty"`
-	// Its tokens, if asked for: with each event of kind STORED. Unknown of blocks
-	// that were stored while a cachemgr with the same state directory kept none.
+	// Its tokens, if asked for: with each event of kind STORED. May be unknown
+	// of blocks that were stored while cachemgr ran with --no-keep-tokens.
 	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// Its salt, under the same condition.
 	Salt []byte `protobuf:"bytes,4,opt,name=salt,proto3" json:"salt,omitempty"`
@@ -4370,7 +4370,7 @@ type ListPinsRequest struct {
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The most entries to answer with. 0: 100; at most 1,000.
 	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// From the last answer, to go on.
+	// The next_page_token of the last answer. Empty: the first page.
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	// Only pins of this tenant. Unset: the caller's; all tenants' if the caller is
 	// an operator. Another's for operators and gateways only (PERMISSION_DENIED,
