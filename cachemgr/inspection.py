@@ -242,7 +242,7 @@ class Inspection:
 
 
 def _view_of(request: cache_service_pb2.WatchBlocksRequest) -> View:
-    """What a caller is told of a pool's blocks. Raises CallRefused (ROLE_MISSING)."""
+    """Return the blocks that a caller may watch. Raises CallRefused (ROLE_MISSING)."""
     is_named = request.HasField("tenant")
     tenant = tenant_asked_for("WatchBlocks", request) if is_named or not sees_all() else None
     if request.include_content and tenant not in (None, caller().name):

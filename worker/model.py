@@ -230,8 +230,8 @@ def load_model(
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
-    dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope whose
-    frequencies depend on the length (dynamic NTK, longrope) is pinned to those for max_model_len; see pin_rope(). With
+    dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope with
+    frequencies that depend on the length (dynamic NTK, longrope) is pinned to max_model_len's; see pin_rope(). With
     fused_steps modules are fused (quire.worker.fusion), and a pool has at least their block size. With several ranks
     each loads its part, at the same time.
 

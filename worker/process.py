@@ -198,7 +198,7 @@ async def announce_when_attached(server: Server, attachment: Attachment) -> None
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker has before it serves; `decode` are its decode steps as graphs, if they are.
+    """The parts of a worker before it serves; `decode` are its decode steps as graphs, if they are captured.
 
     block_bytes are those of a block over all ranks.
     """

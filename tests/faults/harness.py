@@ -74,7 +74,7 @@ STATE_DIR_FLAG = "--state-dir"
 
 
 Process = asyncio.subprocess.Process | psutil.Process
-"""What a signal can be sent to."""
+"""Processes that a signal can be sent to."""
 
 
 class HarnessError(Exception):

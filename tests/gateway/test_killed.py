@@ -106,7 +106,7 @@ def body_of(number: int) -> dict[str, Any]:
 def run(gateways: Sequence[Gateway], kill: Callable[[], None] | None = None) -> tuple[Streams, set[int]]:
     """Run all streams at once, in turns through the gateways; kill when each has some tokens.
 
-    Returns the tokens of each, and the streams whose connection broke.
+    Returns the tokens of each, and the streams that lost their connection.
     """
     streams: Streams = {number: [] for number in range(NUM_STREAMS)}
     broken: set[int] = set()

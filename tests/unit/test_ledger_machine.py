@@ -328,7 +328,7 @@ class BookLease:
 @dataclass(eq=False)
 class BookPin:
     key: tuple
-    """What its last block holds: tag and tokens."""
+    """Return the content of its last block: tag and tokens."""
     blocks: list[int]
     until: float
 
@@ -416,7 +416,7 @@ class Books:
         return {block: state(block) for block in range(self.geometry.num_host_blocks)}
 
     def rest(self) -> None:
-        """After every event: whoever became evictable goes to the recent end, in the order it was let go of."""
+        """After every event: what became evictable goes to the recent end, in the order of release."""
         states, kept = self.states(), self.kept()
         cached = {block for block, state in states.items() if state is BlockState.CACHED and block not in kept}
         self.lru = [block for block in self.lru if block in cached]
@@ -1158,7 +1158,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reserving = reserving
         """The part of the admissions that have a reservation."""
         self.naming = naming
-        """The part of the admissions that say whose they are."""
+        """The part of the admissions that name a tenant."""
         self.pinning = pinning
         """The part of the plans that a pin follows."""
         self.clients: dict[int, Client] = {}
@@ -1352,7 +1352,7 @@ class LedgerMachine(RuleBasedStateMachine):
             client.last_call = (request_id, request, plan)
 
     def pass_time(self, seconds):
-        """Pins whose time is over end."""
+        """End the pins that have expired."""
         self.now += seconds
         self.books.advance(self.now)
         self.ledger.advance(self.now)

@@ -1,4 +1,4 @@
-"""What the leader of a group tells its followers, packed and read again."""
+"""Orders of the leader of a group to its followers, packed and read again."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_who_sees_nothing_gets_a_new_cursor_now_and_then(catalog: Catalog, pool:
     run(test)
 
 
-def test_content_is_kept_while_somebody_reads_it(catalog: Catalog, pool: AttachedPool) -> None:
+def test_content_is_told_to_watchers_that_come_late(catalog: Catalog, pool: AttachedPool) -> None:
     async def test() -> None:
         reading = View(tenant="alice", with_content=True)
         async with watching(catalog, reading) as answers:
@@ -213,12 +213,15 @@ def test_content_is_kept_while_somebody_reads_it(catalog: Catalog, pool: Attache
             cache(pool.ledger, "a", 1, 2, 3)
             (stored, _) = (await soon(answers)).events
             assert list(stored.token_ids) == [1, 2]
-            async with watching(catalog) as blind:
-                assert not (await soon(blind)).events[0].token_ids
-            async with watching(catalog, reading) as again:
-                assert list((await soon(again)).events[0].token_ids) == [1, 2]
+        async with watching(catalog) as blind:
+            assert not (await soon(blind)).events[0].token_ids
         async with watching(catalog, reading) as late:
-            assert [list(event.token_ids) for event in (await soon(late)).events] == [[]]
+            assert list((await soon(late)).events[0].token_ids) == [1, 2]
+        pool.ledger.keep_contents(False)
+        with pytest.raises(CallRefused) as refused:
+            async with watching(catalog, reading) as never:
+                await soon(never)
+        assert refused.value.refusal.reason == Reason.INVALID_ARGUMENT
 
     run(test)
 

@@ -13,8 +13,8 @@ An order is a header of HEADER_LENGTH int64 and a payload of bytes, which its pa
     CHECKSUM      block ids
     END           -
 
-A grant is the StepGrant as cachemgr encoded it, whose lists are packed integers already. All others are int32. Given
-runs are indexes of runs whose tokens the client gave: how many follows from the grant. Scored runs are threes: index of
+A grant is the StepGrant as cachemgr encoded it; its lists are packed integers already. All others are int32. Given
+runs are indexes of runs with tokens from the client: how many follows from the grant. Scored runs are threes: index of
 the run, how many of the likeliest tokens to tell, tokens.
 """
 

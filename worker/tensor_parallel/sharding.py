@@ -1,8 +1,8 @@
 """Which models can be sharded over ranks, decided before anything is loaded.
 
 transformers shards a model by its own plan: which projections are cut by columns, so that a rank has some of the heads,
-and which by rows. A layer whose projections are cut and gathered again (Phi-3) has all heads on each rank: its keys and
-values are in every rank's pool.
+and which by rows. A layer with projections that are cut and gathered again (Phi-3) has all heads on each rank: its
+keys and values are in every rank's pool.
 """
 
 from __future__ import annotations
