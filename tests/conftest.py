@@ -46,6 +46,7 @@ BEGIN = pytest.StashKey[tuple[float, float]]()
 FIRST = (
     "integration/test_warm_restart.py",
     "integration/test_grammars.py",
+    "integration/test_tensor_parallel.py",
     "integration/test_cli.py",
     "unit/test_ledger_machine.py",
     "integration/test_top.py",

@@ -251,6 +251,7 @@ def check_logits(families: tuple[str, ...]) -> None:
         assert len(set(values["fingerprints"])) == 2, family
 
 
+@pytest.mark.verify
 def test_a_worker_that_torchrun_starts_serves_the_same_tokens_and_ends_in_order(model_dir: Path) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="q-") as name,
@@ -273,6 +274,7 @@ def test_a_worker_that_torchrun_starts_serves_the_same_tokens_and_ends_in_order(
         assert "stopped" in services.worker.log_path.read_text()
 
 
+@pytest.mark.verify
 def test_quire_up_starts_a_worker_of_two_ranks(model_dir: Path) -> None:
     quire = str(Path(sysconfig.get_path("scripts")) / "quire")
     with tempfile.TemporaryDirectory(prefix="q-") as name:
