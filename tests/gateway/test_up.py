@@ -34,7 +34,7 @@ def test_up_prints_a_curl_line_that_works(tmp_path: Path) -> None:
         stdout: Any = up.stdout
         shown = next(line for line in stdout if line.strip().startswith("curl "))
         answer = subprocess.run(shown, shell=True, capture_output=True, timeout=DEADLINE_S, check=True)
-        assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 32
+        assert 1 <= json.loads(answer.stdout)["usage"]["completion_tokens"] <= 32  # sampled: it may end before
         assert re.search(r"curl -s http://127\.0\.0\.1:\d+/v1/completions", shown)
     finally:
         up.send_signal(signal.SIGTERM)
