@@ -199,7 +199,7 @@ typecheck-links:
 	@for api in cache compute engine; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
 
 clean:  ## remove the files of these targets, .venv, too
-	rm -rf $(VENV) .venv-peers $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) .venv-peers .venv-clients $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # At one version, with the dependencies of its own lock file.
