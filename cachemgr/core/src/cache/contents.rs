@@ -101,7 +101,7 @@ impl Salts {
     fn acquire(&mut self, bytes: &[u8]) -> SaltId {
         if let Some(last) = self.entries.get_mut((self.last as usize).wrapping_sub(1))
             && last.num_blocks > 0
-            && last.bytes == bytes
+            && is_equal(&last.bytes, bytes)
         {
             last.num_blocks += 1;
             return self.last;
@@ -131,6 +131,11 @@ impl Salts {
             self.free.push(salt);
         }
     }
+}
+
+/// Compares two salts. Most are empty: comparing no bytes at an empty vector's address costs 80 ns on some processors.
+fn is_equal(one: &[u8], other: &[u8]) -> bool {
+    one.len() == other.len() && (one.is_empty() || one == other)
 }
 
 #[cfg(test)]
