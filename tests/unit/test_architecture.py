@@ -76,7 +76,7 @@ IMPURE = (
 )
 # The folders by these names are quire.*; bare, one file would be two modules, and transformers probes for "kernels".
 BARE_NAMES = ("cachemgr", "worker", "kernels", "client", "serving", "protos")
-NOT_OURS = {".venv", ".venv-peers", ".typecheck", "node_modules", "build", "dist", ".git"}
+NOT_OURS = {".venv", ".venv-clients", ".venv-peers", ".typecheck", "node_modules", "build", "dist", ".git"}
 
 
 @dataclass(frozen=True)
