@@ -36,10 +36,10 @@ func TestEngine(t *testing.T) {
 	}
 	defer engine.Close()
 	for name, test := range map[string]func(*testing.T, *quire.Engine){
-		"generates what the Python engine does":                         generatesWhatThePythonEngineDoes,
+		"generates what the Python engine does":                          generatesWhatThePythonEngineDoes,
 		"cancels a request when its loop is left or its context is over": cancelsARequest,
-		"names the reason of an error":                                  namesTheReason,
-		"writes text in the example":                                    writesText,
+		"names the reason of an error":                                   namesTheReason,
+		"writes text in the example":                                     writesText,
 	} {
 		t.Run(name, func(t *testing.T) { test(t, engine) })
 	}
