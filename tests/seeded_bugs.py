@@ -721,7 +721,7 @@ BUGS = [
         "a step on a GPU may hang for ever",
         (
             "make_watchdog",
-            "limit_s = DEFAULT_LIMIT_S[device.type] if config.step_timeout_s is None else config.step_timeout_s",
+            "limit_s = default_s if config.step_timeout_s is None else config.step_timeout_s",
             "limit_s = config.step_timeout_s or 0.0",
         ),
     ),

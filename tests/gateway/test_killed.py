@@ -24,7 +24,7 @@ pytestmark = pytest.mark.verify
 
 ROLES = {"olga": "operator", "worker": "worker", "gate": "client,gateway"}
 TENANTS = ("alice", "bob")
-NUM_STREAMS, NUM_NEW = 32, 60
+NUM_STREAMS, NUM_NEW = 32, 120
 # Tokens of each stream before something is killed.
 KILLED_AFTER = 12
 PROMPTS = ("A class is", "The function returns", "When the file", "Note that", "If the value", "Each thread")
