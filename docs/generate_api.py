@@ -15,9 +15,10 @@ from grpc_tools import protoc
 PROTOS = Path(__file__).parent.parent / "protos"
 HEADER = """# API reference
 
-Made from the comments in `protos/` by `make protos`; change those, not this page. The services are
-`quire.cache.v1.CacheService` (cachemgr), `quire.compute.v1.WorkerService` (worker) and `quire.engine.v1.EngineService`
-(`quire serve`). All of them also serve `grpc.health.v1.Health` and server reflection.
+This page is generated from the comments in `protos/` by `make protos`. Change the comments, not this page. The
+services are `quire.cache.v1.CacheService` (cachemgr), `quire.compute.v1.WorkerService` (worker) and
+`quire.engine.v1.EngineService` (`quire serve`). All of them also serve `grpc.health.v1.Health` and server
+reflection.
 """
 
 # Field numbers of descriptor.proto, of which source locations are made.
