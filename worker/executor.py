@@ -247,6 +247,7 @@ class Executor:
         grant = step.grant
         if self._is_damaged:
             raise PoolDamagedError(f"step {grant.step_number}: an earlier step could not be applied")
+        self._ranks.raise_if_lost()
         lease = self._leases.setdefault(grant.lease_id, LeaseRows())
         try:
             with phase("apply grant"):

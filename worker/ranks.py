@@ -26,6 +26,9 @@ class OneRank:
     local_size = 1
     """Ranks of the worker on this machine."""
 
+    def raise_if_lost(self) -> None:
+        """Raise RankLostError if a rank was lost before: what was launched behind that step has nothing to build on."""
+
     def computing(self, step: Step) -> AbstractContextManager[None]:
         """Around the forward of a step: all ranks run it."""
         return nullcontext()

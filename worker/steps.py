@@ -261,14 +261,12 @@ class Steps:
             if not isinstance(error, RankLostError):  # of which on_violation says enough
                 log.critical("%s", error)
             self.on_violation(error)
-            if not ended.cancelled():
-                ended.set_exception(Refused(Reason.SHUTTING_DOWN, WHY_STOPPING[type(error)]))
+            _refuse(ended, Refused(Reason.SHUTTING_DOWN, WHY_STOPPING[type(error)]))
             return
         if error is not None:
             self._damaged(error, epoch)
-            if not ended.cancelled():
-                message = "the pool was damaged; its worker begins a new epoch"
-                ended.set_exception(Refused(Reason.EPOCH_CHANGED, message, value=epoch, epoch=self.gate.epoch))
+            message = "the pool was damaged; its worker begins a new epoch"
+            _refuse(ended, Refused(Reason.EPOCH_CHANGED, message, value=epoch, epoch=self.gate.epoch))
             return
         if epoch == self.gate.epoch:
             self.reports.add(make_report(grant, running.result().result))
@@ -331,6 +329,13 @@ class Steps:
     def _refuse_if_draining(self) -> None:
         if self._is_draining:
             raise Refused(Reason.SHUTTING_DOWN, "the worker is shutting down")
+
+
+def _refuse(ended: asyncio.Future[EndedStep], refused: Refused) -> None:
+    """Answer a step that has no result; its caller may have gone away without reading it."""
+    if not ended.cancelled():
+        ended.set_exception(refused)
+        ended.exception()  # seen: asyncio logs an error that nobody has
 
 
 def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.StepReport:

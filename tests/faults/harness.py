@@ -50,6 +50,8 @@ END_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 5.0
 AUDIT_PERIOD_S = 0.1
 DESCRIBING_S = 1.0
+END_OF_LOG = 40
+"""Lines of each process that an error of the set-up shows."""
 WORKER_SLOTS = (0, 1)
 SIGNS = (
     *("violated", "Traceback", "never retrieved", "was destroyed", "pool damaged", "CRITICAL", "step failed"),
@@ -295,10 +297,21 @@ class Harness:
         await self._stack.__aenter__()
         try:
             await self._set_up()
+        except HarnessError as error:
+            error.add_note(self._ends_of_logs())
+            await self._stack.aclose()
+            raise
         except BaseException:
             await self._stack.aclose()
             raise
         return self
+
+    def _ends_of_logs(self) -> str:
+        ends = []
+        for log in sorted(self.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            ends += [f"-- {log.name}, the last of {len(lines)} lines:", *lines[-END_OF_LOG:]]
+        return "\n".join(ends)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()

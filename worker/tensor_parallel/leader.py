@@ -34,8 +34,14 @@ class Leader(OneRank):
         self.local_size = group.place.local_size
         self._device = device
         self._why_lost = why_lost
+        self._lost: RankLostError | None = None
         self._ordered: Step | None = None
         self._has_forwarded = False
+
+    def raise_if_lost(self) -> None:
+        """See OneRank.raise_if_lost."""
+        if self._lost is not None:
+            raise self._lost
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
@@ -47,7 +53,7 @@ class Leader(OneRank):
             yield
         except RuntimeError as error:
             if (why := self._why_lost(FAILURE_TIMEOUT_S)) is not None:
-                raise RankLostError(why) from error
+                raise self._lose(why) from error
             raise
         self._has_forwarded = True
 
@@ -78,9 +84,9 @@ class Leader(OneRank):
         for rank, (has_forwarded, tables) in answers.items():
             if has_forwarded != expected[0]:
                 failed = 0 if has_forwarded else rank
-                raise RankLostError(f"step {step_number} failed on rank {failed}, and not on all others")
+                raise self._lose(f"step {step_number} failed on rank {failed}, and not on all others")
             if tables != expected[1]:
-                raise RankLostError(f"the block tables of rank {rank} are not rank 0's after step {step_number}")
+                raise self._lose(f"the block tables of rank {rank} are not rank 0's after step {step_number}")
 
     def fence_lease(self, lease_id: str) -> None:
         """See OneRank.fence_lease."""
@@ -128,4 +134,8 @@ class Leader(OneRank):
         try:
             yield
         except RuntimeError as error:
-            raise RankLostError(self._why_lost(WHY_TIMEOUT_S) or f"a rank does not answer: {error}") from error
+            raise self._lose(self._why_lost(WHY_TIMEOUT_S) or f"a rank does not answer: {error}") from error
+
+    def _lose(self, why: str) -> RankLostError:
+        self._lost = RankLostError(why)
+        return self._lost
