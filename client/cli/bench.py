@@ -22,6 +22,7 @@ NAMES = (
     "launches",
     "allocator",
     "control-plane",
+    "scale",
     "restart",
     "pressure",
     "tensor-parallel",

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from conformance.foreign import find
+
 from quire.client.cli.bench import NAMES
 
 TIMEOUT_S = 240
@@ -90,6 +92,18 @@ def test_routing_compares_three_ways_on_both_loads(tmp_path: Path) -> None:
         assert all(0 < way["first_token_s"]["p50"] <= way["first_token_s"]["p95"] for way in ways.values())
         assert len({sum(way["requests"].values()) for way in ways.values()}) == 1
     assert written["conversations"]["by cost"]["hits"] >= written["conversations"]["in turn"]["hits"]
+
+
+def test_scale_drives_one_cachemgr_with_every_number_of_workers(tmp_path: Path) -> None:
+    find("go", for_what="the load of many workers")
+    written, printed = run_quick("scale", tmp_path)
+    for by_count in written["found"].values():
+        assert list(by_count) == ["1", "2"]
+        for each in by_count.values():
+            assert 0 < each["plan_us"]["median"] <= each["plan_us"]["p99"]
+            assert each["plans_per_s"] > 0
+    assert written["capacity"]["plans_per_s"] > 0
+    assert "processor time" in printed
 
 
 def test_serving_has_every_mode_with_both_attentions(tmp_path: Path) -> None:
