@@ -42,6 +42,7 @@ QUICK_SIZES = (1_000,)
 QUICK_CROWD = Crowd(num_leases=2, num_sequences=2, num_chains=2)
 MIXED_BLOCKS = 1_000_000
 NOT_PACKAGED = "nano-vllm"
+KEPT_TOKENS_REPEATS = 1_000
 
 
 def measure_rows(results: tables.Results, sizes: tuple[int, ...], repeats: int, progress: Progress) -> None:
@@ -154,7 +155,10 @@ def main(
     with Progress(console=Console(stderr=True)) as progress:
         if not no_rows:
             measure_rows(results, chosen, repeats, progress)
-            results.metadata["quire"] = own_rows.metadata_per_block(max(chosen))
+            for row, keep_tokens in (("quire", True), ("quire, tokens not kept", False)):
+                results.metadata[row] = own_rows.metadata_per_block(max(chosen), keep_tokens=keep_tokens)
+            kept_repeats = 2 if quick else KEPT_TOKENS_REPEATS
+            results.kept_tokens_ratio = own_rows.kept_tokens_ratio(min(chosen[-1], MIXED_BLOCKS), repeats=kept_repeats)
         if not no_rows and not no_peers and not quick:
             measure_peers(results, chosen, repeats, max(chosen), progress, install=install)
         if quick:

@@ -244,9 +244,17 @@ class Crowd:
 class Core:
     """The core behind the common interface, with one lease."""
 
-    def __init__(self, num_blocks: int, crowd: Crowd | None = None, *, ledger: Ledger | None = None) -> None:
-        """`ledger`: one to use instead of a new one."""
+    def __init__(
+        self,
+        num_blocks: int,
+        crowd: Crowd | None = None,
+        *,
+        ledger: Ledger | None = None,
+        keep_tokens: bool = True,
+    ) -> None:
+        """`ledger`: one to use instead of a new one. `keep_tokens`: False is cachemgr's --no-keep-tokens."""
         self._num_blocks = num_blocks
+        self._keep_tokens = keep_tokens
         self._crowd = crowd or Crowd()
         self.ledger = self._open(ledger)
         self._in_flight: Report | None = None
@@ -254,6 +262,7 @@ class Core:
 
     def _open(self, ledger: Ledger | None = None) -> Ledger:
         ledger = ledger or make_ledger(self._num_blocks)
+        ledger.keep_contents(self._keep_tokens)
         ledger.open_lease(LEASE, ttl_s=TTL_S, now=0.0)
         self._crowd.enter(ledger)
         return ledger

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -110,24 +111,46 @@ def extend_messages(rows: Rows, core: Core, pool: AttachedPool) -> list[list[int
     return timings
 
 
+# -- what tokens cost that are kept for watchers -----------------------------------------------------------------------
+
+
+def kept_tokens_ratio(num_blocks: int, *, repeats: int) -> float:
+    """The time of an admission of 2,048 fresh tokens with its step's report, tokens kept over not kept; in turns.
+
+    Both pools are full of cached blocks, so that each admission evicts as many blocks as it takes.
+    """
+    prompts = Prompts()
+    cores = {keep: Core(num_blocks, keep_tokens=keep) for keep in (True, False)}
+    for core in cores.values():
+        fill(core, prompts, num_blocks)
+    taken: dict[bool, list[int]] = {True: [], False: []}
+    settle_garbage()
+    for number in range(repeats):
+        for keep in (True, False) if number % 2 else (False, True):
+            seq_id = prompts.seq_id()
+            taken[keep].append(cores[keep].admit(cores[keep].prepare(seq_id, prompts.tokens(PROMPT_TOKENS))))
+            cores[keep].release(seq_id)
+    return statistics.median(taken[True]) / statistics.median(taken[False])
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def metadata_per_block(num_blocks: int) -> float:
+def metadata_per_block(num_blocks: int, *, keep_tokens: bool) -> float:
     """Bytes of memory per block of a ledger full of cached blocks, sequences released: the growth of a process.
 
     The core is not in Python's memory, so it is the resident set that is read, in a process of its own.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(resident_growth, num_blocks).result() / num_blocks
+        return process.submit(resident_growth, num_blocks, keep_tokens).result() / num_blocks
 
 
-def resident_growth(num_blocks: int) -> int:
+def resident_growth(num_blocks: int, keep_tokens: bool) -> int:
     """Bytes that this process grows by when a pool is made and filled."""
     fill(Core(1_000), Prompts(), 1_000)  # allocations that happen only once
     gc.collect()
     before = psutil.Process().memory_info().rss
-    core = Core(num_blocks)
+    core = Core(num_blocks, keep_tokens=keep_tokens)
     fill(core, Prompts(), num_blocks)
     gc.collect()
     assert messages.counts_of(core.ledger).cached_count >= num_blocks - PROMPT_TOKENS // BLOCK_SIZE

@@ -44,6 +44,7 @@ class Results:
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, float] = field(default_factory=dict)
+    kept_tokens_ratio: float | None = None
     scaling: Series = field(default_factory=dict)
     mixed: dict[str, Any] = field(default_factory=dict)
 
@@ -72,6 +73,7 @@ class Results:
         return self.about() | {
             "to_reach_us": TO_REACH_US,
             "metadata_bytes_per_block": self.metadata,
+            "kept_tokens_ratio": self.kept_tokens_ratio,
             "recorded_only": self.unavailable,
             "quire": {"quantiles_ns": summaries(self.quire)},
             "peers": {peer: without_samples(found) for peer, found in self.peers.items()},
@@ -120,6 +122,8 @@ def show(results: Results) -> None:
         out.print(f"{peer}*: {reason}")
     if results.metadata:
         out.print(metadata_table(results))
+    if results.kept_tokens_ratio is not None:
+        out.print(f"an admission of 2,048 tokens, tokens kept / not kept: {results.kept_tokens_ratio:.3f}")
     if results.scaling:
         out.print(scaling_table(results.scaling))
     if results.mixed:
@@ -162,7 +166,10 @@ def own_table(results: Results) -> Table:
 def metadata_table(results: Results) -> Table:
     table = Table(title="bytes of metadata per block, pool full of cached blocks")
     table.add_column("to reach", justify="right")
-    figures = {"Quire": results.metadata.get("quire")}
+    figures = {
+        "Quire": results.metadata.get("quire"),
+        "tokens not kept": results.metadata.get("quire, tokens not kept"),
+    }
     for peer in RECORDED_US:
         measured = results.metadata.get(peer)
         name = peer if measured is not None else f"{peer}*"

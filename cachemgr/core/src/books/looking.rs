@@ -163,7 +163,7 @@ impl Books {
             && let Some((tokens, salt)) = self.pool.contents().get(block)
         {
             let origin = self.pool.index().origin(block);
-            event.token_ids = tokens.to_vec();
+            event.token_ids = tokens;
             event.salt = salt.to_vec();
             event.parent_prefix_hash = if origin.index > 0 { origin.parent.to_vec() } else { Vec::new() };
         }

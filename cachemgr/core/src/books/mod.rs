@@ -102,10 +102,10 @@ impl Books {
 
     /// Keeps the contents of the blocks that become findable from now on, or none. New books keep them.
     pub fn keep_contents(&mut self, are_kept: bool) {
-        let Geometry { num_blocks, block_size, .. } = self.geometry;
+        let Geometry { num_blocks, block_size, vocab_size, .. } = self.geometry;
         let contents = self.pool.contents_mut();
         match (contents.are_kept(), are_kept) {
-            (false, true) => contents.keep(num_blocks, block_size),
+            (false, true) => contents.keep(num_blocks, block_size, vocab_size),
             (true, false) => contents.keep_none(),
             _ => {}
         }
