@@ -106,7 +106,7 @@ wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)
 
-check-systemd: venv  ## start both units under a systemd of their own; needs root, systemd-container and debootstrap
+check-systemd: venv  ## start the units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)
 
 bench: venv  ## a benchmark: ARGS="utilization --quick"; without ARGS their list

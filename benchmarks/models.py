@@ -7,7 +7,17 @@ from typing import TypeVar
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -61,6 +71,13 @@ def tiny_gpt2(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
         vocab_size=512, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None, pad_token_id=0
     )
     return _saved(config, GPT2LMHeadModel, directory, dtype)
+
+
+def number_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A tokenizer of a model above: the text of a token is its id in digits, and spaces are between tokens."""
+    raw = Tokenizer(WordLevel({str(token_id): token_id for token_id in range(vocabulary)}, unk_token="0"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(directory)
 
 
 def _saved(config: object, kind: type[Model], directory: Path, dtype: torch.dtype) -> Model:

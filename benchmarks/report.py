@@ -8,9 +8,10 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -48,33 +49,41 @@ class Findings:
     file_name: str = ""
 
 
-Measure = Callable[[bool, Progress], Findings]
-"""Gets whether it is to be quick, and where to show how far it is."""
+Measure = Callable[..., Findings]
+"""Gets whether it is to be quick, where to show how far it is, and the benchmark's own flags by name."""
 
 
-def benchmark(name: str, measure: Measure, *, packages: Sequence[str] = ()) -> click.Command:
-    """The command of a benchmark: --quick and --output. `packages`: the figures depend on their versions."""
+def benchmark(
+    name: str, measure: Measure, *, packages: Sequence[str] = (), flags: Mapping[str, str] = MappingProxyType({})
+) -> click.Command:
+    """The command of a benchmark: --quick, --output and its own flags.
+
+    packages  the figures depend on their versions
+    flags     help by flag ("--peers"); each is on or off
+    """
 
     @click.command(name=name)
     @click.option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
     @click.option(
         "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the plot."
     )
-    def main(quick: bool, output: Path | None) -> None:
+    def main(quick: bool, output: Path | None, **own: bool) -> None:
+        given = {"quick": quick, **own}
         os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
         about = {
-            "command": f"quire bench {name}" + (" --quick" if quick else ""),
+            "command": " ".join([f"quire bench {name}", *(f"--{flag}" for flag, is_on in given.items() if is_on)]),
             "machine": machine(*packages),
             "load_average_at_start": round(os.getloadavg()[0], 2),
         }
         start = time.perf_counter()
         with progress_bar() as progress:
-            findings = measure(quick, progress)
+            findings = measure(quick, progress, **own)
         about["seconds"] = round(time.perf_counter() - start, 1)
         show(findings, about)
         if output is not None:
             write(findings, about, output, findings.file_name or name)
 
+    main.params += [click.Option([flag], is_flag=True, help=text) for flag, text in flags.items()]
     main.help = (sys.modules[measure.__module__].__doc__ or "").partition("\n")[0]
     return main
 

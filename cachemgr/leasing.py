@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.cachemgr import messages
 from quire.cachemgr.attachments import Attachments, pool_detached
 from quire.cachemgr.bounds import MAX_LEASE_ANSWERS, Drain, LeaseCounts, overloaded
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-DEFAULT_TTL_S = 30.0
-MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 OPEN_LEASE_TIMEOUT_S = 5.0
 REMEMBER_LEASES_S = 300.0
 

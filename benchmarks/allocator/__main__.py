@@ -65,7 +65,7 @@ def measure_peers(
         note_load(results)
         try:
             if install:
-                peer_runs.install(peer)
+                peer_runs.prepare(peer)
             measured = peer_runs.run(peer, sizes=list(sizes), repeats=repeats, memory=memory)
         except peer_runs.PeerUnavailable as error:
             results.unavailable[peer] = str(error)

@@ -10,13 +10,14 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
+
+from environments import PeerUnavailable, install, last_line, python_of
+
 FOLDER = Path(__file__).parent / "peers"
-ENVIRONMENTS = Path(__file__).parents[2] / ".venv-peers"
 PEERS = ("vllm", "sglang", "transformers")
 TIMEOUT_S = 1800
 QUIET = {
@@ -28,44 +29,24 @@ QUIET = {
 }
 
 
-class PeerUnavailable(Exception):
-    """The peer can't run here; its recorded figures have to do."""
-
-
 def requirements(peer: str) -> Path:
     return FOLDER / f"requirements-{peer}.txt"
 
 
-def python_of(peer: str) -> Path:
+def interpreter(peer: str) -> Path:
     """The interpreter that has the peer."""
-    if not requirements(peer).exists():
-        return Path(sys.executable)
-    return ENVIRONMENTS / peer / ("Scripts" if os.name == "nt" else "bin") / "python"
+    return python_of(peer) if requirements(peer).exists() else Path(sys.executable)
 
 
-def install(peer: str) -> None:
-    """Makes the peer's environment, unless it is there with these requirements. Raises PeerUnavailable."""
-    if not requirements(peer).exists():
-        return
-    folder, pinned = ENVIRONMENTS / peer, requirements(peer).read_text()
-    stamp = folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == pinned:
-        return
-    venv.create(folder, clear=True, with_pip=True)
-    python = str(python_of(peer))
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "-r", str(requirements(peer))], capture_output=True, text=True)
-    if done.returncode:
-        raise PeerUnavailable(f"pip: {last_line(done.stderr)}")
-    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    (Path(site) / "zz_borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    stamp.write_text(pinned)
+def prepare(peer: str) -> None:
+    """Makes the peer's environment, if it needs one. Raises PeerUnavailable."""
+    if requirements(peer).exists():
+        install(peer, requirements(peer))
 
 
 def run(peer: str, *, sizes: list[int], repeats: int, memory: int) -> dict[str, Any]:
     """The driver's result. Raises PeerUnavailable."""
-    python = python_of(peer)
+    python = interpreter(peer)
     if not python.exists():
         raise PeerUnavailable("not installed; --peers installs it")
     command = [str(python), str(FOLDER / f"{peer}_driver.py"), "--repeats", str(repeats), "--memory", str(memory)]
@@ -78,8 +59,3 @@ def run(peer: str, *, sizes: list[int], repeats: int, memory: int) -> dict[str, 
         raise PeerUnavailable(last_line(done.stderr))
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
-
-
-def last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"

@@ -60,12 +60,12 @@ def run_leases(place: Place, *, as_json: bool) -> None:
     _print({"leases": leases}, table, as_json=as_json, if_empty="There are no leases.")
 
 
-def run_lookup(place: Place, prefix: Prefix, *, as_json: bool) -> None:
-    """Print how many tokens of a prompt each pool holds."""
+def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bool) -> None:
+    """Print how many tokens of a prompt each pool holds; tenant None is the caller's."""
 
     async def look(cache: CacheClient) -> pb.LookupPrefixResponse:
         token_ids = await _tokens_of(place, prefix)
-        return await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode())
+        return await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
 
     matches = _ask(place, look).matches
     table = _table("pool", "cached tokens", "worker")
@@ -74,12 +74,12 @@ def run_lookup(place: Place, prefix: Prefix, *, as_json: bool) -> None:
     _print({"matches": matches}, table, as_json=as_json, if_empty="There is no pool.")
 
 
-def run_explain(place: Place, prefix: Prefix, *, as_json: bool) -> None:
-    """Print why no more of a prompt is found in a pool's prefix cache."""
+def run_explain(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bool) -> None:
+    """Print why no more of a prompt is found in a pool's prefix cache; tenant None is the caller's."""
 
     async def look(cache: CacheClient) -> pb.ExplainPrefixResponse:
         token_ids = await _tokens_of(place, prefix)
-        return await cache.explain_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode())
+        return await cache.explain_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
 
     answer = _ask(place, look)
     table = Table.grid("", "", padding=(0, 2))

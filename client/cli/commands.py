@@ -539,6 +539,11 @@ def _prompt_options(command: Any) -> Any:
     return option("--token-ids", "are_token_ids", is_flag=True, help=text)(decorated)
 
 
+def _tenant_option(command: Any) -> Any:
+    text = "Of this tenant; another's for gateways and operators."
+    return option("--tenant", metavar="NAME", show_default="the caller's", help=text)(command)
+
+
 def _json_option(command: Any) -> Any:
     text = "Write JSON instead of text."
     return click.option("--json", "as_json", allow_from_autoenv=False, is_flag=True, help=text)(command)
@@ -563,37 +568,41 @@ def leases(place: Any, as_json: bool) -> None:
 @quire.command()
 @click.argument("prompt")
 @_prefix_options
+@_tenant_option
 @_json_option
 @_place_options
-def lookup(place: Any, prefix: Any, as_json: bool) -> None:
+def lookup(place: Any, prefix: Any, tenant: str | None, as_json: bool) -> None:
     """Show how many tokens of PROMPT each pool holds in its prefix cache. PROMPT - is standard input.
 
     \b
     Examples:
       quire lookup "Once upon a time"
       quire lookup --token-ids 1,2,3
+      quire lookup "Once upon a time" --tenant alice
     """
     from quire.client.cli.administer import run_lookup
 
-    run_lookup(place, prefix, as_json=as_json)
+    run_lookup(place, prefix, tenant=tenant, as_json=as_json)
 
 
 @quire.command(name="explain")
 @click.argument("prompt")
 @_prefix_options
+@_tenant_option
 @_json_option
 @_place_options
-def explain_prefix(place: Any, prefix: Any, as_json: bool) -> None:
+def explain_prefix(place: Any, prefix: Any, tenant: str | None, as_json: bool) -> None:
     """Show why no more of PROMPT is found in the prefix cache: never computed, evicted, another salt ...
 
     \b
     Examples:
       quire explain "Once upon a time"
       quire explain --salt s1 "Once upon a time"
+      quire explain "Once upon a time" --tenant alice
     """
     from quire.client.cli.administer import run_explain
 
-    run_explain(place, prefix, as_json=as_json)
+    run_explain(place, prefix, tenant=tenant, as_json=as_json)
 
 
 @quire.command()
@@ -603,12 +612,7 @@ def explain_prefix(place: Any, prefix: Any, as_json: bool) -> None:
     "--ttl", type=click.FloatRange(1, 86400), metavar="SECONDS", show_default="3600", help="The pin ends after this."
 )
 @option("--remove", metavar="PIN", help="Take this pin back, instead of pinning.")
-@option(
-    "--tenant",
-    metavar="NAME",
-    show_default="the caller's",
-    help="Of this tenant; another's for gateways and operators.",
-)
+@_tenant_option
 @_json_option
 @_place_options
 def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, tenant: str | None, as_json: bool) -> None:
@@ -636,12 +640,7 @@ def pin(place: Any, prefix: Any, ttl: float | None, remove: str | None, tenant: 
 @quire.command()
 @click.argument("prompt", required=False)
 @_prompt_options
-@option(
-    "--tenant",
-    metavar="NAME",
-    show_default="the caller's",
-    help="Of this tenant; another's for gateways and operators.",
-)
+@_tenant_option
 @option("--all", "everything", is_flag=True, help="All of the pool, instead of a part; for operators only.")
 @_json_option
 @_place_options

@@ -14,10 +14,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -42,8 +41,9 @@ from quire.client.cli.render import (
     printable,
     text_tail,
 )
+from quire.client.cli.signals import ending_on, run_until_signal
 from quire.client.cli.snapshot import Snapshot, ratio, take_snapshot
-from quire.client.cli.up import check_alive, curl_command, ending_on, started
+from quire.client.cli.up import check_alive, curl_command, started
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
@@ -131,7 +131,7 @@ def _run(
         show_prompts(console, prompts, options.num_samples)
         samples = SampleGrid(prompts.prompts, options.num_samples, options.max_tokens)
         try:
-            run = _run_until_signal(_generate(services, console, options, prompts, samples))
+            run = run_until_signal(_generate(services, console, options, prompts, samples))
         except Exception as error:
             first = _first_of(error)
             if isinstance(first, QuireError):
@@ -139,30 +139,6 @@ def _run(
             raise first from None
         console.print(report(run, samples))
         return run, samples
-
-
-def _run_until_signal(main: Coroutine[Any, Any, "DemoRun"]) -> "DemoRun":
-    """asyncio.run, where SIGTERM and SIGHUP cancel as Ctrl-C does: SystemExit out of a task would not pass quietly."""
-    received: list[int] = []
-
-    async def cancelled_by_signal() -> "DemoRun":
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
-
-        def cancel(number: int, _: FrameType | None) -> None:
-            received.append(number)
-            loop.call_soon_threadsafe(task.cancel)
-
-        previous = {number: signal.signal(number, cancel) for number in (signal.SIGTERM, signal.SIGHUP)}
-        try:
-            return await task
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    try:
-        return asyncio.run(cancelled_by_signal())
-    except asyncio.CancelledError:
-        raise SystemExit(128 + received[0]) from None
 
 
 def _first_of(error: Exception) -> Exception:

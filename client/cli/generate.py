@@ -1,6 +1,5 @@
 """`quire generate`: one prompt, its samples as they come."""
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -19,6 +18,7 @@ from rich.text import Text
 from quire.client.channel import ONCE
 from quire.client.cli.outages import outages_shown
 from quire.client.cli.render import counted, printable, text_tail
+from quire.client.cli.signals import run_until_signal
 from quire.client.cli.snapshot import (
     REACH_TIMEOUT_S,
     UnreachableError,
@@ -73,15 +73,17 @@ def run_generate(
 ) -> None:
     """Prints the samples; sends traces to a collector if there is one, for 2 s after the end at most.
 
+    At Ctrl-C, SIGTERM and SIGHUP it prints what there is of the samples.
+
     Raises QuireError, UnreachableError if a service is unavailable, InvalidRequest for the prompt; ImportError for
     traces without the extra `otel`.
     """
     if otlp_endpoint is None:
-        asyncio.run(_generate(prompt, params, cache, target, None, as_json=as_json))
+        run_until_signal(_generate(prompt, params, cache, target, None, as_json=as_json))
         return
     tracing, provider = otlp_tracing(otlp_endpoint)
     try:
-        asyncio.run(_generate(prompt, params, cache, target, tracing, as_json=as_json))
+        run_until_signal(_generate(prompt, params, cache, target, tracing, as_json=as_json))
     finally:
         # It has no timeout of its own: without a collector it would try for 10 s.
         sending = threading.Thread(target=provider.shutdown, daemon=True)
@@ -226,7 +228,7 @@ async def _stream_live(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
             async for chunk in chunks:
                 seen.append(chunk)
                 texts.add(chunk)
-    finally:  # also after Ctrl-C or an error: the live display is removed by then
+    finally:  # also after a signal or an error: the live display is removed by then
         console.print(*texts.whole(), sep="")
     return seen
 
@@ -250,7 +252,7 @@ async def _stream_whole(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]
             reasons[chunk.index] = chunk.finish_reason.value if chunk.finish_reason else ""
             while num_printed < count and reasons[num_printed]:
                 print_next()
-    finally:  # also if Ctrl-C or an error ends it
+    finally:  # also if a signal or an error ends it
         while num_printed < count and any(texts):
             print_next()
     return seen

@@ -15,6 +15,7 @@ from rich.text import Text
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
 from quire.client.cli.render import StatsScreen, pool_view
+from quire.client.cli.signals import run_until_signal
 from quire.client.cli.snapshot import (
     REACH_TIMEOUT_S,
     Snapshot,
@@ -45,7 +46,7 @@ def run_stats(
         return
     watch = _watch(cachemgr, pool, console, as_json=as_json, interval_s=interval_s, credentials=credentials)
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-        asyncio.run(watch)
+        run_until_signal(watch)
 
 
 async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list[Snapshot]:

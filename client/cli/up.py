@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 import click
 from rich.console import Console, RenderableType
@@ -23,6 +22,7 @@ from quire.client.cli.launch import (
     is_answered,
     signals_held,
 )
+from quire.client.cli.signals import ending_on
 from quire.serving.addresses import TcpAddress, explain_bind_failure, parse_listen_address
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 
@@ -108,26 +108,6 @@ def _stage(services: LocalServices, model: str) -> str:
     except IndexError:  # none is made yet
         is_loading = False
     return f"worker: loading {model} and checking it" if is_loading else "cachemgr: starting"
-
-
-@contextlib.contextmanager
-def ending_on(*numbers: int) -> Iterator[None]:
-    """Within the block these signals end the program in order, except one that is ignored or handled already (nohup).
-
-    SIGHUP is sent when the terminal is closed.
-    """
-    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _values_of(flag: str, flags: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
+from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.client.errors import InvalidRequest
 
 _LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens", "max_unread_tokens")
@@ -15,7 +16,8 @@ class EngineConfig:
     pool                     its name; "": the only one
     max_step_tokens          tokens computed per step at most; the worker may allow fewer
     max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
-    lease_ttl_s              the pool's blocks are released this long after the end of this process, 1 to 3600
+    lease_ttl_s              the pool's blocks are released this long after the end of this process; lease_bounds has
+                             the range
     recovery_timeout_s       requests fail if a service can't be used for this long; errors count the delivered tokens
     max_recoveries           requests fail after this many recoveries without a computed step in between
     max_waiting_requests     requests that may wait for their first token; one more is refused with the reason
@@ -32,7 +34,7 @@ class EngineConfig:
     pool: str = ""
     max_step_tokens: int = 2048
     max_running_sequences: int = 256
-    lease_ttl_s: float = 30.0
+    lease_ttl_s: float = DEFAULT_TTL_S
     recovery_timeout_s: float = 60.0
     max_recoveries: int = 8
     max_waiting_requests: int | None = None
@@ -51,5 +53,5 @@ class EngineConfig:
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise InvalidRequest.of_field(name, limit, "at least 1, or None")
-        if not 1 <= self.lease_ttl_s <= 3600:
-            raise InvalidRequest.of_field("lease_ttl_s", self.lease_ttl_s, "from 1 to 3600")
+        if not MIN_TTL_S <= self.lease_ttl_s <= MAX_TTL_S:
+            raise InvalidRequest.of_field("lease_ttl_s", self.lease_ttl_s, f"from {MIN_TTL_S:g} to {MAX_TTL_S:g}")

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from quire.client.engine.scheduler import SchedulerStatistics
 from quire.client.engine.sequence import FinishReason
 from quire.client.errors import InvalidRequest
+from quire.serving.addresses import AddressError, UnixAddress, parse_listen_address
 from quire.serving.loop_collector import LoopCollector
+from quire.serving.metrics_server import MetricsServer
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -238,15 +240,15 @@ class EnginePage:
         """address is "host:port", with port 0 a free one; `address` of the page has the real one."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(LoopCollector(lambda: families(read()), loop=asyncio.get_running_loop()))
-        host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
-        except (OSError, ValueError, OverflowError) as error:
+            parsed = parse_listen_address(address)
+            if isinstance(parsed, UnixAddress):
+                raise AddressError("not a unix socket")
+            self._server = MetricsServer(parsed, registry)
+        except (OSError, ValueError, AddressError) as error:
             raise InvalidRequest.of_field("metrics_listen", address, f"an address to listen on ({error})") from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = str(self._server.address)
 
     def close(self) -> None:
         """Stops serving and frees the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()

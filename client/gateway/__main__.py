@@ -152,6 +152,7 @@ async def _open_backend(
     """Within the block there is a backend, and what sets its tenants' weights; entering it waits for the services."""
     config = EngineConfig(
         pool=gateway.pool,
+        lease_ttl_s=gateway.lease_ttl,
         max_waiting_requests=gateway.max_waiting_requests,
         max_waiting_tokens=gateway.max_waiting_tokens,
         max_unread_tokens=gateway.max_unread_tokens,

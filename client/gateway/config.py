@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.client.gateway.door import DoorLimits
 from quire.client.gateway.tools import ToolFormat
 from quire.serving.addresses import Address
@@ -36,6 +37,7 @@ class GatewayOptions:
     max_waiting_requests: int
     max_waiting_tokens: int
     max_unread_tokens: int
+    lease_ttl: float
 
     @property
     def limits(self) -> DoorLimits:
@@ -129,5 +131,12 @@ OWN_FLAGS: list[Flag] = [
         "--max-unread-tokens",
         16_384,
         "Generated tokens of a prompt that its caller may leave unread; with more of them the request fails.",
+    ),
+    option(
+        "--lease-ttl",
+        type=click.FloatRange(MIN_TTL_S, MAX_TTL_S),
+        default=DEFAULT_TTL_S,
+        metavar="SECONDS",
+        help="The blocks of a gateway that was killed are free again after this.",
     ),
 ]

@@ -1,9 +1,9 @@
-"""Both units under a real systemd: a container made of Debian packages, booted, looked into, powered off.
+"""The units under a real systemd: a container made of Debian packages, booted, looked into, powered off.
 
     python tests/deploy/boot_systemd.py [--root FOLDER]
 
 Needs root, debootstrap and systemd-nspawn (Debian: debootstrap systemd-container), a Debian mirror, and a Python of the
-minor version of one of SUITES: the container uses its packages. Takes two minutes, of which one makes the root file
+minor version of one of SUITES: the container uses its packages. Takes four minutes, of which one makes the root file
 system; --root keeps it. The last line says how many checks passed; exit status 1 if one did not.
 
 Not covered here: a GPU, and systemd's work at a real boot.
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -39,14 +40,20 @@ FOLDERS = ("cachemgr", "worker", "kernels", "client", "serving")
 NOT_INSTALLED = shutil.ignore_patterns("core", "go", "__pycache__", "*.proto")
 WORKER_ENV = "QUIRE_WORKER_MODEL=/srv/model\nQUIRE_WORKER_NUM_BLOCKS=64\nQUIRE_WORKER_DEVICE=cpu\n"
 CACHEMGR, WORKER = "quire-cachemgr.service", "quire-worker@default.service"
+GATEWAY = "quire-gateway.service"
+SERVICES = (CACHEMGR, WORKER, GATEWAY)
+SOCKETS = ("/run/quire/cachemgr.sock", "/run/quire-worker/default.sock", "/run/quire-gateway/http.sock")
+MOST_EXPOSED = 15  # tenths of systemd's exposure level, as in test_systemd.py
 # So that a check takes seconds; what the units say themselves is held by test_systemd.py.
-SHORT_START_S = 15  # importing torch, before there is a loop, has to fit in
+SHORT_START_S = 30  # importing torch, before there is a loop, has to fit in
 SHORT = {
     CACHEMGR: "[Service]\nWatchdogSec=2\n",
     WORKER: f"[Service]\nWatchdogSec=2\nTimeoutStartSec={SHORT_START_S}\n",
+    GATEWAY: f"[Service]\nWatchdogSec=2\nTimeoutStartSec={SHORT_START_S}\n",
 }
 OUTSIDE = "192.0.2.1"  # an address of the container that is not loopback
-# Outcomes of sandbox_probe.py in both units; what is not here must succeed.
+NUM_STREAMED = 150  # tokens: some seconds, and less than the drain's time on a slow machine
+# Outcomes of sandbox_probe.py in all units; what is not here must succeed.
 REFUSED = {
     "write /etc": "EROFS",
     "see /root": "EACCES",
@@ -57,16 +64,34 @@ REFUSED = {
     "send to others": "EPERM",
     "new namespace": "EPERM",
 }
+NO_CODE_OF_ITS_OWN = {
+    "writable and executable memory": "EPERM",
+    "compile C": "EROFS",
+    "compile a kernel": "EROFS",
+}
 SANDBOX = {
     CACHEMGR: {
-        "writable and executable memory": "EPERM",
-        "compile C": "EROFS",
-        "compile a kernel": "EROFS",
-        "write /run/quire-worker": "EACCES",
-        "read worker's files": "EACCES",
+        **NO_CODE_OF_ITS_OWN,
+        **dict.fromkeys(("write /run/quire-worker", "write /run/quire-gateway"), "EACCES"),
+        **dict.fromkeys(("read worker's files", "read gateway's files"), "EACCES"),
     },
-    WORKER: {"write /run/quire": "EACCES", "read cachemgr's files": "EACCES"},
+    WORKER: {
+        **dict.fromkeys(("write /run/quire", "write /run/quire-gateway"), "EACCES"),
+        **dict.fromkeys(("read cachemgr's files", "read gateway's files"), "EACCES"),
+    },
+    GATEWAY: {
+        **NO_CODE_OF_ITS_OWN,
+        **dict.fromkeys(("write /run/quire", "write /run/quire-worker"), "EACCES"),
+        **dict.fromkeys(("read cachemgr's files", "read worker's files"), "EACCES"),
+    },
 }
+# Run in the container: a completion through HTTP; prints the lines of the answer as they come.
+ASK = """
+import sys, urllib.request
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", sys.argv[1].encode())
+for line in urllib.request.urlopen(request, timeout=float(sys.argv[2])):
+    print(line.decode(), end="", flush=True)
+"""
 
 
 class CheckFailed(Exception):
@@ -93,7 +118,7 @@ def install(root: Path) -> None:
     (packages / "host.pth").write_text("/site\n")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, packages / "quire" / name, ignore=NOT_INSTALLED)
-    for api in ("cache", "compute"):
+    for api in ("cache", "compute", "engine"):
         shutil.copytree(ROOT / "protos/quire" / api, packages / "quire" / api, ignore=NOT_INSTALLED)
     program = venv / "bin/quire"
     program.write_text("#!/opt/quire/bin/python -P\nfrom quire.client.cli import main\nmain()\n")
@@ -112,12 +137,13 @@ def install(root: Path) -> None:
         for path in UNITS.glob(source):
             shutil.copy(path, root / target)
     (root / "etc/quire").mkdir(exist_ok=True)
-    shutil.copy(UNITS / "cachemgr.env", root / "etc/quire")
+    for name in ("cachemgr.env", "gateway.env"):
+        shutil.copy(UNITS / name, root / "etc/quire")
     (root / "etc/quire/worker-default.env").write_text(WORKER_ENV)
     for unit, text in SHORT.items():
         (root / f"etc/systemd/system/{unit}.d").mkdir(exist_ok=True)
         (root / f"etc/systemd/system/{unit}.d/short.conf").write_text(text)
-    subprocess.run(["systemctl", f"--root={root}", "--quiet", "enable", CACHEMGR, WORKER], check=True)
+    subprocess.run(["systemctl", f"--root={root}", "--quiet", "enable", *SERVICES], check=True)
 
 
 class Container:
@@ -196,13 +222,31 @@ def is_active(box: Container, unit: str) -> bool:
     return box.show(unit, "ActiveState") == ("active",)
 
 
-def both_serve(box: Container) -> None:
-    """Both units come up by themselves, say where they serve, and have not been started twice."""
-    for unit in (CACHEMGR, WORKER):
+def all_serve(box: Container) -> None:
+    """The units come up by themselves, say where they serve, and have not been started twice."""
+    for unit, path in zip(SERVICES, SOCKETS, strict=True):
         box.await_that(f"{unit} is active", lambda unit=unit: is_active(box, unit))  # type: ignore[misc]
         status, restarts = box.show(unit, "StatusText", "NRestarts")
-        if not status.startswith("serving at unix:/run/quire") or restarts != "0":
+        if not status.startswith("serving at ") or f"unix:{path}" not in status or restarts != "0":
             raise CheckFailed(f"{unit}: status {status!r}, {restarts} restarts")
+
+
+def asking(**fields: Any) -> tuple[str, ...]:
+    """The command of a completion through HTTP."""
+    return ("python3", "-c", ASK, json.dumps({"prompt": "The", "ignore_eos": True, **fields}), str(DEADLINE_S))
+
+
+def a_completion_comes_through_http(box: Container) -> None:
+    """The gateway answers a completion on loopback, with all of its tokens."""
+    answer = json.loads(box.run(*asking(max_tokens=8)))
+    if answer["usage"]["completion_tokens"] != 8 or not answer["choices"][0]["text"]:
+        raise CheckFailed(f"the gateway answered {answer}")
+
+
+def little_is_exposed(box: Container) -> None:
+    """systemd's own measure of what each unit may do is as good as docs/how-to/deployment.md says."""
+    for unit in SERVICES:
+        box.run("systemd-analyze", "security", "--no-pager", f"--threshold={MOST_EXPOSED}", unit)
 
 
 def the_group_may_call_and_others_not(box: Container) -> None:
@@ -211,9 +255,10 @@ def the_group_may_call_and_others_not(box: Container) -> None:
     generate = ("/opt/quire/bin/quire", "generate", "The", "--max-tokens", "4")
     if not box.run(*nobody, "--groups=quire", *generate):
         raise CheckFailed("a user in the group got no text")
-    for path in ("/run/quire/cachemgr.sock", "/run/quire-worker/default.sock"):
-        connect = f"import socket; socket.socket(socket.AF_UNIX).connect({path!r})"
-        if "PermissionError" not in box.attempt(*nobody, "--clear-groups", "python3", "-c", connect).stderr:
+    for path in SOCKETS:
+        connect = ("python3", "-c", f"import socket; socket.socket(socket.AF_UNIX).connect({path!r})")
+        box.run(*nobody, "--groups=quire", *connect)
+        if "PermissionError" not in box.attempt(*nobody, "--clear-groups", *connect).stderr:
             raise CheckFailed(f"a user outside of the group reaches {path}")
 
 
@@ -228,8 +273,8 @@ def the_sandbox_holds(box: Container) -> None:
 
 def probe(box: Container, unit: str) -> str:
     """The output of sandbox_probe.py, run once as the unit would be."""
-    name = "quire-worker@probe" if unit == WORKER else "quire-probe"
-    source = UNITS / ("quire-worker@.service" if unit == WORKER else CACHEMGR)
+    name = "quire-worker@probe" if unit == WORKER else unit.replace(".service", "-probe")
+    source = UNITS / unit.replace("@default", "@")
     lines = [line for line in source.read_text().splitlines() if not line.startswith(("Exec", "Type=", "Watchdog"))]
     lines = [line.replace("EnvironmentFile=", "EnvironmentFile=-").replace("=--", "=-") for line in lines]
     command = f"/opt/quire/bin/python -P /srv/sandbox_probe.py {OUTSIDE}"
@@ -240,31 +285,36 @@ def probe(box: Container, unit: str) -> str:
     return box.run("cat", "/run/probe.json")
 
 
-def a_worker_starts_as_long_as_it_takes(box: Container) -> None:
-    """A worker without a cachemgr is starting, not failed, beyond its start's timeout; then it is active."""
-    box.run("systemctl", "stop", CACHEMGR, WORKER)
-    box.run("systemctl", "start", "--no-block", "--job-mode=ignore-dependencies", WORKER)
-    box.await_that("the worker says that it is starting", lambda: box.show(WORKER, "StatusText") == ("starting",))
+def a_start_takes_as_long_as_it_takes(box: Container) -> None:
+    """Without a cachemgr a worker and a gateway are starting, not failed, beyond their starts' timeout; then active."""
+    box.run("systemctl", "stop", *SERVICES)
+    waiting = (WORKER, GATEWAY)
+    box.run("systemctl", "start", "--no-block", "--job-mode=ignore-dependencies", *waiting)
+    for unit in waiting:
+        box.await_that(f"{unit} is starting", lambda unit=unit: box.show(unit, "StatusText") == ("starting",))  # type: ignore[misc]
     time.sleep(SHORT_START_S + 5)
-    state, restarts = box.show(WORKER, "ActiveState", "NRestarts")
-    if (state, restarts) != ("activating", "0"):
-        raise CheckFailed(f"without a cachemgr the worker is {state} after {restarts} restarts")
+    for unit in waiting:
+        state, restarts = box.show(unit, "ActiveState", "NRestarts")
+        if (state, restarts) != ("activating", "0"):
+            raise CheckFailed(f"without a cachemgr {unit} is {state} after {restarts} restarts")
     box.run("systemctl", "start", CACHEMGR)
-    both_serve(box)
+    all_serve(box)
 
 
-def a_cachemgr_that_dies_takes_no_worker_along(box: Container) -> None:
-    """cachemgr killed: started again, and the worker's process stays."""
-    before = box.show(WORKER, "MainPID", "NRestarts")
+def a_cachemgr_that_dies_takes_none_along(box: Container) -> None:
+    """cachemgr killed: started again; the worker's and the gateway's processes stay, and callers get text."""
+    others = (WORKER, GATEWAY)
+    before = [box.show(unit, "MainPID", "NRestarts") for unit in others]
     box.run("systemctl", "kill", "--signal=KILL", CACHEMGR)
     box.await_that("cachemgr is back", lambda: box.show(CACHEMGR, "NRestarts", "ActiveState") == ("1", "active"))
-    if box.show(WORKER, "MainPID", "NRestarts") != before:
-        raise CheckFailed("the worker was started again")
+    box.run(*asking(max_tokens=8))
+    if [box.show(unit, "MainPID", "NRestarts") for unit in others] != before:
+        raise CheckFailed("the worker or the gateway was started again")
 
 
 def a_stuck_loop_is_ended(box: Container) -> None:
     """A process that is stopped feeds no watchdog: each service is ended for it and started again."""
-    for unit in (CACHEMGR, WORKER):
+    for unit in SERVICES:
         restarts, pid = box.show(unit, "NRestarts", "MainPID")
         box.run("systemctl", "kill", "--signal=STOP", "--kill-whom=main", unit)
         again = (str(int(restarts) + 1), "active")
@@ -281,27 +331,49 @@ def num_active_blocks(box: Container) -> int:
     return int(pool["statistics"]["block_counts"].get("active_count", 0))
 
 
+def a_gateways_stop_drains(box: Container) -> None:
+    """A gateway that is stopped while a stream runs: the stream has all of its tokens, then the process ends."""
+    client = box.spawn(*asking(max_tokens=NUM_STREAMED, n=4, stream=True, stream_options={"include_usage": True}))
+    assert client.stdout is not None
+    begun = client.stdout.readline()
+    box.run("systemctl", "stop", GATEWAY)
+    events = [begun, *client.communicate(timeout=DEADLINE_S)[0].splitlines()]
+    lines = [line.removeprefix(b"data: ").strip() for line in events if line.strip()]
+    if lines[-1] != b"[DONE]" or json.loads(lines[-2])["usage"]["completion_tokens"] != 4 * NUM_STREAMED:
+        raise CheckFailed(f"the stream ended with {lines[-2:]}")
+    check_ended(box, GATEWAY)
+
+
 def a_stop_drains(box: Container) -> None:
     """Stopped while a client generates: both end in order, with status 0, and leave no socket."""
     client = box.spawn("/opt/quire/bin/quire", "generate", "The", "--n", "32", "--max-tokens", "400")
     box.await_that("blocks are held", lambda: num_active_blocks(box) > 0)
     box.run("systemctl", "stop", WORKER, CACHEMGR)
     client.wait(DEADLINE_S)
-    for unit in (WORKER, CACHEMGR):
+    check_ended(box, WORKER, CACHEMGR)
+
+
+def check_ended(box: Container, *units: str) -> None:
+    """Raises CheckFailed if a unit has not ended in order, or has left a socket."""
+    for unit in units:
         ended = box.show(unit, "Result", "ExecMainStatus", "ActiveState")
         if ended != ("success", "0", "inactive"):
             raise CheckFailed(f"{unit} ended as {ended}")
-    if left := box.run("find", "/run/quire", "/run/quire-worker", "-name", "*.sock"):
-        raise CheckFailed(f"left behind: {left}")
+        path = SOCKETS[SERVICES.index(unit)]
+        if not box.attempt("test", "-e", path).returncode:
+            raise CheckFailed(f"left behind: {path}")
 
 
 CHECKS: tuple[Callable[[Container], None], ...] = (
-    both_serve,
+    all_serve,
+    a_completion_comes_through_http,
+    little_is_exposed,
     the_group_may_call_and_others_not,
     the_sandbox_holds,
-    a_worker_starts_as_long_as_it_takes,
-    a_cachemgr_that_dies_takes_no_worker_along,
+    a_start_takes_as_long_as_it_takes,
+    a_cachemgr_that_dies_takes_none_along,
     a_stuck_loop_is_ended,
+    a_gateways_stop_drains,
     a_stop_drains,
 )
 

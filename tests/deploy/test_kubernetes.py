@@ -29,6 +29,7 @@ from deploy.tools import DEPLOY, ROOT, find, parse_service
 from integration.protocol_client import await_that
 
 from quire.client.cli.launch import ServiceProcess
+from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
 
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes/overlays").glob("*/kustomization.yaml"))
 # The oldest that has all fields in use, and the newest that the validator knows.
@@ -323,7 +324,7 @@ def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
 
 
 def check_gateway(cluster: Cluster) -> None:
-    """Get a completion over HTTPS, and the metrics."""
+    """Get a completion over HTTPS, one over gRPC by the generated client, and the metrics."""
     with cluster.http(8000) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = f"Bearer {KEY}"
@@ -331,8 +332,19 @@ def check_gateway(cluster: Cluster) -> None:
         body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4}
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 4
+    with cluster.dial(8001, None, "quire-gateway.quire.svc") as channel:
+        stub = engine_service_pb2_grpc.EngineServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ListModels(engine_service_pb2.ListModelsRequest(), timeout=DEADLINE_S)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        request = engine_service_pb2.GenerateRequest(model=model["id"])
+        request.prompt.text = body["prompt"]
+        request.parameters.max_tokens = 4
+        key = (("authorization", f"Bearer {KEY}"),)
+        *_, last = stub.Generate(request, timeout=DEADLINE_S, metadata=key)
+        assert last.summary.generated_token_count == 4
     with cluster.http(9403) as client:
-        assert f'vllm:generation_tokens_total{{model_name="{model["id"]}"}} 4.0' in client.get("/metrics").text
+        assert f'vllm:generation_tokens_total{{model_name="{model["id"]}"}} 8.0' in client.get("/metrics").text
 
 
 def test_these_are_the_overlays() -> None:

@@ -22,9 +22,13 @@ from pages import SHELL
 pytestmark = pytest.mark.verify
 
 PAGE = "docs/how-to/use-your-client.md"
-PACKAGES = {"langchain": ("langchain-openai==1.7.3",), "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0")}
+PACKAGES = {
+    "langchain": ("langchain-openai==1.7.3",),
+    "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
+    "aiperf": ("aiperf==0.13.0",),
+}
 INSTALL_S = 5 * DEADLINE_S
-SNIPPET, COMMAND = (block for block in pages.blocks(PAGE) if block.test == "tests/gateway/test_clients.py")
+SNIPPET, COMMAND, PROFILE = (block for block in pages.blocks(PAGE) if block.test == "tests/gateway/test_clients.py")
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -102,6 +106,31 @@ def test_lm_eval_compares_log_probabilities_and_generates(gateway: Gateway, tmp_
     assert accuracy is not None, said.stdout
     assert float(accuracy[1]) == 1.0, said.stdout
     assert re.search(r"quire_until.*\|exact_match", said.stdout), said.stdout
+
+
+def test_aiperf_measures_a_stream_of_each_request(gateway: Gateway, tmp_path: Path) -> None:
+    (command,) = PROFILE.commands()
+    command = command.replace(DEFAULT, gateway.url).replace("--model model", f"--model {MODEL}")
+    before = gateway.metric("vllm:generation_tokens_total")
+    said = subprocess.run(
+        f"{environment('aiperf')}/{command} --output-tokens-mean 16 --extra-inputs ignore_eos:true --ui none "
+        f"--artifact-dir {tmp_path}",
+        shell=True,
+        cwd=ROOT,
+        # Not HF_HUB_OFFLINE: aiperf then takes no tokenizer of a folder.
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
+    (export,) = tmp_path.rglob("profile_export_aiperf.json")
+    figures = json.loads(export.read_text())
+    assert figures["request_count"]["avg"] == 16
+    assert not figures.get("error_summary")
+    assert figures["time_to_first_token"]["avg"] > 0
+    assert gateway.metric("vllm:generation_tokens_total") - before >= 16 * 16
 
 
 def logprob_of(client: httpx.Client, text: str, choice: str) -> float:

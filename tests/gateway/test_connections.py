@@ -229,3 +229,47 @@ def test_2000_idle_connections_and_256_slow_readers_cost_bounded_memory(
         for connection in (*opened, *slow):
             connection.close()
         gateway.close()
+
+
+@pytest.mark.verify
+def test_bodies_that_do_not_end_and_prompts_that_wait_cost_what_their_limits_say(
+    services: LocalServices, tmp_path: Path
+) -> None:
+    """A body that has not ended costs its bytes. A token of a prompt that waits costs less than 128 bytes."""
+    gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
+    opened: list[socket.socket] = []
+    num_bodies, body_bytes, num_waiting, num_tokens = 16, 8 * 2**20, 256, 1_900
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    try:
+        httpx.get(f"{gateway.url}/health", timeout=DEADLINE_S)
+        idle = resident_bytes(gateway)
+        for _ in range(num_bodies):
+            opened.append(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {2 * body_bytes}\r\n\r\n"
+            opened[-1].sendall(head.encode() + b" " * body_bytes)
+        deadline = time.monotonic() + DEADLINE_S
+        while (bodies := resident_bytes(gateway) - idle) < 0.9 * num_bodies * body_bytes:
+            assert time.monotonic() < deadline, f"{bodies} bytes"
+            time.sleep(0.05)
+        for connection in opened:
+            connection.close()
+        await_metric(gateway, "quire_gateway_requests", 0)
+        before = resident_bytes(gateway)
+        prompt = [7] * num_tokens
+        # No more than one of them runs at a time: each has room for itself in the pool, and asks for all of it.
+        opened += [begin(gateway, {"prompt": [*prompt, index], "max_tokens": 100}) for index in range(num_waiting)]
+        deadline = time.monotonic() + DEADLINE_S
+        while gateway.metric("vllm:num_requests_waiting") < 0.5 * num_waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        waiting = resident_bytes(gateway) - before
+        print(
+            f"idle {idle / 2**20:.0f} MiB, bodies {bodies / num_bodies / body_bytes:.2f} bytes a byte, "
+            f"waiting {waiting / num_waiting / num_tokens:.0f} bytes a token"
+        )
+        assert bodies < 2 * num_bodies * body_bytes
+        assert waiting < 128 * num_waiting * num_tokens
+    finally:
+        for connection in opened:
+            connection.close()
+        gateway.close()

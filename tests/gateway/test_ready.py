@@ -1,18 +1,24 @@
-"""Readiness of a gateway without requests: a service that goes or comes back is noticed all the same."""
+"""A gateway without requests: services that go or come back are noticed, and its lease has the asked time to live."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+from click.testing import CliRunner
 from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, ROOT, Gateway
 from integration.protocol_client import await_that
 
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.client.cli.launch import LocalServices
+from quire.client.gateway.__main__ import main
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
+
+LEASE_TTL_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +83,30 @@ def test_an_outage_that_nobody_waits_for_any_more_ends_without_a_request(
     await_that("the request has ended", lambda: not readiness.gateway.metric("quire_gateway_requests"))
     own_services.worker.restart()
     readiness.await_says(True)
+
+
+@pytest.mark.parametrize("flags", [("--pool", "default"), ()], ids=["pool", "router"])
+def test_a_killed_gateways_lease_ends_after_the_time_of_its_flag(
+    own_services: LocalServices, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    gateway = Gateway(own_services.cachemgr_address, "--lease-ttl", str(LEASE_TTL_S), *flags, log=tmp_path / "log")
+    try:
+        assert LEASE_TTL_S in ttls_of_leases(own_services)
+        gateway.process.kill()
+        await_that("the lease has ended", lambda: LEASE_TTL_S not in ttls_of_leases(own_services))
+    finally:
+        gateway.close()
+
+
+def ttls_of_leases(services: LocalServices) -> set[float]:
+    with grpc.insecure_channel(services.cachemgr_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+        answer = stub.ListLeases(cache_service_pb2.ListLeasesRequest(), timeout=DEADLINE_S)
+    return {lease.ttl.ToTimedelta().total_seconds() for lease in answer.leases}
+
+
+@pytest.mark.parametrize("seconds", ["0.5", "3601", "x"])
+def test_a_lease_ttl_out_of_its_range_is_no_start(seconds: str) -> None:
+    done = CliRunner().invoke(main, ["--lease-ttl", seconds])
+    assert done.exit_code == 2
+    assert "--lease-ttl" in done.output

@@ -110,6 +110,8 @@ def test_the_commands_about_a_prefix(cachemgr: str) -> None:
     assert "none: the prompt has no full block" in run(cachemgr, "explain", "--token-ids", "1,2").stdout
     pin_id = as_json(cachemgr, "pin", *tokens, "--ttl", "60")["pin_id"]
     of_other = ("--tenant", "other")
+    assert as_json(cachemgr, "lookup", *tokens, *of_other)["matches"][0]["cached_token_count"] == 0
+    assert as_json(cachemgr, "explain", *tokens, *of_other)["reason"] == "MISS_REASON_OTHER_TENANT"
     assert "PREFIX_NOT_CACHED" in run(cachemgr, "pin", *tokens, *of_other).output
     assert run(cachemgr, "pin", *of_other).stdout == "There are no pins.\n"
     assert run(cachemgr, "pin", "--remove", pin_id, *of_other).exit_code == 0

@@ -18,9 +18,9 @@ FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "ste
 """JSON and plot where they are not called as the benchmark."""
 
 
-def run_quick(name: str, folder: Path) -> tuple[dict[str, Any], str]:
+def run_quick(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
     """The files and the output of a benchmark."""
-    command = [sys.executable, "-m", "quire.client.cli", "bench", name, "--quick", "--output", str(folder)]
+    command = [sys.executable, "-m", "quire.client.cli", "bench", name, *flags, "--quick", "--output", str(folder)]
     environment = {key: value for key, value in os.environ.items() if key != "QUIRE_VERIFY"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr
@@ -199,6 +199,16 @@ def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
     assert written["streams"].keys() == {"1", "4"}
     assert all(min(each["engine"], each["HTTP"], each["ratio"]) > 0 for each in written["streams"].values())
     assert written["first_byte_s"]["HTTP"] > 0
+    assert "peer" not in written
+
+
+def test_door_gives_the_same_tokens_through_transformers_serve(tmp_path: Path) -> None:
+    """Its environment is made once, by pip from the index that pip is configured with."""
+    written, printed = run_quick("door", tmp_path, "--peers")
+    assert written["peer"] == {"name": "transformers serve", "absent": "", "failed": {}}
+    assert all(min(each["transformers serve"], each["peer_ratio"]) > 0 for each in written["streams"].values())
+    assert written["first_byte_s"]["transformers serve"] > 0
+    assert "HTTP / transformers serve" in printed
 
 
 def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) -> None:

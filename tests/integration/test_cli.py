@@ -324,18 +324,22 @@ def test_ctrl_c_while_generating_gives_everything_back(folder: Path, up: str) ->
     assert any(statistics_of(folder, up)["sequence_count"] == 0 for _ in range(20))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_ctrl_c_leaves_the_text_so_far_on_the_screen(up: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "number", "status"), [(1, signal.SIGINT, 130), (3, signal.SIGINT, 130), (3, signal.SIGTERM, 143)]
+)
+def test_a_signal_leaves_the_text_so_far_and_the_cursor_on_the_screen(
+    up: str, count: int, number: int, status: int
+) -> None:
     flags = ("--n", str(count), "--max-tokens", "900", "--temperature", "100", "--top-k", "40", "--seed", "3")
     terminal = Terminal("The input", *flags, "--cachemgr", up, command=("generate",))
     try:
         # The panel of the last sample must have text: words of the first are drawn again and again.
         terminal.await_text(r"(\w+\W+){20}" if count == 1 else r"3 of 3[^╰]*?(\w\w+[^\w╰]+){10}")
-        terminal.signal(signal.SIGINT)
-        assert terminal.await_end() == 130
+        terminal.signal(number)
+        assert terminal.await_end() == status
     finally:
         terminal.close()
-    assert terminal.text().endswith("Interrupted.\n")
+    assert terminal.text().endswith("Interrupted.\n") == (number == signal.SIGINT)
     if count == 1:
         return
     # Live drawings are erased line by line; only what follows the last of these stays.
@@ -393,6 +397,16 @@ def test_watching_goes_on_until_ctrl_c(folder: Path, up: str) -> None:
             (pool,) = json.loads(process.stdout.readline())["pools"]
             assert pool["name"] == "default"
         assert ended(process, signal.SIGINT) == (0, "")
+
+
+def test_a_watch_on_a_terminal_gives_the_screen_back_at_sigterm(up: str) -> None:
+    terminal = Terminal("--watch", "--interval", "0.05", "--cachemgr", up, command=("stats",))
+    try:
+        terminal.await_text("default")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.await_end() == 143
+    finally:
+        terminal.close()
 
 
 # up, cachemgr, worker

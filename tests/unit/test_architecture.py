@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROTOS = ("quire.cache.v1", "quire.compute.v1", "quire.engine.v1")
 
 # What servers and clients share, of serving: how a service is found and dialed, flags, traces, metrics.
-SHARED = ("addresses", "dialing", "flags", "loop_collector", "runtime_folder", "tracing")
+SHARED = ("addresses", "dialing", "flags", "loop_collector", "metrics_server", "runtime_folder", "tracing")
 # What the gateway, which is a server too, has of serving beside them.
 # What of quire each folder may import besides itself.
 MAY_IMPORT = {
@@ -59,7 +59,7 @@ PURE = {
     ),
 }
 # Beside the generated code; as pure as the modules that may import it.
-PURE_PROTOS = ("quire.cache.v1.admission_bounds", "quire.compute.v1.sampling_ranges")
+PURE_PROTOS = ("quire.cache.v1.admission_bounds", "quire.cache.v1.lease_bounds", "quire.compute.v1.sampling_ranges")
 # Built from Rust; no less pure, but for the module that Python calls.
 CORE = "quire.cachemgr._core"
 ACTING_IN_CORE = {

@@ -41,10 +41,10 @@ LIMITS = SchedulerLimits(
 )
 
 
-def get(address: str, path: str = "/metrics") -> str:
+def get(address: str, path: str = "/metrics", *, content_type: str = "text/plain; version=") -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{address}{path}", timeout=DEADLINE_S) as page:
-        assert page.headers["Content-Type"].startswith("text/plain; version=")
+        assert page.headers["Content-Type"].startswith(content_type)
         return str(page.read().decode())
 
 
@@ -217,12 +217,16 @@ def test_recoveries_are_counted() -> None:
     measured(body)
 
 
-def test_there_is_nothing_but_the_page() -> None:
+def test_there_is_nothing_but_the_page_and_a_sign_of_life() -> None:
     async def body(engine: Engine, services: Services) -> None:
-        assert engine.metrics_address is not None
-        for path in ("/", "/metrics", "/../etc/hostname"):
-            text = await asyncio.to_thread(get, engine.metrics_address, path)
-            assert all(line.startswith(("quire_engine_", "# ")) for line in text.splitlines())
+        address = engine.metrics_address
+        assert address is not None
+        text = await asyncio.to_thread(get, address)
+        assert all(line.startswith(("quire_engine_", "# ")) for line in text.splitlines())
+        assert await asyncio.to_thread(get, address, "/healthz", content_type="text/plain; charset=") == "ok\n"
+        for path in ("", "/", "/metric", "/metrics/", "/../etc/hostname"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                await asyncio.to_thread(get, address, path)
 
     measured(body)
 
