@@ -1,4 +1,4 @@
-"""The examples of the start and HTTP pages, with the shared gateway in place of the one of `quire up`."""
+"""The examples of the README, the start and the HTTP pages, with the shared gateway in place of the one of `quire up`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pages import SHELL, Block
 
 THIS = "tests/gateway/test_docs.py"
 DEFAULT = "http://127.0.0.1:8000"
-PAGES = ("docs/start/first-client.md", "docs/how-to/use-your-client.md", "docs/reference/http.md")
+PAGES = ("README.md", "docs/start/first-client.md", "docs/how-to/use-your-client.md", "docs/reference/http.md")
 BLOCKS = [block for page in PAGES for block in pages.blocks(page) if block.test == THIS]
 
 
