@@ -157,13 +157,13 @@ class CacheClient:
         return [each async for page in pages for each in page.blocks]
 
     async def watch_blocks(
-        self, pool: str = "", *, cursor: str = "", tenant: str | None = None
+        self, pool: str = "", *, cursor: str = "", tenant: str | None = None, include_content: bool = False
     ) -> AsyncGenerator[pb.WatchBlocksResponse, None]:
         """See CacheService.WatchBlocks; goes on until it is closed, of a tenant's blocks or of all.
 
-        Raises NotFound, CursorExpired, Unavailable, AccessDenied.
+        Raises NotFound, CursorExpired, Unavailable, AccessDenied, and InvalidRequest for content that is not kept.
         """
-        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor, tenant=tenant)
+        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor, tenant=tenant, include_content=include_content)
         async with contextlib.aclosing(answers(self._stub.WatchBlocks(request))) as changes:
             async for answer in changes:
                 yield answer

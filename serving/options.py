@@ -64,7 +64,7 @@ def server_options(*, default_listen: str, without: Sequence[str] = ()) -> Calla
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def with_server(*args: Any, **values: Any) -> Any:
-            _trace(values.pop("otlp_endpoint"))
+            _trace(values.pop("otlp_endpoint", None))
             only_check = values.pop("check")
             if not only_check:
                 _make_default_folder(values["listen"])
@@ -73,7 +73,7 @@ def server_options(*, default_listen: str, without: Sequence[str] = ()) -> Calla
                 metrics_listen=_port_only(values.pop("metrics_listen"), "--metrics-listen", "metrics are served"),
                 log_level=values.pop("log_level"),
                 log_format=values.pop("log_format"),
-                drain_timeout_s=values.pop("drain_timeout"),
+                drain_timeout_s=values.pop("drain_timeout", 0.0),
                 security=_security(values),
                 only_check=only_check,
             )
@@ -105,7 +105,7 @@ def dial_options(peer: str) -> Callable[[Command], Command]:
 
 
 def _security(values: dict[str, Any]) -> SecurityOptions:
-    cert, key, client_ca = (values.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    cert, key, client_ca = (values.pop(name, None) for name in ("tls_cert", "tls_key", "tls_client_ca"))
     token_listen, token_file = values.pop("token_listen", ()), values.pop("token_file", None)
     health_listen = _port_only(values.pop("health_listen", None), "--health-listen", "health is answered")
     if (cert is None) != (key is None):

@@ -40,6 +40,7 @@ _MARKS = {
     "cachemgr": "grpc_reflection",
     "worker": "torch",
     "gateway": "starlette",
+    "events": "zmq",
     "otel": "opentelemetry.exporter.otlp.proto.grpc",
 }
 # Everything a service's own parser should see, help included.
@@ -344,6 +345,14 @@ def serve(ctx: click.Context) -> None:
     """Run an HTTP gateway; its flags are those of `quire serve --help`."""
     _require("gateway")
     _become("quire.client.gateway", ctx.args)
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Publish KV events for routers.")
+@click.pass_context
+def events(ctx: click.Context) -> None:
+    """Publish KV events; its flags are those of `quire events --help`."""
+    _require("events")
+    _become("quire.client.kv_events", ctx.args)
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

@@ -17,6 +17,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
     "cachemgr": ("cachemgr", "serving", "protos"),
     "client": ("client", "protos"),
+    "events": ("client/kv_events", "serving", "protos"),
     "gateway": ("client", "client/gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
@@ -43,7 +44,8 @@ def required(extra: str) -> set[str]:
 def imported(folder: str) -> Iterator[str]:
     """Distributions that a folder's files import, inside functions too."""
     for path in (ROOT / folder).rglob("*.py"):
-        if "node_modules" in path.parts or (folder == "client" and ROOT / "client/gateway" in path.parents):
+        own = {ROOT / each for each in ("client/gateway", "client/kv_events")} if folder == "client" else set()
+        if "node_modules" in path.parts or own & set(path.parents):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -69,7 +71,7 @@ def test_an_extra_has_what_its_code_imports(extra: str) -> None:
     assert needed - required(extra) == set()
 
 
-@pytest.mark.parametrize("extra", ["cachemgr", "client", "gateway"])
+@pytest.mark.parametrize("extra", ["cachemgr", "client", "events", "gateway"])
 def test_only_the_worker_asks_for_torch(extra: str) -> None:
     assert not required(extra) & {"torch", "triton", "transformers", "safetensors"}
     assert {"torch", "transformers"} <= required("worker")

@@ -17,7 +17,7 @@ DEPLOY = ROOT / "deploy"
 # Of `quire`: those that become another program, which reads the flags.
 SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
 # With a gateway, which is a client too.
-SERVERS = {**SERVICES, "serve": "quire.client.gateway.__main__"}
+SERVERS = {**SERVICES, "serve": "quire.client.gateway.__main__", "events": "quire.client.kv_events.__main__"}
 
 
 def find(program: str, *, required_by: str, for_what: str) -> str:

@@ -1,20 +1,17 @@
-"""Clients of others on docs/how-to/use-your-client.md, each in an environment of its own that is made once.
-
-The environments lie in `.venv-clients/`, made by pip from the index that pip is configured with.
-"""
+"""Clients of others on docs/how-to/use-your-client.md, each in an environment of its own that is made once."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pages
 import pytest
 from deadlines import DEADLINE_S
+from environments import environment
 from gateway.conftest import MODEL, ROOT, Gateway
 from gateway.test_docs import DEFAULT
 from pages import SHELL
@@ -27,7 +24,6 @@ PACKAGES = {
     "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
     "aiperf": ("aiperf==0.13.0",),
 }
-INSTALL_S = 5 * DEADLINE_S
 SNIPPET, COMMAND, PROFILE = (block for block in pages.blocks(PAGE) if block.test == "tests/gateway/test_clients.py")
 TASK = """task: {name}
 dataset_path: json
@@ -53,23 +49,11 @@ metric_list:
 """
 
 
-def environment(name: str) -> Path:
-    """Return the folder of the commands of an environment; make it if it is not whole."""
-    folder = ROOT / ".venv-clients" / name
-    mark = folder / ".installed"
-    if not mark.exists() or mark.read_text().split() != [*PACKAGES[name]]:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], timeout=INSTALL_S, check=True)
-        pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *PACKAGES[name]], timeout=INSTALL_S, check=True)
-        mark.write_text("\n".join(PACKAGES[name]))
-    return folder / "bin"
-
-
 def test_langchain_invokes_and_streams(gateway: Gateway, tmp_path: Path) -> None:
     assert SNIPPET.language not in SHELL
     program = tmp_path / "program.py"
     program.write_text(SNIPPET.text.replace(DEFAULT, gateway.url).replace('model="model"', f'model="{MODEL}"'))
-    command = [environment("langchain") / "python", program]
+    command = [environment("langchain", *PACKAGES["langchain"]) / "python", program]
     said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (said.returncode, said.stderr) == (0, "")
     assert len(said.stdout) > 40
@@ -92,7 +76,7 @@ def test_lm_eval_compares_log_probabilities_and_generates(gateway: Gateway, tmp_
     command = command.replace(DEFAULT, gateway.url).replace("model=model", f"model={MODEL}")
     command = command.replace("hellaswag", f"quire_choice,quire_until --include_path {tmp_path}")
     said = subprocess.run(
-        f"{environment('lm-eval')}/{command}",
+        f"{environment('lm-eval', *PACKAGES['lm-eval'])}/{command}",
         shell=True,
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},

@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "kernels": (),
     # cachemgr's flags are for `quire up` alone.
     "client": (*(f"quire.serving.{module}" for module in SHARED), "quire.cachemgr.flags", *PROTOS),
-    # The gateway is a client and a server.
+    # The gateway is a client and a server; so is what publishes events.
     "client/gateway": ("quire.client", "quire.serving", *PROTOS),
+    "client/kv_events": ("quire.client", "quire.serving", *PROTOS),
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
@@ -39,7 +40,8 @@ WITHIN_CLIENT = {
     "client": ("quire.client.engine.engine", "quire.client.cli", "quire.cachemgr"),
     "client/engine": ("quire.client.cli", "quire.client.gateway", "quire.cachemgr"),
     "client/gateway": ("quire.client.cli", "quire.cachemgr"),
-    "client/cli": ("quire.client.gateway",),
+    "client/kv_events": ("quire.client.cli", "quire.client.engine", "quire.client.gateway", "quire.cachemgr"),
+    "client/cli": ("quire.client.gateway", "quire.client.kv_events"),
 }
 # What every install has; the rest comes with extras.
 ALWAYS_INSTALLED = ("quire", "click", "google", "grpc", "prometheus_client", *sys.stdlib_module_names)

@@ -41,6 +41,7 @@ METRICS = (
     "worker/metrics.py",
     "client/engine/metrics.py",
     "client/gateway/metrics.py",
+    "client/kv_events/metrics.py",
     "serving/metrics.py",
 )
 
