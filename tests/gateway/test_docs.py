@@ -1,4 +1,4 @@
-"""The examples of the README, the start and the HTTP pages, with the shared gateway in place of the one of `quire up`."""
+"""The examples of the README, the start and the HTTP pages; the shared gateway is in place of the one of `quire up`."""
 
 from __future__ import annotations
 
