@@ -97,8 +97,8 @@ def test_aiperf_measures_a_stream_of_each_request(gateway: Gateway, tmp_path: Pa
     command = command.replace(DEFAULT, gateway.url).replace("--model model", f"--model {MODEL}")
     before = gateway.metric("vllm:generation_tokens_total")
     said = subprocess.run(
-        f"{environment('aiperf', *PACKAGES['aiperf'])}/{command} --output-tokens-mean 16 --extra-inputs ignore_eos:true --ui none "
-        f"--artifact-dir {tmp_path}",
+        f"{environment('aiperf', *PACKAGES['aiperf'])}/{command} --output-tokens-mean 16 "
+        f"--extra-inputs ignore_eos:true --ui none --artifact-dir {tmp_path}",
         shell=True,
         cwd=ROOT,
         # Not HF_HUB_OFFLINE: aiperf then takes no tokenizer of a folder.
