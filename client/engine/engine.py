@@ -299,6 +299,11 @@ class Engine:
         return self._scheduler.limits.max_tokens_per_sequence
 
     @property
+    def max_running_sequences(self) -> int:
+        """Most sequences that hold blocks at once, by the configuration and the worker."""
+        return self._scheduler.limits.max_running_sequences
+
+    @property
     def outage(self) -> Outage | None:
         """The service that requests wait for, or did until they failed; None while the services can be used."""
         return self._connection.outage

@@ -32,7 +32,7 @@ from quire.client.gateway.metrics import DoorMetrics
 from quire.client.gateway.routing import Router, RouterConfig
 from quire.client.gateway.server import HttpServer
 from quire.client.gateway.tools import ToolFormat
-from quire.serving.addresses import DEFAULT_HTTP_LISTEN
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.dialing import DialOptions
 from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings
 from quire.serving.logs import configure_logging
@@ -41,7 +41,7 @@ from quire.serving.metrics import MetricsPage
 from quire.serving.options import ServerOptions, dial_options, server_options
 from quire.serving.runtime import keep_little_free_memory, tune_garbage_collector
 from quire.serving.security import Security
-from quire.serving.server import CannotStartError, StoppedAtOnceError, StopSignals, run
+from quire.serving.server import CannotStartError, Server, StoppedAtOnceError, StopSignals, run
 from quire.serving.systemd import ServiceManager
 
 log = logging.getLogger("quire.gateway")
@@ -51,6 +51,7 @@ _RETRY_S = 0.5
 # Errors that a retry may cure: services are started in any order.
 _TEMPORARY = (NotFound, OutOfRoom, Unavailable)
 SetWeights = Callable[[Mapping[str, float]], None]
+Drain = Callable[[], Awaitable[None]]
 
 
 async def serve(
@@ -80,6 +81,11 @@ async def serve(
             engine, servicer = await stack.enter_async_context(opened)
             timeout_s = options.drain_timeout_s
             stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
+        if gateway.shepherd is not None:
+            opening = _open_shepherd(gateway, door, gateway.shepherd, options)
+            worker, drain = await stack.enter_async_context(opening)
+            timeout_s = options.drain_timeout_s
+            stops.append(partial(worker.serve_until_signal, signals, drain=drain, drain_timeout_s=timeout_s))
         backend, set_weights = await stack.enter_async_context(_open_backend(gateway, credentials))
         if gate is not None:
             gate.send_weights_to(set_weights)
@@ -92,9 +98,25 @@ async def serve(
         print(f"serving {backend.model_names[0]} at {' '.join(door.addresses)}", flush=True)
         if gateway.grpc_listen:
             await engine.announce_serving()
+        if gateway.shepherd is not None:
+            await worker.announce_serving()
+            print(f"a worker of Shepherd Model Gateway at grpc://{worker.addresses[0]}", flush=True)
         manager.ready(f"serving at {' '.join(door.addresses)}")
         await asyncio.gather(*(stop() for stop in stops))
         log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _open_shepherd(
+    gateway: GatewayOptions, door: Door, address: Address, options: ServerOptions
+) -> AsyncGenerator[tuple[Server, Drain], None]:
+    """Within the block the pool is served as a worker of Shepherd Model Gateway. Raises CannotStartError."""
+    try:
+        from quire.client.gateway.shepherd import shepherd_server  # its messages come with an extra
+    except (ImportError, RuntimeError) as error:
+        raise CannotStartError(f"--shepherd needs the extra quire-kv[shepherd]: {error}") from error
+    async with shepherd_server(door, address, pool=gateway.pool, security=options.security) as (server, servicer):
+        yield server, servicer.drain
 
 
 async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
@@ -136,7 +158,7 @@ def secure(options: ServerOptions, gateway: GatewayOptions) -> tuple[Security, K
 
     Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
     """
-    addresses = [*options.listen, *gateway.grpc_listen]
+    addresses = [*options.listen, *gateway.grpc_listen, *([gateway.shepherd] if gateway.shepherd else [])]
     check_exposure(addresses, has_keys=gateway.api_keys is not None, is_allowed=gateway.allow_anonymous)
     gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
     keys = None
@@ -239,6 +261,10 @@ def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
     """
     configure_logging(server.log_level, server.log_format)
     gateway = GatewayOptions(**own)
+    if gateway.shepherd is not None and not gateway.pool:
+        raise click.UsageError("--shepherd needs --pool: one worker of Shepherd Model Gateway is one pool.")
+    if gateway.shepherd is not None and gateway.api_keys is not None:
+        raise click.UsageError("--shepherd and --api-keys exclude each other: that gateway shows its workers no key.")
     credentials = Credentials(**{name: getattr(cachemgr_dial, name) for name in DIAL_FLAGS})
     if server.only_check:
         server.end_check(lambda: secure(server, gateway))

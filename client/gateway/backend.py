@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.engine import Engine
@@ -12,6 +13,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import QuireError
+from quire.compute.v1 import worker_service_pb2
 
 WATCH_S = 1.0
 """A service that goes or comes back without a request is noticed after this time and that of one call."""
@@ -79,6 +81,22 @@ class EngineBackend:
         self._pool = engine.pool
         self._tokenizer_source = tokenizer_source or engine.model.tokenizer
         self._is_attached = True
+        self._block_counts = pb.BlockCounts()
+
+    @property
+    def model(self) -> worker_service_pb2.GetModelResponse:
+        """The worker's model, as of the engine's start."""
+        return self._model
+
+    @property
+    def max_running_sequences(self) -> int:
+        """Most sequences that the engine computes at once."""
+        return self._engine.max_running_sequences
+
+    @property
+    def block_counts(self) -> pb.BlockCounts:
+        """The pool's blocks by state, as watch() saw them last; zeros before it did."""
+        return self._block_counts
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -119,7 +137,8 @@ class EngineBackend:
         """Ask cachemgr for the pool again and again: an engine without requests does not notice that a service went."""
         while True:
             try:
-                self._is_attached = (await cache.get_pool(self._pool)).attached
+                pool = await cache.get_pool(self._pool)
+                self._is_attached, self._block_counts = pool.attached, pool.block_counts
             except QuireError:
                 self._is_attached = False
             await asyncio.sleep(WATCH_S)

@@ -30,6 +30,7 @@ class GatewayOptions:
     tenant_limits: Path | None
     allow_anonymous: bool
     grpc_listen: tuple[Address, ...]
+    shepherd: Address | None
     max_body_bytes: int
     max_prompts: int
     max_samples: int
@@ -114,6 +115,13 @@ OWN_FLAGS: list[Flag] = [
         metavar="ADDRESS",
         help="Where to serve quire.engine.v1.EngineService over gRPC: host:port or unix:/path. May be given several "
         "times. Off if not given.",
+    ),
+    option(
+        "--shepherd",
+        type=LISTEN_ADDRESS,
+        metavar="ADDRESS",
+        help="Where to serve --pool over gRPC as a worker of Shepherd Model Gateway: host:port. Needs the extra "
+        "quire-kv[shepherd]: docs/how-to/shepherd.md.",
     ),
     _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
     _limit("--max-prompts", _DEFAULTS.max_prompts, "Most prompts of a request."),

@@ -61,21 +61,21 @@ def decode_parameters(message: engine_service_pb2.GenerationParameters) -> Sampl
     }
     values.setdefault("max_tokens", None)
     if message.allowed_token_ids:
-        values["allowed_token_ids"] = _bounded("allowed_token_ids", message.allowed_token_ids, MAX_TOKEN_IDS, "tokens")
+        values["allowed_token_ids"] = bounded("allowed_token_ids", message.allowed_token_ids, MAX_TOKEN_IDS, "tokens")
     if message.HasField("grammar"):
         values["grammar"] = _decode_grammar(message.grammar)
     if message.HasField("timeout"):
         values["timeout_s"] = _seconds(message.timeout)
     return SamplingParams(
         stop=tuple(message.stop),
-        stop_token_ids=_bounded("stop_token_ids", message.stop_token_ids, MAX_TOKEN_IDS, "tokens"),
+        stop_token_ids=bounded("stop_token_ids", message.stop_token_ids, MAX_TOKEN_IDS, "tokens"),
         logit_bias=dict(message.logit_bias),
-        bad_words=tuple(map(_decode_bad_word, _bounded("bad_words", message.bad_words, MAX_BAD_WORDS, "words"))),
+        bad_words=tuple(map(_decode_bad_word, bounded("bad_words", message.bad_words, MAX_BAD_WORDS, "words"))),
         **values,
     )
 
 
-def _bounded(field: str, entries: Sequence[Entry], limit: int, what: str) -> tuple[Entry, ...]:
+def bounded(field: str, entries: Sequence[Entry], limit: int, what: str) -> tuple[Entry, ...]:
     """The entries of a list, which is not read if it is too long: a message has room for a million of them."""
     if len(entries) > limit:
         raise InvalidRequest.of_field(field, len(entries), f"at most {limit} {what}")
@@ -109,7 +109,7 @@ def decode_cache(message: engine_service_pb2.CacheParameters) -> CacheParams:
     return CacheParams(
         salt=message.salt,
         cache_use=cache_use,
-        retention=tuple(map(_decode_retention, _bounded("retention", message.retention, MAX_RANGES, "ranges"))),
+        retention=tuple(map(_decode_retention, bounded("retention", message.retention, MAX_RANGES, "ranges"))),
         expected_back_s=math.inf if message.not_expected else expected_s,
         reserve=message.reserve,
     )

@@ -96,7 +96,7 @@ def _templates_of(value: Any) -> dict[str, str]:
 
 
 def _template_files(source: str | None) -> dict[str, str]:
-    path = _find(source, _TEMPLATE)
+    path = find_file(source, _TEMPLATE)
     if path is None:
         return {}
     further = sorted((path.parent / _FURTHER_TEMPLATES).glob("*.jinja"))
@@ -111,7 +111,7 @@ def _read_template(path: Path) -> str:
 
 def _read_object(source: str | None, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; an empty one if there is no file."""
-    path = _find(source, name)
+    path = find_file(source, name)
     if path is None:
         return {}
     try:
@@ -129,7 +129,7 @@ def _text_of_token(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _find(source: str | None, name: str) -> Path | None:
+def find_file(source: str | None, name: str) -> Path | None:
     """Return where a model's file is; None if it has no such file."""
     if source is None:
         return None

@@ -21,6 +21,8 @@ FOLDERS = {
     "gateway": ("client", "client/gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
+# Files that can be deleted with their extra: no other extra has what they import.
+ADAPTERS = {"shepherd": "client/gateway/shepherd.py"}
 DISTRIBUTIONS = packages_distributions()
 
 
@@ -42,9 +44,10 @@ def required(extra: str) -> set[str]:
 
 
 def imported(folder: str) -> Iterator[str]:
-    """Distributions that a folder's files import, inside functions too."""
-    for path in (ROOT / folder).rglob("*.py"):
-        own = {ROOT / each for each in ("client/gateway", "client/kv_events")} if folder == "client" else set()
+    """Distributions that a folder's files, or one file, import, inside functions too."""
+    adapters = {ROOT / file for file in ADAPTERS.values()}
+    own = {ROOT / each for each in ("client/gateway", "client/kv_events")} if folder == "client" else set()
+    for path in set((ROOT / folder).rglob("*.py")) - adapters or {ROOT / folder}:
         if "node_modules" in path.parts or own & set(path.parents):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
@@ -63,6 +66,11 @@ def distribution_of(module: str, file: str) -> str:
     assert top in DISTRIBUTIONS, f"{file} imports {module}, which is not installed"
     names = {name.lower().replace("_", "-") for name in DISTRIBUTIONS[top]}
     return min(names, key=len)
+
+
+@pytest.mark.parametrize("extra", ADAPTERS)
+def test_an_adapter_has_what_it_imports(extra: str) -> None:
+    assert set(imported(ADAPTERS[extra])) - required(extra) == set()
 
 
 @pytest.mark.parametrize("extra", FOLDERS)

@@ -38,12 +38,13 @@ class Gateway:
                 env={**os.environ, "QUIRE_VERIFY": "1"},
                 text=True,
             )
-        self.line = self._first_line()
+        self.line = self.next_line()
         if not self.line.startswith("serving "):
             raise AssertionError(f"the gateway did not start: {log.read_text()[-3000:]}")
         self.url = self.line.partition(" at ")[2].split()[0]
 
-    def _first_line(self) -> str:
+    def next_line(self) -> str:
+        """Return the next line that the process prints."""
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         stdout: Any = self.process.stdout
         threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
