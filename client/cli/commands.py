@@ -41,6 +41,7 @@ _MARKS = {
     "worker": "torch",
     "gateway": "starlette",
     "events": "zmq",
+    "dynamo": "dynamo.common.backend",
     "otel": "opentelemetry.exporter.otlp.proto.grpc",
 }
 # Everything a service's own parser should see, help included.
@@ -353,6 +354,14 @@ def events(ctx: click.Context) -> None:
     """Publish KV events; its flags are those of `quire events --help`."""
     _require("events")
     _become("quire.client.kv_events", ctx.args)
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run a backend of NVIDIA Dynamo.")
+@click.pass_context
+def dynamo(ctx: click.Context) -> None:
+    """Run a backend of NVIDIA Dynamo; its flags are those of `quire dynamo --help`."""
+    _require("dynamo")
+    _become("quire.client.dynamo", ctx.args)
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

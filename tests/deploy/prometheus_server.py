@@ -40,6 +40,14 @@ def recorded() -> dict[str, str]:
     return {rule["record"]: rule["expr"] for rule in rules("recording.yml")}
 
 
+def scaled_by() -> dict[str, str]:
+    """Return the queries of the autoscalers' metrics by name, as prometheus-adapter sends them."""
+    content = yaml.safe_load((RULES / "adapter.yml").read_text())
+    return {
+        rule["name"]["as"]: rule["metricsQuery"].replace("<<.LabelMatchers>>", "") for rule in content["externalRules"]
+    }
+
+
 def dashboards() -> dict[str, dict[str, Any]]:
     """The dashboards by their file's name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}

@@ -23,6 +23,10 @@ FOLDERS = {
 }
 # Files that can be deleted with their extra: no other extra has what they import.
 ADAPTERS = {"shepherd": "client/gateway/shepherd.py"}
+# Not part of `all`: installed in an environment of its own.
+APART = {"dynamo": ("client", "client/dynamo", "serving", "protos")}
+# Folders of `client`: other extras have their imports.
+WITH_OTHER_EXTRAS = {ROOT / folder for folder in ("client/gateway", "client/kv_events", "client/dynamo")}
 DISTRIBUTIONS = packages_distributions()
 
 
@@ -46,7 +50,7 @@ def required(extra: str) -> set[str]:
 def imported(folder: str) -> Iterator[str]:
     """Distributions that a folder's files, or one file, import, inside functions too."""
     adapters = {ROOT / file for file in ADAPTERS.values()}
-    own = {ROOT / each for each in ("client/gateway", "client/kv_events")} if folder == "client" else set()
+    own = WITH_OTHER_EXTRAS if folder == "client" else set()
     for path in set((ROOT / folder).rglob("*.py")) - adapters or {ROOT / folder}:
         if "node_modules" in path.parts or own & set(path.parents):
             continue
@@ -63,6 +67,8 @@ def distribution_of(module: str, file: str) -> str:
     top = module.partition(".")[0]
     if top == "google":  # a namespace of many
         return "googleapis-common-protos" if module.startswith("google.rpc") else "protobuf"
+    if top == "dynamo":
+        return "ai-dynamo"
     assert top in DISTRIBUTIONS, f"{file} imports {module}, which is not installed"
     names = {name.lower().replace("_", "-") for name in DISTRIBUTIONS[top]}
     return min(names, key=len)
@@ -73,9 +79,9 @@ def test_an_adapter_has_what_it_imports(extra: str) -> None:
     assert set(imported(ADAPTERS[extra])) - required(extra) == set()
 
 
-@pytest.mark.parametrize("extra", FOLDERS)
+@pytest.mark.parametrize("extra", FOLDERS | APART)
 def test_an_extra_has_what_its_code_imports(extra: str) -> None:
-    needed = {name for folder in FOLDERS[extra] for name in imported(folder)}
+    needed = {name for folder in (FOLDERS | APART)[extra] for name in imported(folder)}
     assert needed - required(extra) == set()
 
 

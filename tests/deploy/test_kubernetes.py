@@ -659,6 +659,26 @@ def test_a_gateway_is_added_to_any_overlay(kustomize: Path, tmp_path: Path, over
     assert {"cache-grpc", "worker-grpc"} <= named
 
 
+def test_workers_are_scaled_by_metrics_that_are_made(kustomize: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    (folder / "overlays/mine").mkdir()
+    components = ["../../components/gateway", "../../components/autoscaled-workers"]
+    mine = {"resources": ["../many-workers"], "components": components, "namespace": "quire"}
+    (folder / "overlays/mine/kustomization.yaml").write_text(yaml.safe_dump(mine))
+    rendered = render(kustomize, folder, "mine")
+    (autoscaler,) = rendered.of_kind("HorizontalPodAutoscaler")
+    for version in KUBERNETES:
+        kubernetes_validate.validate(autoscaler, version, strict=True)
+    (worker,) = [each for each in rendered.workloads() if container_named(each, "worker")]
+    target = autoscaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (worker["kind"], worker["metadata"]["name"])
+    assert "replicas" not in worker["spec"]
+    wanted = {metric["external"]["metric"]["name"] for metric in autoscaler["spec"]["metrics"]}
+    made = yaml.safe_load((DEPLOY / "prometheus/adapter.yml").read_text())["externalRules"]
+    assert wanted == {rule["name"]["as"] for rule in made}
+
+
 def test_a_renamed_flag_is_noticed(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kubernetes"
     shutil.copytree(DEPLOY / "kubernetes", folder)

@@ -28,6 +28,7 @@ from deploy.prometheus_server import (
     recorded,
     rules,
     running,
+    scaled_by,
     tool,
 )
 from deploy.tools import DEPLOY, ROOT
@@ -157,6 +158,7 @@ KNOWN = known()
 USED = {
     **{f"recording rule {name}": expr for name, expr in recorded().items()},
     **{f"alert {name}": rule["expr"] for name, rule in ALERTS.items()},
+    **{f"metric of an autoscaler {name}": expr for name, expr in scaled_by().items()},
     **{f"{file} {i}": expr for file, board in BOARDS.items() for i, expr in enumerate(expressions(board))},
 }
 
@@ -322,6 +324,29 @@ def test_promtool_accepts_the_configuration_and_its_rules() -> None:
 
 def test_the_rules_do_what_they_are_for() -> None:
     assert "SUCCESS" in promtool("test", "rules", str(RULES_TEST))
+
+
+def test_autoscalers_get_the_queue_and_the_pressure(tmp_path: Path) -> None:
+    """Two pools, of which one is full, and two gateways."""
+    blocks = {("one", "active"): 80, ("one", "free"): 20, ("two", "active"): 100, ("two", "free"): 0}
+    series = {
+        f'quire_kv_blocks{{job="quire-cachemgr",instance="i",pool="{pool}",state="{state}"}}': count
+        for (pool, state), count in blocks.items()
+    }
+    series |= {f'vllm:num_requests_waiting{{job="quire-gateway",instance="{i}",model_name="m"}}': i for i in (5, 7)}
+    expected = {"quire_waiting_sequences": 12, "quire_pressure_ratio": 0.9}
+    assert scaled_by().keys() == expected.keys()
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": f"{value}x8"} for name, value in series.items()],
+        "promql_expr_test": [
+            {"expr": expr, "eval_time": "1m", "exp_samples": [{"labels": "{}", "value": expected[name]}]}
+            for name, expr in scaled_by().items()
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(RULES / "recording.yml")], "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(path))
 
 
 def test_promtool_accepts_what_the_dashboards_ask(tmp_path: Path) -> None:

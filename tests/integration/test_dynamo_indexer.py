@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 from deadlines import DEADLINE_S
-from environments import environment
+from integration.dynamo_processes import dynamo_python
 from integration.kv_events import EventsProcess, draw_prompt
 from integration.lone_cachemgr import SMALL_POOL, Bookkeeper, LoneCachemgr, Tenant
 from integration.network import Network
@@ -38,7 +38,6 @@ from quire.client.cli.launch import LocalServices
 
 pytestmark = pytest.mark.verify
 
-PACKAGES = ("ai-dynamo-runtime==1.6.1",)
 MODEL, PORT = "demo", 8090
 LISTEN, REPLAY_LISTEN = "127.0.0.1:5557", "127.0.0.1:6557"
 NUM_QUERIES = 500
@@ -55,8 +54,7 @@ class Indexer:
         self._block_size = block_size
         self._log = (folder / "indexer.log").open("ab")
         flags = ("--block-size", str(block_size), "--port", str(PORT), "--model-name", MODEL, "--threads", "1")
-        program = environment("dynamo", *PACKAGES) / "python"
-        command = [*network.prefix, program, "-m", "dynamo.indexer", *flags, "--workers", f"1=tcp://{LISTEN}"]
+        command = [*network.prefix, dynamo_python(), "-m", "dynamo.indexer", *flags, "--workers", f"1=tcp://{LISTEN}"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         transport = httpx.HTTPTransport(uds=str(network.socket_path))
         self._http = httpx.Client(transport=transport, base_url="http://indexer", timeout=DEADLINE_S)

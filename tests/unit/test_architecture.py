@@ -27,6 +27,8 @@ MAY_IMPORT = {
     # The gateway is a client and a server; so is what publishes events.
     "client/gateway": ("quire.client", "quire.serving", *PROTOS),
     "client/kv_events": ("quire.client", "quire.serving", *PROTOS),
+    # A server by Dynamo's means, with our flags.
+    "client/dynamo": ("quire.client", "quire.serving", *PROTOS),
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
@@ -41,7 +43,8 @@ WITHIN_CLIENT = {
     "client/engine": ("quire.client.cli", "quire.client.gateway", "quire.cachemgr"),
     "client/gateway": ("quire.client.cli", "quire.cachemgr"),
     "client/kv_events": ("quire.client.cli", "quire.client.engine", "quire.client.gateway", "quire.cachemgr"),
-    "client/cli": ("quire.client.gateway", "quire.client.kv_events"),
+    "client/dynamo": ("quire.client.cli", "quire.client.gateway", "quire.cachemgr"),
+    "client/cli": ("quire.client.gateway", "quire.client.kv_events", "quire.client.dynamo"),
 }
 # What every install has; the rest comes with extras.
 ALWAYS_INSTALLED = ("quire", "click", "google", "grpc", "prometheus_client", *sys.stdlib_module_names)
