@@ -5,7 +5,8 @@
 
 A worker serves a Llama of 56 M parameters in float32 on this machine. Streams: so many requests at once, each read to
 its end, by an engine of this process or through `quire serve` over a connection each. First byte: one request of one
-token after another, without other load. All ways run in turns; medians of the rounds.
+token after another, without other load. The ways of a row run one right after the other, in another order each round;
+medians of the rounds.
 
 Both servers get the same bytes: a text, and the number of tokens to generate. The tokens are those that the server
 counts in the `usage` of a stream's last event. `transformers serve` runs with continuous batching over as many blocks
@@ -62,7 +63,7 @@ class Sizes:
     streams: tuple[tuple[int, int], ...] = ((1, 64), (16, 64), (64, 32), (256, 16))
     prompt_tokens: int = 16
     first_bytes: int = 40
-    rounds: int = 3
+    rounds: int = 7
     num_blocks: int = 2048
     vocabulary: int = 32_000
 
@@ -243,10 +244,12 @@ async def measure_all(sizes: Sizes, quick: bool, progress: Progress, *, peers: b
                 with contextlib.suppress(StreamFailed, OSError):  # the rounds will show it
                     await tokens_per_s(sizes, sizes.streams[-1][0], 2, generate, 0)
             for number in range(1, sizes.rounds + 1):
-                for way, generate in ways.items():
-                    for row, measure_row in rows.items():
+                # A row's ways one right after the other, since the machine's speed drifts; each round begins with another.
+                order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
+                for row, measure_row in rows.items():
+                    for way in order:
                         progress.update(task, description=f"round {number}/{sizes.rounds}, {way}: {row}")
-                        await found.add(row, way, partial(measure_row, generate, number))
+                        await found.add(row, way, partial(measure_row, ways[way], number))
                         progress.advance(task)
     return found
 
