@@ -244,7 +244,7 @@ async def measure_all(sizes: Sizes, quick: bool, progress: Progress, *, peers: b
                 with contextlib.suppress(StreamFailed, OSError):  # the rounds will show it
                     await tokens_per_s(sizes, sizes.streams[-1][0], 2, generate, 0)
             for number in range(1, sizes.rounds + 1):
-                # A row's ways one right after the other, since the machine's speed drifts; each round begins with another.
+                # The machine's speed drifts: a row's ways run one right after the other, in another order each round.
                 order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
                 for row, measure_row in rows.items():
                     for way in order:

@@ -42,10 +42,13 @@ impl Contents {
         if !self.are_kept() {
             return;
         }
-        self.forget(block);
         let first = block as usize * self.shape.num_bytes;
         self.shape.pack(tokens, &mut self.tokens[first..first + self.shape.num_bytes]);
-        self.salt_of[block as usize] = self.salts.acquire(salt);
+        let standing = self.salt_of[block as usize];
+        if standing == UNKNOWN || !is_equal(self.salts.get(standing), salt) {
+            self.forget(block);
+            self.salt_of[block as usize] = self.salts.acquire(salt);
+        }
     }
 
     /// The block can't be found any more.
