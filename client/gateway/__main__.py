@@ -19,6 +19,7 @@ from quire.client.credentials import Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.policy import PriorityPolicy
+from quire.client.engine.tracing import Tracing
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.client.gateway.app import make_app
 from quire.client.gateway.backend import Backend, EngineBackend
@@ -43,6 +44,7 @@ from quire.serving.runtime import keep_little_free_memory, tune_garbage_collecto
 from quire.serving.security import Security
 from quire.serving.server import CannotStartError, Server, StoppedAtOnceError, StopSignals, run
 from quire.serving.systemd import ServiceManager
+from quire.serving.tracing import provider
 
 log = logging.getLogger("quire.gateway")
 
@@ -206,7 +208,9 @@ async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: 
     """Return an engine on the one pool, and what closes it."""
     policy = PriorityPolicy()
     address, tokenizer = gateway.cachemgr, gateway.tokenizer
-    engine = Engine.connect(address, credentials=credentials, config=config, tokenizer=tokenizer, policy=policy)
+    engine = Engine.connect(
+        address, credentials=credentials, config=config, tokenizer=tokenizer, policy=policy, tracing=_tracing()
+    )
     try:
         await engine.start()
     except BaseException:
@@ -236,6 +240,7 @@ async def _open_router(gateway: GatewayOptions, credentials: Credentials, config
         engine_config=config,
         credentials=credentials,
         tokenizer=gateway.tokenizer,
+        tracing=_tracing(),
     )
     try:
         await router.start()
@@ -243,6 +248,12 @@ async def _open_router(gateway: GatewayOptions, credentials: Credentials, config
         await router.close()
         raise
     return router, router.set_weights, router.close
+
+
+def _tracing() -> Tracing | None:
+    """Return what makes the engines' spans; None without --otlp-endpoint."""
+    found = provider()
+    return None if found is None else Tracing(found)
 
 
 @click.command(name="serve", cls=ServerCommand, context_settings=command_settings("QUIRE_SERVE"))

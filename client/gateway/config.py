@@ -32,6 +32,7 @@ class GatewayOptions:
     grpc_listen: tuple[Address, ...]
     shepherd: Address | None
     max_body_bytes: int
+    max_open_body_bytes: int
     max_prompts: int
     max_samples: int
     send_timeout: float
@@ -45,6 +46,7 @@ class GatewayOptions:
         """Return the limits of one request."""
         return DoorLimits(
             max_body_bytes=self.max_body_bytes,
+            max_open_body_bytes=self.max_open_body_bytes,
             max_prompts=self.max_prompts,
             max_samples=self.max_samples,
             send_timeout_s=self.send_timeout,
@@ -124,6 +126,11 @@ OWN_FLAGS: list[Flag] = [
         "quire-kv[shepherd]: docs/how-to/shepherd.md.",
     ),
     _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
+    _limit(
+        "--max-open-body-bytes",
+        _DEFAULTS.max_open_body_bytes,
+        "Most bytes of all bodies of one caller that are being read, or have no answer yet.",
+    ),
     _limit("--max-prompts", _DEFAULTS.max_prompts, "Most prompts of a request."),
     _limit("--max-samples", _DEFAULTS.max_samples, "Most prompts of a request times n."),
     option(

@@ -14,6 +14,7 @@ from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.gateway.backend import Backend
+from quire.client.gateway.bodies import OpenBodies
 from quire.client.gateway.errors import HttpError
 from quire.client.gateway.metrics import DoorMetrics
 from quire.client.gateway.texts import TokenTexts
@@ -88,15 +89,17 @@ class OpenGate:
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """The limits of one request.
+    """The limits of one request, and of a caller's open bodies.
 
     max_body_bytes     of a body
+    max_open_body_bytes   of all bodies of a caller that are being read, or have no answer yet
     max_prompts        prompts of a request
     max_samples        prompts times n
     send_timeout_s     a caller that takes nothing of its stream for so long is disconnected
     """
 
     max_body_bytes: int = 16 * 2**20
+    max_open_body_bytes: int = 256 * 2**20
     max_prompts: int = 256
     max_samples: int = 1024
     send_timeout_s: float = 60.0
@@ -112,6 +115,7 @@ class Door:
     began_s      when it began, seconds since 1970
     chat_models  what the models need to chat; set before the first request
     cache        cachemgr, for those who look at the cache; None: nobody can
+    bodies       of the requests over HTTP
     names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """
 
@@ -126,7 +130,12 @@ class Door:
     chat_models: "ChatModels | None" = None
     cache: "CacheClient | None" = None
     names_tenants: bool = False
+    bodies: OpenBodies = field(init=False)
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin without open bodies."""
+        self.bodies = OpenBodies(self.limits)
 
     def token_texts(self, backend: Backend) -> TokenTexts:
         """Return the texts of single tokens of a backend's vocabulary."""

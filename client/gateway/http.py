@@ -4,16 +4,16 @@ routes = [post(door, "/v1/completions", create_completion)]
 async def create_completion(door: Door, request: PostRequest) -> Response: ...
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
@@ -24,11 +24,9 @@ from quire.client.gateway.errors import HttpError, http_error_of
 from quire.client.gateway.fields import Fields, parse_body
 from quire.client.gateway.streams import CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
+from quire.serving.tracing import HttpSpan, http_request
 
 log = logging.getLogger(__name__)
-
-BODY_TIMEOUT_S = 60.0
-"""A body that has not come within this time is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +53,17 @@ def post(door: Door, path: str, handler: Handler) -> Route:
         caller = door.caller_of(raw.headers.get("authorization"))
         if door.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
-        body = await read_body(raw, limit=door.limits.max_body_bytes)
-        request = PostRequest(caller, parse_body(body), raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
-        try:
-            return await while_connected(raw, handler(door, request))
-        except QuireError as error:
-            found = http_error_of(error)
-        except HttpError as error:
-            found = error
-        found.param = request.fields.aliases.get(found.param or "", found.param)
-        raise found
+        with door.bodies.opened(caller) as count:
+            fields = parse_body(await door.bodies.read(raw, count))
+            request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
+            try:
+                return await while_connected(raw, handler(door, request))
+            except QuireError as error:
+                found = http_error_of(error)
+            except HttpError as error:
+                found = error
+            found.param = fields.aliases.get(found.param or "", found.param)
+            raise found
 
     return Route(path, endpoint, methods=["POST"])
 
@@ -79,27 +78,6 @@ def error_response(error: HttpError) -> Response:
     return json_response(error.body, error.status, error.headers)
 
 
-async def read_body(request: Request, *, limit: int) -> bytes:
-    """Return the body. Raises HttpError: 413 if it is larger than the limit, 408 if it does not come."""
-    too_large = HttpError(413, f"the body has more than {limit} bytes", code="body_too_large")
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > limit:
-        raise too_large
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise too_large
-                parts.append(part)
-    except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="request_timeout") from None
-    except ClientDisconnect:
-        raise CallerGone from None
-    return b"".join(parts)
-
-
 class FrontApp:
     """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
 
@@ -112,8 +90,8 @@ class FrontApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY.encode()))])
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY))])
         scope["app"] = self  # so that Starlette raises for a wrong method
         scope.setdefault("state", {})[REQUEST_ID_KEY] = call.request_id
         status = 0
@@ -125,19 +103,23 @@ class FrontApp:
                 MutableHeaders(scope=message)[REQUEST_ID_KEY] = call.request_id
             await send(message)
 
-        try:
-            await self._router(scope, receive, send_with_id)
-        except CallerGone:
-            status = status or 499
-        except Exception as error:
-            if status:  # the answer has begun; the server closes the connection
-                raise
-            await error_response(_http_error_of(error, scope))(scope, receive, send_with_id)
-        finally:
-            self._note(scope, status, time.perf_counter() - call.begun)
+        # Probes and pages are no traces.
+        tracing = http_request("POST", headers) if scope["method"] == "POST" else nullcontext(HttpSpan())
+        with tracing as span:
+            try:
+                await self._router(scope, receive, send_with_id)
+            except CallerGone:
+                status = status or 499
+            except Exception as error:
+                if status:  # the answer has begun; the server closes the connection
+                    raise
+                await error_response(_http_error_of(error, scope))(scope, receive, send_with_id)
+            finally:
+                path = self._paths.get(scope.get("endpoint", _not_found), "other")
+                self._note(scope, path, status, time.perf_counter() - call.begun)
+                span.answered(path, status, call.request_id)
 
-    def _note(self, scope: Scope, status: int, took_s: float) -> None:
-        path = self._paths.get(scope.get("endpoint", _not_found), "other")
+    def _note(self, scope: Scope, path: str, status: int, took_s: float) -> None:
         self._door.metrics.answered(path, status)
         level = logging.WARNING if status >= 500 else logging.DEBUG
         log.log(level, "answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
+from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
+from integration.protocol_client import await_that
 
 from quire.client import CacheClient
 from quire.client.cli.launch import LocalServices
@@ -82,6 +86,34 @@ def test_a_tenants_prefix_is_found_by_its_tokens_alone(keyed: Gateway, services:
 
     assert asyncio.run(found("alice")) > 0
     assert asyncio.run(found("bob")) == 0
+
+
+def test_a_callers_open_bodies_have_a_limit_and_keep_nobody_else_out(services: LocalServices, tmp_path: Path) -> None:
+    """Bodies that do not end count as their bytes come; those of a caller that has gone do not count."""
+    keys = tmp_path / "keys"
+    keys.write_text(
+        "".join(f"{name} client {hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items())
+    )
+    flags = ("--api-keys", str(keys), "--max-body-bytes", "100000", "--max-open-body-bytes", "150000")
+    gateway = Gateway(services.cachemgr_address, *flags, log=tmp_path / "log")
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEYS['alice']}\r\n"
+    try:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as unfinished:
+            unfinished.sendall(f"{head}Content-Length: 99000\r\n\r\n".encode() + b" " * 98_000)
+            await_that("alice's bodies are too many", lambda: long_body(gateway, "alice").status_code == 429)
+            refusal = long_body(gateway, "alice").json()["error"]
+            assert (refusal["code"], "150000 bytes" in refusal["message"]) == ("too_many_open_bodies", True)
+            assert ask(gateway, KEYS["alice"]).status_code == 200  # there is room for a small one
+            assert long_body(gateway, "bob").status_code == 200
+        await_that("alice's body is gone", lambda: long_body(gateway, "alice").status_code == 200)
+    finally:
+        gateway.close()
+
+
+def long_body(gateway: Gateway, name: str) -> httpx.Response:
+    """The answer to a completion whose body has 60,000 bytes."""
+    return ask(gateway, KEYS[name], user="u" * 60_000)
 
 
 def test_more_tokens_than_a_tenants_limit_are_refused_until_later(keyed: Gateway) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from integration.conftest import CreateLease
 from integration.protocol_client import DEADLINE_S, Pair, await_that, draw_tokens
@@ -26,6 +27,7 @@ from quire.client import Completion, Engine, SamplingParams
 from quire.client.cli.launch import LocalServices
 from quire.client.engine.tracing import otlp_tracing
 from quire.compute.v1 import worker_service_pb2
+from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
 
 NUM_TOKENS = 6
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
@@ -33,6 +35,7 @@ PROMPT = draw_tokens(9, seed=1)
 DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 CACHE, WORKER = "quire.cache.v1.CacheService", "quire.compute.v1.WorkerService"
 ERROR = 2
+SAMPLED_BY_PARENTS = {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}
 
 
 def installed() -> None:
@@ -258,6 +261,106 @@ def test_what_is_left_is_sent_at_the_end(collector: Collector, model_dir: Path) 
             trace = [span for span in collector.spans() if span.name == "quire.generate"][-1].trace
             assert {span.service for span in collector.spans(trace)} == {"quire-client"}
     assert {span.service for span in collector.spans(trace)} == {"quire-client", "quire-cachemgr", "quire-worker"}
+
+
+# The gateway.
+
+
+@dataclass(frozen=True)
+class Door:
+    """A gateway that sends its spans, and begins a trace for each HTTP request without one."""
+
+    url: str
+    grpc: str
+
+    def complete(self, traceparent: str = "", *, model: str = "demo") -> httpx.Response:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        headers = {"traceparent": traceparent, "x-request-id": "one-request"}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def door(services: LocalServices, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    address = f"unix:{tmp_path_factory.mktemp('door')}/grpc.sock"
+    flags = ("--listen", "127.0.0.1:0", "--grpc-listen", address, "--served-model-name", "demo")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire.client.gateway", "--cachemgr", services.cachemgr_address, *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | {"QUIRE_SERVE_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50", **SAMPLED_BY_PARENTS},
+    )
+    try:
+        assert process.stdout is not None
+        yield Door(process.stdout.readline().split()[-1], address)
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+def of_trace(collector: Collector, trace: str, name: str) -> list[Span]:
+    """All spans of a trace, once there is one with this name."""
+    await_that(f"a span {name} has come", lambda: name in {span.name for span in collector.spans(trace)})
+    return collector.spans(trace)
+
+
+def test_an_http_request_is_one_trace_across_four_processes(door: Door, collector: Collector) -> None:
+    trace, parent = f"{77:032x}", "00000000000000cd"
+    assert door.complete(f"00-{trace}-{parent}-01").status_code == 200
+    spans = of_trace(collector, trace, "POST /v1/completions")
+    assert {span.service for span in spans} == {"quire-serve", "quire-cachemgr", "quire-worker"}
+    (request,) = [span for span in spans if span.name == "POST /v1/completions"]
+    assert request.parent == parent
+    assert request.attributes["http.response.status_code"] == 200
+    assert request.attributes["quire.request_id"] == "one-request"
+    (generated,) = [span for span in spans if span.name == "quire.generate"]
+    assert generated.parent == request.span
+    assert generated.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+
+
+def test_an_http_request_without_a_trace_begins_one(door: Door, collector: Collector) -> None:
+    before = {span.trace for span in collector.spans()}
+    assert door.complete(model="another").status_code == 404
+    httpx.get(f"{door.url}/metrics", timeout=DEADLINE_S)
+    assert door.complete().status_code == 200
+
+    def begun() -> list[Span]:
+        return [span for span in collector.spans() if span.trace not in before and not span.parent]
+
+    await_that("both traces have come", lambda: len(begun()) >= 2)
+    assert [(span.name, span.attributes["http.response.status_code"]) for span in begun()] == [
+        ("POST /v1/completions", 404),
+        ("POST /v1/completions", 200),
+    ]
+
+
+def test_an_http_request_of_a_trace_that_is_not_sampled_has_no_span(door: Door, collector: Collector) -> None:
+    trace = f"{78:032x}"
+    assert door.complete(f"00-{trace}-00000000000000cd-00").status_code == 200
+    assert door.complete(f"00-{79:032x}-00000000000000cd-01").status_code == 200
+    of_trace(collector, f"{79:032x}", "POST /v1/completions")  # earlier spans have arrived
+    assert collector.spans(trace) == []
+
+
+@pytest.mark.parametrize("flags", ["01", "00"])
+def test_a_call_of_the_engine_service_has_its_requests_as_children(
+    door: Door, collector: Collector, flags: str
+) -> None:
+    trace = f"{80 + int(flags):032x}"
+    request = engine_service_pb2.GenerateRequest()
+    request.prompt.token_ids.token_ids.extend(PROMPT)
+    request.parameters.max_tokens = NUM_TOKENS
+    with grpc.insecure_channel(door.grpc) as channel:
+        stub = engine_service_pb2_grpc.EngineServiceStub(channel)
+        metadata = (("traceparent", f"00-{trace}-00000000000000cd-{flags}"),)
+        assert list(stub.Generate(request, timeout=DEADLINE_S, metadata=metadata))
+    assert door.complete(f"00-{90 + int(flags):032x}-00000000000000cd-01").status_code == 200
+    of_trace(collector, f"{90 + int(flags):032x}", "POST /v1/completions")  # earlier spans have arrived
+    found = {span.name: span for span in collector.spans(trace)}
+    if flags == "00":
+        assert found == {}
+    else:
+        assert found["quire.generate"].parent == found["quire.engine.v1.EngineService/Generate"].span
 
 
 # The command line.
