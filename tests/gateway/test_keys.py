@@ -88,6 +88,32 @@ def test_a_tenants_prefix_is_found_by_its_tokens_alone(keyed: Gateway, services:
     assert asyncio.run(found("bob")) == 0
 
 
+def test_a_tenant_with_a_long_queue_does_not_delay_another_ones_request(keyed: Gateway) -> None:
+    """Alice's requests fill the pool several times over; bob's one request ends while most of them still wait."""
+    num_requests = 240
+
+    async def run() -> int:
+        limits = httpx.Limits(max_connections=num_requests + 1)
+        async with httpx.AsyncClient(base_url=keyed.url, timeout=DEADLINE_S, limits=limits) as client:
+
+            async def ask_as(name: str, prompt: list[int]) -> None:
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "ignore_eos": True}
+                answer = await client.post(
+                    "/v1/completions", json=body, headers={"Authorization": f"Bearer {KEYS[name]}"}
+                )
+                assert answer.status_code == 200, answer.text
+
+            own = [asyncio.create_task(ask_as("alice", [5 + index % 200, *[7] * 300])) for index in range(num_requests)]
+            while keyed.metric("vllm:num_requests_waiting") < num_requests / 2:
+                await asyncio.sleep(0)
+            await ask_as("bob", [9] * 60)
+            num_left = sum(not each.done() for each in own)
+            await asyncio.gather(*own)
+            return num_left
+
+    assert asyncio.run(run()) > num_requests / 2
+
+
 def test_a_callers_open_bodies_have_a_limit_and_keep_nobody_else_out(services: LocalServices, tmp_path: Path) -> None:
     """Bodies that do not end count as their bytes come; those of a caller that has gone do not count."""
     keys = tmp_path / "keys"
