@@ -41,11 +41,11 @@ SHARES_INTERVAL_S = 1.0
 
 class CachemgrCommand(ServerCommand):
     files = (
-        (default_listen("cachemgr").removeprefix("unix:"), "Where it listens unless told otherwise."),
-        ("DIR of --state-dir", "What a restart goes on with: best on a tmpfs, with 190 bytes a block and 64 MiB."),
+        (default_listen("cachemgr").removeprefix("unix:"), "The default --listen address."),
+        ("DIR of --state-dir", "The state for a restart. Best on a tmpfs, with 190 bytes a block and 64 MiB."),
         (
             "--token-file, --tenants, --tls-*",
-            "Read again when they change. While one can't be read, it stays as it was.",
+            "Read again when they change. While a file can't be read, its last content is used.",
         ),
     )
 

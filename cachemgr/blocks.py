@@ -19,10 +19,10 @@ class BlockShare(NamedTuple):
     """A tenant's share of a pool, in blocks."""
 
     floor: int
-    """It can always hold as many."""
+    """Blocks that the tenant can always hold."""
     quota: int
-    """While it holds and caches more, its cached blocks are evicted before others'."""
+    """While the tenant holds and caches more, its cached blocks are evicted before others'."""
     limit: int
-    """It never holds more."""
+    """The tenant never holds more."""
     pin_budget: int
-    """It never pins more."""
+    """The tenant never pins more."""

@@ -14,7 +14,7 @@ from quire.cachemgr.errors import CallRefused, Reason, refuse
 MAX_LEASES = 10_000
 """Unless the operator sets another limit."""
 MAX_LEASE_ANSWERS = 4_096
-"""CreateLease calls that are remembered for a repetition."""
+"""Answers to CreateLease that are kept, for repeated calls."""
 MAX_WAITING_ADMISSIONS = 1_024
 """Plans with admissions that wait for their turn."""
 MAX_WATCHES = 256

@@ -25,7 +25,7 @@ SIGNING_KEY_BYTES = 32
 MAX_TERM = 2**63 - 1
 MAX_TERM_STEP = 2**32
 LEASES_AT_ONCE = 100
-"""Of a list that is read from the books."""
+"""Leases of one read of a list from the books."""
 
 SharesOf = Callable[[int], tuple[BlockShare, dict[str, BlockShare]]]
 """Returns the shares of a pool with so many blocks: the default, and others by name."""
@@ -42,7 +42,7 @@ class Registration:
     geometry: Geometry
     worker_address: str
     next_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of each lease that is open with the worker, the number of the step that it accepts next."""
+    """The number of the next step that the worker accepts, for each lease that is open there."""
     acknowledged_report: int = 0
     """The worker has discarded its reports up to this one."""
     highest_term_age_s: float = 0.0
@@ -66,7 +66,7 @@ class SavedPool:
     worker_address: str
     signing_key: bytes
     terms: tuple[int, ...]
-    """Those that have ruled it with these books, in order."""
+    """The terms that have used these books, in order."""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class Catalog:
     def _begin(
         self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int
     ) -> AttachedPool:
-        """Books for a new epoch. Open leases of the pool go on without their sequences."""
+        """Make the books of a new epoch. Open leases of the pool stay, without their sequences."""
         name, epoch = registration.pool, registration.epoch
         terms = (term,)
         saved = SavedPool(name, epoch, registration.geometry, registration.worker_address, signing_key, terms)
@@ -238,7 +238,7 @@ class Catalog:
         return pool
 
     def recover(self, saved: SavedPool, directory: Path, *, now: float) -> None:
-        """Goes on with a pool of a cachemgr that has ended, from its store. Raises OSError if that can't be."""
+        """Restore a pool of a cachemgr that has ended, from its store. Raises OSError if the store can't be read."""
         ledger = Ledger.recover(
             saved.pool,
             saved.epoch,

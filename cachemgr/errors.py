@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SHOWN_NAME_LENGTH = 128
-"""Of a name that a caller gave and nothing has: no longer one is quoted."""
+"""The most characters that an error quotes of an unknown name."""
 
 
 class Reason(StrEnum):
@@ -52,7 +52,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One no: the reason, a sentence, and every number of the sentence by name."""
+    """A refusal: the reason, a sentence, and every number of the sentence by name."""
 
     reason: Reason
     message: str

@@ -21,7 +21,7 @@ OWN_FLAGS: list[Flag] = [
         type=click.IntRange(min=1),
         default=MAX_LEASES,
         metavar="NUMBER",
-        help="Leases that there may be at a time, of all tenants together.",
+        help="Most leases at one time, of all tenants together.",
     ),
     option(
         "--tenants",
@@ -39,7 +39,7 @@ OWN_FLAGS: list[Flag] = [
         "--state-dir",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Where to write down every change, so that a restart goes on with the same leases, blocks and prefixes. "
-        "It is made if it is not there. Without one a restart makes every worker begin a new epoch.",
+        help="Folder for a log of every change. A restart continues with the same leases, blocks and prefixes. "
+        "It is made if it is missing. Without a folder, a restart makes every worker begin a new epoch.",
     ),
 ]

@@ -22,7 +22,7 @@ class Geometry:
     has_recurrent_state: bool = False
     """A state per sequence that no block holds: nothing is shared by prefix."""
     num_host_blocks: int = 0
-    """Of the host tier; 0: there is none."""
+    """Blocks of the host tier; 0: no host tier."""
 
     @property
     def max_tokens(self) -> int:

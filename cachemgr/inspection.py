@@ -29,9 +29,9 @@ PAGE_KEY = "[0-9a-f]{24}"
 DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 DEFAULT_BLOCK_PAGE, MAX_BLOCK_PAGE = 1_000, 10_000
 AUDIT_SLICE = 8_192
-"""Blocks that are checked without letting other calls go on: a few milliseconds in a pool of a million."""
+"""Blocks that are checked before other calls get a turn: a few milliseconds in a pool of a million."""
 RESET_SLICE = 1_000
-"""Blocks that are made unfindable without letting other calls go on: about a millisecond."""
+"""Blocks that are made unfindable before other calls get a turn: about a millisecond."""
 
 
 class Inspection:

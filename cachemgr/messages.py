@@ -38,7 +38,7 @@ MAX_POOL_NAME_LENGTH = 128
 MAX_TEXT_LENGTH = 1_024
 """The most characters of a worker's texts about its pool. They are kept, and shown to every client."""
 MAX_OPEN_LEASES = 131_072
-"""Of a worker that registers."""
+"""The most open leases in the registration of a worker."""
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 PIN_ID = "[0-9a-f]{32}"

@@ -120,7 +120,7 @@ def tenant_asked_for(method: str, message: HasTenant) -> str:
 
 
 def tenant_asked_about(method: str, message: HasTenant) -> str | None:
-    """As tenant_asked_for; None, every tenant, if an operator names none."""
+    """Return the tenant as tenant_asked_for does. An operator that names none gets None: every tenant."""
     return None if sees_all() and not message.HasField("tenant") else tenant_asked_for(method, message)
 
 

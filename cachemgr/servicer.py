@@ -68,7 +68,7 @@ class CacheServicer:
         self.expire_leases = self._expiry.run
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Has a server call it."""
+        """Add the service to a server."""
         methods = cast(cache_service_pb2_grpc.CacheServiceServicer, self)  # all of METHODS, set in __init__
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(methods, server)
 

@@ -10,7 +10,7 @@
     quota = "25%"
     limit = "80%"
 
-A setting that a section does not have gets its value without a file, whatever [default] has.
+A setting that is missing in a section has the value that it has without a file. It does not come from [default].
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of all tenants: `tenants` by name, and the default for the others."""
+    """The shares of all tenants: `tenants` by name, and `default` for all others."""
 
     default: Share = Share()
     tenants: Mapping[str, Share] = field(default_factory=dict)
 
     def of(self, tenant: str) -> Share:
-        """A tenant's share."""
+        """Return the share of a tenant."""
         return self.tenants.get(tenant, self.default)
 
     def resolve(self, num_usable_blocks: int) -> tuple[BlockShare, dict[str, BlockShare]]:
@@ -147,7 +147,7 @@ def _share(section: Any, where: str) -> Share:
 
 
 def _is_more(amount: Amount, other: Amount) -> bool:
-    """In every pool; blocks and parts can't be compared."""
+    """Return True if amount is more than other in every pool. Blocks and percentages can't be compared."""
     if isinstance(amount, Percentage) and isinstance(other, Percentage):
         return amount.value > other.value
     return isinstance(amount, int) and isinstance(other, int) and amount > other

@@ -38,7 +38,7 @@ from quire.serving.watched import read_bytes
 log = logging.getLogger(__name__)
 
 VERSION = 3
-"""Of pool.json."""
+"""The version of pool.json."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 NO_LINK = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -128,7 +128,7 @@ class StateDirectory:
         if version != VERSION:
             raise ValueError(f"it is of version {version}")
         if self._boot_id is None or content.get("boot_id") != self._boot_id:
-            raise ValueError("it is not known whether the machine was started anew since")
+            raise ValueError("the machine may have been rebooted since")
         return decode_saved(content)
 
     def _write(self, saved: SavedPool) -> None:
@@ -215,7 +215,7 @@ def decode_terms(value: object) -> tuple[int, ...]:
 
 
 def make_private(folder: Path, *, parents: bool = False) -> None:
-    """Makes a folder for its owner only, whatever the umask is. Raises OSError."""
+    """Make a folder that only its owner can use, with any umask. Raises OSError."""
     folder.mkdir(parents=parents)
     folder.chmod(FOLDER_MODE)
 

@@ -1,4 +1,4 @@
-"""Long work and waiting admissions in parts, between which other calls go on."""
+"""Long work and waiting admissions in parts; other calls run between the parts."""
 
 from __future__ import annotations
 

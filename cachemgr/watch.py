@@ -20,7 +20,7 @@ from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 
 MAX_EVENTS = 4_096
-"""Of one answer: a few milliseconds without other calls, and half a megabyte."""
+"""Events of one answer: a few milliseconds without other calls, and half a megabyte."""
 INTERVAL_S = 0.02
 """Changes within this time are sent together."""
 CURSOR = struct.Struct(">qQ")

@@ -33,13 +33,13 @@ class CacheApi(Protocol):
     """The calls of cachemgr that the engine needs. Every method raises QuireError and nothing else."""
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
-        """A new lease on a pool; "" is the only pool there is."""
+        """Create a lease on a pool; "" is for the only pool."""
 
     async def renew_lease(self, lease_id: str) -> None:
         """Move the lease's expiry to now + its ttl. Raises LeaseLost."""
 
     async def delete_lease(self, lease_id: str) -> None:
-        """End the lease; one that is gone is fine."""
+        """End the lease. A lease that has ended is no error."""
 
     async def plan(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """Plan one step. One at a time."""
@@ -48,7 +48,7 @@ class CacheApi(Protocol):
         """Return a pool's geometry, address and block counts."""
 
     async def hang_up(self) -> None:
-        """Give up plans that wait for an answer: none that is still on its way is taken for a later one's."""
+        """Give up plans that wait for an answer. A late answer is never taken for the answer to a later plan."""
 
     async def close(self) -> None:
         """Give up all connections."""
@@ -213,7 +213,7 @@ class CacheClient:
         return await unary(self._stub.PinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
 
     async def unpin_prefix(self, pin_id: str, *, pool: str = "", tenant: str | None = None) -> None:
-        """See CacheService.UnpinPrefix; a pin that is gone is fine. Raises NotFound for the pool, AccessDenied."""
+        """See CacheService.UnpinPrefix. A missing pin is no error. Raises NotFound for the pool, AccessDenied."""
         request = pb.UnpinPrefixRequest(pool=pool, pin_id=pin_id, tenant=tenant)
         await unary(self._stub.UnpinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
 

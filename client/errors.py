@@ -111,7 +111,7 @@ class LeaseLost(QuireError):
 
 
 class EpochChanged(QuireError):
-    """The pool's memory is a new one, all sequences in it are gone."""
+    """The pool has new memory; all its sequences are lost."""
 
     default_reason = "EPOCH_CHANGED"
 

@@ -14,10 +14,10 @@ _GRAMMAR_TIMEOUT_S = 60.0
 
 
 class StepAnswer(Protocol):
-    """A step on its way. Raises QuireError and nothing else."""
+    """A step that was sent. Raises QuireError and nothing else."""
 
     async def result(self) -> pb.RunStepResponse:
-        """The answer, as soon as it is there. Asked again, it says the same."""
+        """Wait for the answer and return it. Further calls return the same answer."""
 
 
 class WorkerApi(Protocol):
@@ -30,10 +30,10 @@ class WorkerApi(Protocol):
         """Compile a grammar, so that a step that brings it finds it compiled."""
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
-        """Send a step; returns when it is on its way. Steps are run and answered in the order they are sent."""
+        """Send a step; does not wait for its answer. Steps are run and answered in the order in which they are sent."""
 
     async def hang_up(self) -> None:
-        """Give up steps that wait for an answer: none that is still on its way is taken for a later one's."""
+        """Give up steps that wait for an answer. A late answer is never taken for the answer to a later step."""
 
     async def close(self) -> None:
         """Give up all connections."""

@@ -384,7 +384,7 @@ def _check_results(
 
 @triton.jit
 def _load_block_ids(table_ptr, first_key, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of the tile at first_key, a scalar if it lies in one; past the end the last block, to be safe."""
+    """The blocks of the tile at first_key, a scalar if one block has it; the last block past the end."""
     one_block: tl.constexpr = BLOCK_SIZE >= BLOCK_N and BLOCK_N <= _TILE  # a split begins at any multiple of _TILE
     keys = first_key if one_block else first_key + tl.arange(0, BLOCK_N)
     return tl.load(table_ptr + tl.minimum(keys // BLOCK_SIZE, last_block))

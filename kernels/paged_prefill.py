@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""Attention of prompts: ragged queries over keys and values that lie in blocks, earlier ones and new ones alike.
+"""Attention of prompts: ragged queries over keys and values in blocks, both earlier and new ones.
 
 A program takes one tile of rows of one kv head. Rows are the query tokens of a sequence times the G query heads that
 read this kv head, token by token, so that any G fills a tile. Tiles never span sequences: sequence i has the tiles
@@ -338,7 +338,7 @@ def _check_results(q: Layout, *, out: Layout, lse: Layout | None, head_dim: int)
 
 @triton.jit
 def _load_block_ids(table_ptr, first_key, last_block, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of the tile at first_key, a scalar if it lies in one; past the end the last block, to be safe."""
+    """The blocks of the tile at first_key, a scalar if one block has it; the last block past the end."""
     index = first_key // BLOCK_SIZE
     if BLOCK_SIZE < BLOCK_N:
         index += tl.arange(0, BLOCK_N) // BLOCK_SIZE

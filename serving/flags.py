@@ -102,20 +102,20 @@ def _serving_flags(default_listen: str) -> list[Flag]:
             multiple=True,
             default=(default_listen,),
             metavar="ADDRESS",
-            help="Where to serve: host:port or unix:/path. May be given several times; "
+            help="Address to serve: host:port or unix:/path. May be given several times; "
             "in the environment, separated by spaces.",
         ),
         option(
             "--metrics-listen",
             type=LISTEN_ADDRESS,
             metavar="HOST:PORT",
-            help="Where to serve Prometheus metrics over HTTP. Off if not given.",
+            help="Address of Prometheus metrics over HTTP. Off if not given.",
         ),
         option(
             "--health-listen",
             type=LISTEN_ADDRESS,
             metavar="HOST:PORT",
-            help="Where to answer grpc.health.v1 and nothing else, in plain text from the start: for probes "
+            help="Address that answers only grpc.health.v1, in plain text from the start: for probes "
             "without TLS, such as the kubelet's.",
         ),
         option(
@@ -133,7 +133,7 @@ def _serving_flags(default_listen: str) -> list[Flag]:
         option(
             "--otlp-endpoint",
             metavar="URL",
-            help="Where to send OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off by "
+            help="Address for OpenTelemetry traces, OTLP over gRPC: http://host:port. Needs the extra otel. Off by "
             "default; the callers decide which traces are sampled.",
         ),
         option(
@@ -141,8 +141,7 @@ def _serving_flags(default_listen: str) -> list[Flag]:
             type=click.FloatRange(min=0),
             default=30.0,
             metavar="SECONDS",
-            help="On SIGTERM or SIGINT, how long work that has begun may take to finish. A second signal ends it at "
-            "once.",
+            help="Time for running work to finish after SIGTERM or SIGINT. A second signal ends it at once.",
         ),
         option(
             "--check",
@@ -168,13 +167,13 @@ def _security_flags() -> list[Flag]:
             type=LISTEN_ADDRESS,
             multiple=True,
             metavar="HOST:PORT",
-            help="Where to serve with TLS but without client certificates, for callers with a token. May be given "
+            help="Address with TLS but without client certificates, for callers with a token. May be given "
             "several times.",
         ),
         option("--token-file", type=FILE, metavar="FILE", help="The callers, a line each: NAME ROLES SHA256|cert."),
         option(
             "--allow-plaintext",
             is_flag=True,
-            help="Serve without TLS where others can read it: on addresses that are not loopback.",
+            help="Serve addresses that are not loopback without TLS, although others can read the traffic.",
         ),
     ]

@@ -97,7 +97,7 @@ class _WatchedContext:
         self._opened = opened
 
     async def write(self, message: Any) -> None:
-        """As the context's."""
+        """Write a message as the context does."""
         self._opened.begin_write()
         try:
             await self._context.write(message)
@@ -119,11 +119,11 @@ class CallStatistics:
 class HandlerGuard(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, once per method.
 
-    fatal      exceptions after which the process must not go on; `on_fatal` is called with them
+    fatal      exceptions after which the process must end; `on_fatal` is called with them
     domain     of the errors made here
     access     authorization; None: every caller may call every method
     message_limits  full method name -> bytes of a message; Receiver's
-    max_calls  the most open calls, those of health and reflection apart; more are refused (OVERLOADED)
+    max_calls  the most open calls, without those of health and reflection; more are refused (OVERLOADED)
     """
 
     def __init__(

@@ -106,7 +106,7 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """One page, over TLS if there is a certificate: the one in force now."""
+        """Serve one page, over TLS with the current certificate if there is one."""
         request.settimeout(_CONNECTION_TIMEOUT_S)
         if self._tls is None:
             super().finish_request(request, client_address)

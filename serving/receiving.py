@@ -34,7 +34,7 @@ MAX_MESSAGE_BYTES = 32 * 2**20
 MAX_ARRIVING = 8
 """Requests of a caller that arrive at a time, of methods with one limit. More wait for a place."""
 LARGE_MESSAGE_BYTES = 2**20
-"""From here on a message's memory is returned to the system when its call has ended."""
+"""The memory of a message of this size or more is returned to the system at the end of its call."""
 ARRIVAL_TIMEOUT_S = 20.0
 """Time for a request to arrive, from when it has its place."""
 CONTENDED_TIMEOUT_S = 5.0

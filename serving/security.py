@@ -16,7 +16,7 @@ class SecurityOptions:
     tls               None: plain text, on loopback and unix sockets
     token_file        the callers; None: client certificates alone decide
     token_listen      further addresses, which require no client certificate
-    health_listen     a further address, plain text wherever it is, where health is answered and nothing else
+    health_listen     a further address, always in plain text, that answers only health checks
     allow_plaintext   plain text on any address
     """
 

@@ -105,7 +105,7 @@ class StopSignals:
 
 
 class CannotStartError(Exception):
-    """The process can't do what its flags ask for; the message is for the operator."""
+    """The process can't start with its flags; the message is for the operator."""
 
 
 class AlongsideEndedError(Exception):
@@ -216,11 +216,11 @@ class Server:
         self._manager.ready(f"serving at {' '.join(map(str, self.addresses))}")
 
     async def announce_not_serving(self) -> None:
-        """Health NOT_SERVING, but for LIVENESS, until `announce_serving`. The process goes on."""
+        """Set health to NOT_SERVING, except LIVENESS, until `announce_serving`. The process continues."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def run_alongside(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs it for as long as the server; one that ends by itself, however, is what `fail` is for."""
+        """Run a coroutine as long as the server. If it ends by itself, `fail` is called."""
         task = asyncio.get_running_loop().create_task(coroutine)
         task.add_done_callback(self._alongside_ended)
         self._alongside.append(task)

@@ -30,7 +30,7 @@ class Phase(Enum):
 class ServiceManager:
     """The systemd that waits for word of this process, by its environment; without one every call does nothing.
 
-    A message that can't be sent is a log line, never an error: the server goes on.
+    A message that can't be sent is a log line, never an error: the server continues.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:

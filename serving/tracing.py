@@ -125,7 +125,7 @@ _span: ContextVar[Any] = ContextVar("span", default=None)
 
 
 def configure_tracing(endpoint: str | None, *, service_name: str) -> None:
-    """From here on this process's calls are traced; not if there is no endpoint. Raises TracingUnavailableError."""
+    """Trace the calls of this process from now on, if there is an endpoint. Raises TracingUnavailableError."""
     global _tracing
     _tracing = None if endpoint is None else Tracing(endpoint, service_name=service_name)
 

@@ -22,7 +22,7 @@ _YOUNG_NS = 100_000_000
 
 
 class FileError(ValueError):
-    """A file can't be used; the message names it and says why, and quotes nothing of it."""
+    """A file can't be used. The message has its name and the reason, and nothing of its content."""
 
 
 class WatchedFiles(Generic[Value]):

@@ -54,7 +54,10 @@ def check(config: WorkerConfig, *, is_local: bool) -> None:
 class WorkerCommand(ServerCommand):
     files = (
         (default_listen("worker").removeprefix("unix:"), "The default address."),
-        ("--token-file, --tls-*", "Read again when they change. While one can't be read, it stays as it was."),
+        (
+            "--token-file, --tls-*",
+            "Read again when they change. While a file can't be read, its last content is used.",
+        ),
     )
 
 
@@ -65,14 +68,14 @@ class WorkerCommand(ServerCommand):
     type=DIAL_ADDRESS,
     default=default_cachemgr(),
     metavar="ADDRESS",
-    help="The cachemgr that rules the pool: host:port or unix:/path.",
+    help="Address of the cachemgr that manages the pool: host:port or unix:/path.",
 )
 @dial_options("cachemgr")
 @option(
     "--advertise",
     type=DIAL_ADDRESS,
     metavar="ADDRESS",
-    help="Where clients reach this worker, if not at the first --listen address (0.0.0.0, say).",
+    help="Address at which clients reach this worker, if it is not the first --listen address (such as 0.0.0.0).",
 )
 @option("--pool", default="default", metavar="NAME", help="The pool's name at the cachemgr.")
 @option(
@@ -107,18 +110,18 @@ class WorkerCommand(ServerCommand):
     "--device",
     default="auto",
     metavar="DEVICE",
-    help="Where to compute: cpu, cuda, cuda:1; auto: a GPU if there is one.",
+    help="Device for the model: cpu, cuda, cuda:1; auto: a GPU if there is one.",
 )
 @option(
     "--attention",
     type=click.Choice(ATTENTION_NAMES),
     default="auto",
-    help="What runs attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
+    help="Attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
 )
 @option(
     "--cuda-graphs/--no-cuda-graphs",
     default=True,
-    help="On a GPU, whether to replay steps of one token per sequence as CUDA graphs, if the model allows it.",
+    help="On a GPU, replay steps of one token per sequence as CUDA graphs, if the model allows it.",
 )
 @option(
     "--max-graph-tokens",
@@ -157,7 +160,7 @@ class WorkerCommand(ServerCommand):
     type=click.FloatRange(min=0),
     show_default="120 on a GPU, no limit on a CPU",
     metavar="SECONDS",
-    help="How long one step may run. Then health is NOT_SERVING; after twice as long the process ends with status 1. "
+    help="Time limit of one step. After it health is NOT_SERVING; after twice the time the process ends with status 1. "
     "0: no limit.",
 )
 @option(
@@ -171,7 +174,7 @@ class WorkerCommand(ServerCommand):
     type=StepRange(),
     default="20:10",
     metavar="FIRST:COUNT",
-    help="Which steps --profile records, counted from the first that this process runs.",
+    help="The steps that --profile records, counted from the first step of this process.",
 )
 @option("--revision", metavar="REVISION", help="The model's revision on the hub.")
 @option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Trust its author first.")
@@ -179,7 +182,7 @@ class WorkerCommand(ServerCommand):
     "--fuse/--no-fuse",
     default=None,
     show_default="where there is a GPU",
-    help="Run a model's layers in fewer, fused operations where they are of a known kind.",
+    help="Run the layers of a model in fewer, fused operations, if their kind is known.",
 )
 @option(
     "--tensor-parallel-size",

@@ -75,7 +75,7 @@ class Attachment:
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
     async def _attach_once(self) -> str:
-        """One stream from registration to break; says why it broke."""
+        """Serve one stream from its registration to its end. Returns the reason of the end."""
         outbox: Outbox = asyncio.Queue()
         try:
             async with self._dialer.open(CHANNEL_OPTIONS) as channel:

@@ -371,7 +371,7 @@ def _decode_groups(
     block_size: int,
     bias_dtype: torch.dtype,
 ) -> Iterator[_DecodeGroup]:
-    """One transfer, for all groups together."""
+    """Make the groups, with one transfer for all of them."""
     if not groups:
         return
     members = [seq for group in groups for seq in group]

@@ -184,7 +184,7 @@ class Part:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last position of each sequence."""
+        """The position behind the last one of each sequence."""
         return tuple(start + self.count for start in self.starts)
 
 

@@ -1,8 +1,8 @@
 """Runs steps on the device, one after the other: table changes, copies, one forward, one sample.
 
 A step is launched, which gives a GPU all of its work, and later collected, which waits for it. The next step needs no
-more than the launch, since the tokens it goes on from stay on the device. Lives on the model thread. Decides nothing
-about ownership: block ids come from grants that have passed the gate.
+more than the launch, because its input tokens stay on the device. Runs on the model thread. Decides nothing about
+ownership: block ids come from grants that have passed the gate.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class LaunchedStep:
     """A step with its work queued on the device. `result` has its number and its outcome so far."""
 
     def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
-        """To be made when all of the step's work was given to the device."""
+        """Make it when the device has all work of the step."""
         self.result = result
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
@@ -353,7 +353,7 @@ class Executor:
         self._copy_blocks(lease, grant)
 
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
-        """To the host tier, within the pool, from the host tier."""
+        """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
         sources = grant.offload_source_block_ids
         self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
         if not self._written_blocks(lease, grant).isdisjoint(sources):

@@ -237,7 +237,7 @@ STAND_INS = (FusedNorm, FusedMLP, FusedAttention, FusedLayer, SkippedRotary)
 
 
 def swap(module: nn.Module, stand_in: FusedNorm | FusedMLP | FusedAttention | FusedLayer | SkippedRotary) -> None:
-    """From now on the stand-in is the module's forward."""
+    """Replace the module's forward by the stand-in."""
     module.forward = stand_in
 
 

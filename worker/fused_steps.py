@@ -74,7 +74,7 @@ class FusedSteps(Protocol):
 
 
 class TorchSteps:
-    """In torch, for devices without Triton."""
+    """The fused steps in torch, for devices without Triton."""
 
     name = "torch"
     min_block_size = 1
@@ -112,7 +112,7 @@ class TorchSteps:
 
 
 class KernelSteps:
-    """In Triton. Heads and block sizes must be such as quire.kernels takes: ValueError if not."""
+    """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
     name = "kernels"
     min_block_size = KERNEL_BLOCK_SIZES[0]

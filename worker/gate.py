@@ -105,7 +105,7 @@ class Gate:
             message = f"no cachemgr rules pool {self.pool!r} right now"
             raise Refused(Reason.POOL_DETACHED, message, pool=self.pool)
         if not hmac.compare_digest(hmac.digest(self._signing_key, signed.grant, "sha256"), signed.signature):
-            raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed")
+            raise Refused(Reason.BAD_SIGNATURE, "cachemgr has not signed this grant")
 
     def check(self, signed: grant_pb2.SignedGrant, grant: grant_pb2.StepGrant) -> None:
         """Refuse a step that may not run now. Raises Refused and changes nothing."""

@@ -29,7 +29,7 @@ from quire.worker.transfer import Readback, indices, to_device
 log = logging.getLogger(__name__)
 
 MAX_THREADS = 8
-"""That make the masks of one step."""
+"""The most threads that make the masks of one step."""
 MASK_TIMEOUT_S = 1.0
 """For one mask, once the tokens before it are known. llguidance's own limits don't bound its time."""
 
@@ -110,7 +110,7 @@ class MasksInWork:
 
 
 class GrammarRows:
-    """The grammars of the sequence table's rows. Lives on the model thread, but for what its thread is given."""
+    """The grammars of the sequence table's rows. Used on the model thread; other threads compute the masks."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class GrammarRows:
             self._following[row] = following
 
     def fork(self, row: int, child_row: int) -> None:
-        """Let child_row follow the row's grammar, if it has one, from wherever it goes on."""
+        """Let child_row follow the grammar of row, if it has one, from any token on."""
         following = self._following.get(row)
         self.set(child_row, None if following is None else following.fork())
 

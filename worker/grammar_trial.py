@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 STACK_BYTES = 256 * 2**20
 """The stack of a compiling thread: a chain of as many rules as fit a grammar overflows the usual 8 MiB."""
 MEMORY_BYTES = 2**30
-"""That compiling may take beyond the tokenizer."""
+"""The most memory that compiling may take, without the tokenizer."""
 
 NUM_TRIED_TOKENS = 8
 """Tokens of a text that is generated to find out if one exists."""

@@ -108,12 +108,12 @@ class Following:
     error: str = ""
 
     def fork(self) -> Following:
-        """Return the same for another sequence, which may go on from an earlier token."""
+        """Return a copy for another sequence, which may continue from an earlier token."""
         matcher, tokens = self.matcher.deep_copy(), list(self.tokens)
         return Following(self.compiled, matcher, self.begins_at, tokens, self.consumed, error=self.error)
 
     def run(self, start: int, token_ids: Sequence[int]) -> None:
-        """Take note of tokens that run from position `start` on."""
+        """Record tokens that run from position `start` on."""
         new = list(token_ids[max(0, self.begins_at - start) :])
         offset = max(0, start - self.begins_at)
         if new and offset <= len(self.tokens) and self.tokens[offset : offset + len(new)] != new:

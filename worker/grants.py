@@ -82,7 +82,7 @@ def decode_grant(signed: grant_pb2.SignedGrant) -> grant_pb2.StepGrant:
     except DecodeError:
         grant = grant_pb2.StepGrant()
     if not grant.epoch:  # which no epoch is
-        raise Refused(Reason.BAD_SIGNATURE, "the grant is not one that cachemgr signed")
+        raise Refused(Reason.BAD_SIGNATURE, "cachemgr has not signed this grant")
     return grant
 
 
@@ -271,7 +271,7 @@ def decode_grammar(message: worker_service_pb2.Grammar) -> Grammar:
     """Return a grammar as it is compiled. Raises GrammarRefused if it is none."""
     kind = message.WhichOneof("grammar")
     if kind is None or (kind == "json_object" and not message.json_object):
-        raise GrammarRefused("one grammar has to be set")
+        raise GrammarRefused("exactly one kind of grammar must be set")
     if kind == "json_object":
         return Grammar(kind, "")
     if kind != "choice":

@@ -132,13 +132,13 @@ class StaticDecode:
         return self.takes_counts(batch.counts_host)
 
     def takes_counts(self, counts: Sequence[int]) -> bool:
-        """As takes(), before there is a batch: counts are the tokens that each sequence runs."""
+        """Answer takes() before the batch is made; counts are the tokens that each sequence runs."""
         return len(counts) <= self.buckets[-1] and all(count == 1 for count in counts)
 
     def prepare(
         self, rows: Sequence[int], starts: Sequence[int], token_ids: Sequence[TokenIds | None], *, draws: Draws | None
     ) -> StepBatch:
-        """As build_step_batch, for one token of each row of `table`; with draws it can be sampled.
+        """Make a batch as build_step_batch does, of one token for each row of `table`. With draws it can be sampled.
 
         The batch is valid until the next call of prepare() or forward(). Raises ValueError as build_step_batch does.
         Cost: one transfer and one launch, whatever the number of sequences; two more if block tables have changed.
@@ -164,7 +164,7 @@ class StaticDecode:
         return self._prepared
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """As PagedModel.forward, for a batch that it takes; logits [n, vocab_size] are valid until the next call.
+        """Run the model as PagedModel.forward does. The logits [n, vocab_size] are valid until the next call.
 
         Cost: one launch if prepare() made the batch, else a copy of each of its tensors besides.
         """
@@ -276,7 +276,7 @@ class StaticDecode:
         )
 
     def sample_logits(self, logits: Tensor, positions: Sequence[int], draws: Draws) -> Tensor:
-        """As sample(), of given logits [n, vocab_size] for sequences that the table does not have."""
+        """Sample from given logits [n, vocab_size], for sequences that the table does not have."""
         num_seqs = len(positions)
         inputs = self._padding.copy()
         inputs[_LENGTH, :num_seqs] = positions

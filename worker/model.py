@@ -62,7 +62,7 @@ class PagedModel:
     """A causal language model with its keys and values in a KVPool."""
 
     state_specs: Mapping[StateKey, StateSpec] = MappingProxyType({})
-    """Its state per sequence, besides keys and values."""
+    """The state that the model keeps per sequence, besides keys and values."""
     takes_any_kv_dtype = True
     """True if a pool may have another dtype than the model."""
 
@@ -612,7 +612,7 @@ def _lasting(config: Any) -> Any:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Of a sharded weight: this rank's part."""
+    """Return bytes of a tensor; of a sharded weight, bytes of this rank's part."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor.numel() == 0:

@@ -39,7 +39,7 @@ def run_largest_step(
     decodes = [1] * min(max_num_seqs, max_step_tokens)
     for each, at_end in ((counts, False), (chunks, True), (decodes, True)):
         if at_end and model.has_recurrent_state:
-            continue  # it can go on only from where it was left
+            continue  # it can continue only from its last position
         starts = [model.max_model_len - count if at_end else 0 for count in each]
         _run_step(model, starts, each, block_size=block_size, kv_dtype=kv_dtype)
 

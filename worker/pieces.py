@@ -221,7 +221,7 @@ class StaticPieces:
         return batch.num_tokens <= self.buckets[-1]
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """As PagedModel.forward, for a batch that it takes.
+        """Run the model as PagedModel.forward does, for a batch that it takes.
 
         Cost: a launch per piece, the launches of attention and of the head, and one for the inputs; two more if there
         is padding.

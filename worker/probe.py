@@ -41,7 +41,7 @@ class UnsupportedModel(ValueError):
 
 
 class OffTheInterface(UnsupportedModel):
-    """Not every layer calls attention through transformers' AttentionInterface."""
+    """A layer does not call attention through transformers' AttentionInterface."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,7 @@ def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool, ra
 
 
 def quiet_transformers() -> None:
-    """Its warnings are about uses that this is not; its progress bars are for terminals."""
+    """Turn off warnings, which are about other uses, and progress bars, which are for terminals."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -97,7 +97,7 @@ def kept_hidden_states(model: Any, order: Sequence[int] | None = None) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of n tokens of a step, on the device: logprobs [n] float32, top_ids [n, K] int64, top_logprobs [n, K] float32."""
+    """Scores of n tokens, on the device: logprobs [n] float32, top_ids [n, K] int64, top_logprobs [n, K] float32."""
 
     logprobs: Tensor
     top_ids: Tensor

@@ -1,8 +1,8 @@
 """The model thread: runs submitted work in order, so that the gRPC loop never waits for the device.
 
-Work that a device does by itself once it is launched uses two threads: the model thread launches it and takes the
-next, and the collector waits for its end. So a GPU has its next step before it has finished one, however slow the
-host is. Other work begins when all launched work has ended.
+A device runs launched work by itself. Such work uses two threads: the model thread launches it and takes the next work,
+and the collector waits for its end. So a GPU gets its next step before it has finished the current one, even if the
+host is slow. Other work begins when all launched work has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
-# Pieces of work that are launched and not collected: one that the device is at, and one to go on with.
+# Pieces of work that are launched and not collected: one that the device runs, and the next one.
 MAX_UNCOLLECTED = 2
 
 
@@ -62,7 +62,7 @@ class ModelThread:
         return future
 
     def submit_ahead(self, launch: Callable[[], Callable[[], Result]]) -> asyncio.Future[Result]:
-        """As submit(), for work in two halves: `launch`, on the model thread, returns a function that waits for the
+        """Submit work in two halves: `launch`, on the model thread, returns a function that waits for the
         result.
 
         That runs on the collector, while the model thread launches the next submission, at most MAX_UNCOLLECTED.

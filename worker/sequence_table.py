@@ -44,8 +44,8 @@ class SequenceTable:
         block_tables    [max_num_seqs + 1, max_blocks_per_seq]  int32, NULL_BLOCK where a row holds no block
         last_token      [max_num_seqs + 1]                      int64, read only where last_token_position is not None
 
-    On the device there is one row more, padding_row, for the padding of a batch: it never holds a block, and what its
-    last token is does not matter. Methods raise KeyError for a row that is not in use.
+    The device has one more row, padding_row, for the padding of a batch. It never holds a block, and its last token is
+    not used. Methods raise KeyError for a row that is not in use.
     """
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device | str) -> None:

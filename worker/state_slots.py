@@ -1,8 +1,8 @@
 """State that a model keeps per sequence and not per token: of convolutions, state spaces, linear attention.
 
 A row of the sequence table has two slots: the state behind its last token that was computed, and the one before that
-token. A fork computes its parent's last token again, and begins with the second one. Older states do not exist, so a
-sequence with such a state goes on from these two places or from its beginning, and from nowhere else.
+token. A fork computes its parent's last token again, so it begins with the second slot. Older states are not kept. So a
+sequence with such a state can continue only from these two positions, or from its beginning.
 """
 
 from __future__ import annotations

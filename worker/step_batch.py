@@ -58,7 +58,7 @@ class StepBatch:
     counts_host: tuple[int, ...]
     rows_host: tuple[int, ...]
     keeps_hidden_states: bool = False
-    """Its forward is one of the model itself: hidden states of it are read."""
+    """The batch needs the model's own forward, because hidden states are read."""
 
     @property
     def num_tokens(self) -> int:

@@ -151,7 +151,7 @@ class Steps:
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
         self.on_violation: Callable[[BaseException], None] = lambda error: None
-        """Called with an error after which this process must not go on."""
+        """Called with an error after which this process must end."""
 
     @property
     def num_in_flight(self) -> int:
@@ -204,9 +204,9 @@ class Steps:
         request: worker_service_pb2.RunStepRequest,
         followed: Mapping[int, Following | Refused] = MappingProxyType({}),
     ) -> asyncio.Future[EndedStep]:
-        """Puts a step in line, with what follow_grammars() says of it.
+        """Queue a step, with the answer of follow_grammars() about it.
 
-        Raises Refused, with nothing touched and the step's number not used up.
+        Raises Refused. Then no state has changed, and the step's number can be used again.
         """
         try:
             self.gate.check_unread(request.grant, max_bytes=self.limits.max_grant_bytes)
@@ -332,7 +332,7 @@ class Steps:
 
 
 def _refuse(ended: asyncio.Future[EndedStep], refused: Refused) -> None:
-    """Answer a step that has no result; its caller may have gone away without reading it."""
+    """Answer a step that has no result. Its caller may have disconnected without reading the answer."""
     if not ended.cancelled():
         ended.set_exception(refused)
         ended.exception()  # seen: asyncio logs an error that nobody has

@@ -69,7 +69,7 @@ class Moment:
             self._event.record()
 
     def seconds_until(self, later: Moment) -> float:
-        """To a later moment of the same device, which must be in the past."""
+        """Return the seconds to a later moment of the same device, which must be in the past."""
         if self._event is None or later._event is None:
             return later._host_s - self._host_s
         return float(self._event.elapsed_time(later._event)) / 1000

@@ -75,7 +75,7 @@ class Block:
 
     slots: list[Content | None]
     given_to: Holder = NOBODY
-    """Its last holder."""
+    """The last holder of the block."""
     computed_by: tuple[str, int] | None = None
     """Lease and number of the last step that computed something in it."""
     is_published: bool = False
@@ -100,7 +100,7 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a grant. Positions start .. end - 1 are computed; tokens from `offset` on are its, of the step's."""
+    """One run of a grant. It computes positions start .. end - 1. Its tokens begin at `offset` of the step's."""
 
     holder: Holder
     sequence: HeldSequence

@@ -163,5 +163,5 @@ class _Lease:
         outcome = self._executor.execute(step).outcome
         if outcome is not Outcome.COMPUTED:
             counts = list(step.grant.run_token_counts)
-            raise ValueError(f"a step that the worker runs before it serves has failed, see the log; tokens: {counts}")
+            raise ValueError(f"a step of the warm-up has failed, see the log; tokens: {counts}")
         self._executor.fence_lease(LEASE_ID)

@@ -26,7 +26,7 @@ LOOKS_PER_LIMIT = 20
 # By the device's type. A step on a CPU has no limit: with a large model it may take minutes.
 DEFAULT_LIMIT_S = {"cpu": 0.0, "cuda": 120.0}
 GROUP_LIMIT_S = 120.0
-"""Of a worker of several ranks, on any device: one that hangs makes the others wait."""
+"""The limit of a worker of several ranks, on any device: a rank that hangs makes the others wait."""
 
 
 class StuckStepError(Exception):

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt again: there may be something to undo."""
+    """Let Ctrl-C raise KeyboardInterrupt again, so that the program can clean up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

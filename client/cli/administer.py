@@ -121,7 +121,7 @@ def run_pins(place: Place, *, tenant: str | None, as_json: bool) -> None:
 
 
 def run_unpin(place: Place, pin_id: str, *, tenant: str | None) -> None:
-    """Take a pin back; one that is gone is fine."""
+    """Remove a pin. A pin that has ended is no error."""
     _ask(place, lambda cache: cache.unpin_prefix(pin_id, pool=place.pool, tenant=tenant))
 
 
@@ -216,7 +216,7 @@ def _print(
 
 
 def _as_json(message: Message) -> dict[str, Any]:
-    """As as_dict, with the names of enum values."""
+    """Return as_dict() with the names of enum values."""
     values = as_dict(message)
     for field in message.DESCRIPTOR.fields:
         if field.enum_type is not None:
@@ -230,5 +230,5 @@ def _name_of(value: str) -> str:
 
 
 def _time_of(json_time: str) -> str:
-    """To the second, in UTC, as in RFC 3339."""
+    """Return a time to the second, in UTC, in the form of RFC 3339."""
     return json_time.split(".")[0].removesuffix("Z") + "Z"

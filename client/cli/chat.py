@@ -26,7 +26,7 @@ class GatewayError(click.ClickException):
 
 @dataclass
 class Conversation:
-    """Messages so far, and how to go on.
+    """Messages so far, and the settings of the next request.
 
     url      of the gateway, without /v1
     key      the API key; None: none is shown

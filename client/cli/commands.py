@@ -58,7 +58,7 @@ class CommandLine(click.Group):
     """The group of all commands, in the order they are declared; every error becomes one message and a status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of this file: the way a newcomer meets them."""
+        """Return the commands in the order of this file, the first ones to use first."""
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -91,7 +91,7 @@ def explain(error: QuireError, *, flags: Mapping[str, str] = MappingProxyType({}
 
 
 def _describe_away(error: QuireError, away: Unavailable) -> str:
-    """One line on a service that failed meanwhile; gRPC's own text is cut down to its cause."""
+    """Describe a service that failed meanwhile, in one line; only the cause is kept of gRPC's text."""
     from quire.client.cli.snapshot import cause_of
 
     cause = "no answer in time" if away.reason == "DEADLINE_EXCEEDED" else cause_of(away)
@@ -209,7 +209,7 @@ def _cachemgr_option(command: Any) -> Any:
         default=default_cachemgr,
         show_default=default_cachemgr(),
         metavar="ADDRESS",
-        help="Where cachemgr is: unix:/path or host:port.",
+        help="Address of cachemgr: unix:/path or host:port.",
     )(command)
 
 
@@ -258,7 +258,7 @@ def quire() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
     show_default=str(serving_folder()),
-    help="Where the sockets and logs go; logs are kept. By default where `quire generate`, `stats` and `top` look.",
+    help="Folder of the sockets and logs; logs are kept. Default: that of `quire generate`, `stats`, `top`.",
 )
 @option(
     "--http-listen",
@@ -267,7 +267,7 @@ def quire() -> None:
     default=(DEFAULT_HTTP_LISTEN,),
     callback=_as_written,
     metavar="ADDRESS",
-    help="Where the gateway serves HTTP: host:port or unix:/path. May be given several times.",
+    help="Address at which the gateway serves HTTP: host:port or unix:/path. May be given several times.",
 )
 @option("--no-http", is_flag=True, help="Start no gateway.")
 @option(
@@ -282,7 +282,7 @@ def quire() -> None:
     "--logs",
     type=click.Choice(("files", "terminal")),
     default="files",
-    help="Where the services' logs go: to files in the runtime folder, or here.",
+    help="Write the logs of the services to files in the runtime folder, or here.",
 )
 @click.argument("worker_flags", nargs=-1, type=click.UNPROCESSED, metavar="[WORKER_FLAGS]...")
 def up(
@@ -301,7 +301,7 @@ def up(
     Prints the addresses once all are ready, and a curl line. Flags that are not listed here go to the worker: see
     `quire worker --help`. All check their flags before anything starts. With --token-file the worker needs a
     --cachemgr-token-file. If one of them ends, the others are stopped and the status is 1. At the end each service
-    has 10 seconds at most, whatever its --drain-timeout.
+    has 10 seconds at most, even if its --drain-timeout is longer.
 
     \b
     Examples:
@@ -376,10 +376,10 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
     envvar="QUIRE_URL",
     default="http://127.0.0.1:8000",
     metavar="URL",
-    help="Where the gateway is: that of `quire up` or `quire serve`.",
+    help="URL of the gateway of `quire up` or `quire serve`.",
 )
 @option("--api-key", envvar="QUIRE_API_KEY", metavar="KEY", help="The key to send, if the gateway requires one.")
-@option("--model", metavar="NAME", show_default="the first one", help="The model to talk to.")
+@option("--model", metavar="NAME", show_default="the first one", help="Name of the model.")
 @option("--system", metavar="TEXT", help="A system message to begin with.")
 @option("--max-tokens", type=click.IntRange(min=1), metavar="COUNT", help="Most tokens of an answer.")
 @option("--temperature", type=float, metavar="NUMBER", help="0: always the most probable token.")
@@ -420,7 +420,7 @@ def chat(
 @option(
     "--otlp-endpoint",
     metavar="URL",
-    help="Where to send an OpenTelemetry trace of it, OTLP over gRPC: http://host:port. Needs the extra otel.",
+    help="Address for an OpenTelemetry trace of it, OTLP over gRPC: http://host:port. Needs the extra otel.",
 )
 def generate(
     prompt: str,
@@ -725,7 +725,7 @@ def audit(place: Any, as_json: bool) -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     show_default="standard error",
-    help="Where to write the token. Only you may read the file.",
+    help="File for the token. Only you may read it.",
 )
 def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
     """Make a token for NAME, and print the line by which a server knows it.
@@ -792,13 +792,13 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
 @quire.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", required=False)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
-@option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
+@option("--quick", is_flag=True, help="Tiny sizes, in seconds: a check that everything runs. Its figures mean nothing.")
 @option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
     show_default="build/bench of the checkout",
-    help="Where the JSON and the plot go.",
+    help="Folder for the JSON and the plot.",
 )
 def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | None) -> None:
     """Run a benchmark of the checkout; without a NAME, list them.

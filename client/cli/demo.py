@@ -1,10 +1,10 @@
 """`quire demo`: both services, prompts that share a system prompt, and what the cache did with them.
 
     start        cachemgr and worker as processes on unix sockets
-    generate     all prompts at once; meanwhile cachemgr is asked how its pool looks, and the fullest moment is kept
+    generate     all prompts at once; meanwhile cachemgr is asked for the state of its pool, and the fullest one is kept
     report       every number is an answer of the services
 
-Whatever ends it, LocalServices ends both processes and removes their folder.
+In any case LocalServices ends both processes and removes their folder.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class DemoConsole(Console):
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> tuple["DemoRun", "SampleGrid"]:
-    """The whole demo, printed; returns what it showed.
+    """Run and print the whole demo. Returns its results.
 
     Raises click.ClickException, QuireError; KeyboardInterrupt with a last line for the user.
     """
@@ -142,7 +142,7 @@ def _run(
 
 
 def _first_of(error: Exception) -> Exception:
-    """Of several tasks' errors the first: the others follow from it."""
+    """Return the first error of several tasks: the others follow from it."""
     return _first_of(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 

@@ -3,11 +3,11 @@
     with LocalServices.start(model="deploy/demo/model", num_blocks=256) as services:
         Engine.connect(services.cachemgr_address)
 
-However the block ends, nothing is left: each child is ended by its own handle, SIGTERM first, SIGKILL after a bounded
-wait; its socket and the folder made for it are removed. While services run, SIGTERM to this process becomes
-SystemExit(143), unless the program has a handler for it, so that it ends in the same way as Ctrl-C. Signals that come
-while a child is being created are held back until its handle is kept. If this process is killed with SIGKILL, the
-children notice by a pipe and end by themselves; only then does the folder stay.
+After the block nothing is left, also after an exception. Each child is ended by its own handle: SIGTERM first, SIGKILL
+after a bounded wait. Its socket and the folder made for it are removed. While services run, SIGTERM to this process
+becomes SystemExit(143), unless the program has a handler for it, so that it ends in the same way as Ctrl-C. Signals
+that come while a child is being created are delayed until its handle is kept. If this process is killed with SIGKILL,
+the children notice it by a pipe and end by themselves; only then the folder stays.
 
     exceptions      LaunchError
                       ServiceExitedError     the process ended before it was serving
@@ -148,7 +148,7 @@ class ServiceProcess:
                 self._await_serving(watch, timeout_s)
 
     def wait_exited(self, timeout_s: float | None = None) -> bool:
-        """Waits until the process has ended; whether it has."""
+        """Waits until the process has ended. Returns False if the time ran out."""
         return self._exited.wait(timeout_s)
 
     def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int | None:

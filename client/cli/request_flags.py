@@ -75,7 +75,10 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             help="Only the most probable tokens that add up to this, in (0, 1].",
         ),
         option(
-            "--min-p", default=0.0, metavar="NUMBER", help="Only tokens this times as probable as the best one, 0 to 1."
+            "--min-p",
+            default=0.0,
+            metavar="NUMBER",
+            help="Only tokens with at least this part of the highest probability, 0 to 1.",
         ),
         option(
             "--repetition-penalty",
@@ -93,7 +96,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             "--frequency-penalty",
             default=0.0,
             metavar="NUMBER",
-            help="The same, once for each time that the token was generated. -2 to 2.",
+            help="Above 0: a token is less probable for each time that it was generated. -2 to 2.",
         ),
         option(
             "--logit-bias",
@@ -113,7 +116,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             "--seed",
             type=int,
             metavar="NUMBER",
-            help="Fixes the random numbers. Default: others each time. The text can still differ beside other "
+            help="Fixes the random numbers. Default: random. The text can still differ beside other "
             "requests: the logits depend on the batch by rounding.",
         ),
     ),
@@ -130,7 +133,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             metavar="ID",
             help="End a sample at this token. May be given several times.",
         ),
-        option("--ignore-eos", is_flag=True, help="Go on at the model's end tokens."),
+        option("--ignore-eos", is_flag=True, help="Continue after the model's end tokens."),
         option("--timeout", type=float, metavar="SECONDS", help="End with the tokens generated until then."),
     ),
     "The form of the text, one at most": (
@@ -155,13 +158,13 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             "--priority",
             default=0,
             metavar="NUMBER",
-            help="An engine serves requests of a higher one first.",
+            help="An engine serves requests of a higher priority first.",
         ),
         option(
             "--cache-use",
             type=click.Choice(CACHE_USES),
             default=CACHE_USES[0],
-            help="Whether prompt blocks are taken from the prefix cache and published in it.",
+            help="Use of the prefix cache: find prompt blocks in it, and publish them in it.",
         ),
         option("--salt", default="", metavar="TEXT", help="Share prefix blocks only with requests of the same salt."),
         option(
@@ -176,9 +179,9 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             "--expected-back",
             type=float,
             metavar="SECONDS",
-            help="When these tokens will be asked for again; inf: never.",
+            help="Seconds until these tokens will be asked for again; inf: never.",
         ),
-        option("--reserve", is_flag=True, help="Begin only if there is room for all of --max-tokens."),
+        option("--reserve", is_flag=True, help="Begin only if the pool has room for all of --max-tokens."),
     ),
 }
 REQUEST_FLAGS = [flag for flags in SECTIONS.values() for flag in flags]
@@ -258,5 +261,5 @@ class RequestCommand(click.Command):
         for title, flags in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([records.pop(each.name) for each in options_of(flags)])
-        with formatter.section("Where, and other options"):
+        with formatter.section("Services, and other options"):
             formatter.write_dl(list(records.values()))

@@ -1,4 +1,4 @@
-"""Signals that end a command in order: what it has drawn and holds is put back first."""
+"""Signals that end a command in order: it restores the terminal and frees its resources first."""
 
 import asyncio
 import contextlib

@@ -14,7 +14,7 @@ from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound, QuireError, Unavailable
 
-# A map of more blocks than this is drawn from their counts: it would take more calls than a look is worth.
+# A map of more blocks than this is drawn from their counts, because a list would need too many calls.
 MAX_LISTED_BLOCKS = 65_536
 REACH_TIMEOUT_S = 5.0
 _MAX_ATTEMPTS = 4
@@ -182,7 +182,7 @@ def check_pool(pools: Sequence[pb.Pool], name: str, *, cachemgr: str) -> pb.Pool
 
 
 def cause_of(error: QuireError) -> str:
-    """Why a service can't be reached: the last part of gRPC's chain of causes, "No such file or directory"."""
+    """Return why a service can't be reached: the last part of gRPC's causes, such as "No such file or directory"."""
     if error.reason == "DEADLINE_EXCEEDED":
         return f"no answer within {REACH_TIMEOUT_S:g} s"
     if error.reason == "UNIMPLEMENTED":
@@ -194,7 +194,7 @@ def cause_of(error: QuireError) -> str:
 
 
 def describe_trouble(cachemgr: str, error: QuireError | None, age_s: float) -> str:
-    """One line for a screen: the reason why its content is age_s old. None: no answer, and no error so far."""
+    """Return the reason why the content of a screen is age_s old, in one line. None: no answer and no error so far."""
     if error is None or is_silent(error):
         cause = "" if error is None else f" ({cause_of(error)})"
         return f"no answer for {age_s:.0f} s{cause}, trying again: {cachemgr}"

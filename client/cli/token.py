@@ -35,7 +35,7 @@ def run_token(name: str, roles: Sequence[str], out: Path | None) -> None:
 
 
 def _write_secret(path: Path, token: str) -> None:
-    """Only its owner may read it. A file that is there is replaced."""
+    """Write a file that only its owner can read. An existing file is replaced."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         fresh.unlink(missing_ok=True)

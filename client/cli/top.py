@@ -37,7 +37,7 @@ _SCAN_PAUSE_S = 0.1
 _RETRY_PAUSE_S = 0.5
 _TIMEOUT_S = 5.0
 _ESCAPE_TIMEOUT_S = 0.05
-# From which age on a look is said to be an old one.
+# A look is shown as old from this age on.
 _OLD_S = 3.0
 
 
@@ -355,7 +355,7 @@ class _Screen:
 
 
 class Keyboard:
-    """Within the block a terminal's keys come one by one and unseen, as calls of on_key; on_end when it has gone.
+    """Within the block, call on_key for each key of the terminal, without echo; call on_end when it is closed.
 
     Ctrl-C and Ctrl-Z stay signals. Without a terminal there are no keys. The terminal is left as it was found.
     """
@@ -380,13 +380,13 @@ class Keyboard:
         self.give_back()
 
     def take(self) -> None:
-        """From here on the keys are ours."""
+        """Take the keys of the terminal."""
         if self._before is not None:
             tty.setcbreak(self._fd)
             self._loop.add_reader(self._fd, self._read)
 
     def give_back(self) -> None:
-        """From here on they are not, and the terminal is as it was."""
+        """Return the keys, and restore the terminal."""
         if self._before is not None:
             self._loop.remove_reader(self._fd)
             with contextlib.suppress(termios.error):  # it has gone

@@ -12,11 +12,11 @@ from quire.client.cli.snapshot import ratio
 
 Entry = pb.Sequence | pb.Lease | pb.Tenant
 Key = tuple[str, int]
-"""Names a row as long as it is there: a lease's prefix or a tenant, and a sequence id."""
+"""The key of a row: a lease's prefix or a tenant, and a sequence id."""
 
 RATE_WINDOW_S = 5.0
 MAX_TREND = 120
-"""Looks that a trend remembers."""
+"""The most looks of a trend."""
 
 
 # Answers of cachemgr.
@@ -29,10 +29,10 @@ class Look:
     at_s        when, by a clock that never goes back
     pools       all of them, by name
     statistics  their counters, by name
-    pool        the one that the rest is of; "" if there is none
+    pool        the pool of the following fields; "" if there is none
     leases, sequences, tenants  a page of each
     is_cut      which of those have more than the page
-    sequence    the one asked for, with its block table if the server gave it; None if it is gone
+    sequence    the requested one, with its block table if the server gave it; None if it has ended
     """
 
     at_s: float

@@ -353,7 +353,7 @@ def _map(shown: Shown, options: ConsoleOptions, *, width: int, rows: int) -> lis
 
 
 def _legend(book: BlockBook, per_cell: int, options: ConsoleOptions, width: int) -> Text:
-    """Has no counts: those of the last look are in the first line of numbers, and block events may come later."""
+    """Draw the legend, without counts. The first line of numbers has those of the last look; events may be newer."""
     line = Text(" ", no_wrap=True)
     for kind, look in LOOKS.items():
         line.append(glyph_of(kind, options, per_cell=per_cell), style=look.style).append(f" {look.label}  ", "dim")

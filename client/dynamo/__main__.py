@@ -224,7 +224,7 @@ def _hash_of(prefix_hash: bytes) -> int:
 
 
 class _Service:
-    """The endpoint in Dynamo's discovery: it is there while the pool has a worker, so that requests go elsewhere."""
+    """The endpoint in Dynamo's discovery. Without a worker it is removed, and requests go to other backends."""
 
     def __init__(self, cache: CacheClient, engine: Engine) -> None:
         self._cache = cache
@@ -286,7 +286,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[QuireEngine, WorkerConfig]:
-        """Not the way to make one: see open."""
+        """Not supported: use open."""
         raise NotImplementedError("the flags are those of `quire dynamo`")
 
     @classmethod
@@ -398,7 +398,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
             raise Disconnected(str(error)) from error
 
     async def abort(self, context: Any) -> None:
-        """Free what a request holds: its caller has gone."""
+        """Free the blocks of a request: its caller has disconnected."""
         if reader := self._readers.pop(context.id(), None):
             reader.cancel()
 
@@ -450,14 +450,14 @@ OWN_FLAGS: list[Flag] = [
         default=default_cachemgr,
         show_default=default_cachemgr(),
         metavar="ADDRESS",
-        help="Where cachemgr is: unix:/path or host:port.",
+        help="Address of cachemgr: unix:/path or host:port.",
     ),
     option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool that is served."),
     option(
         "--model-path",
         metavar="PATH_OR_HUB_ID",
         show_default="where the worker has its tokenizer from",
-        help="Where Dynamo's frontend finds the model's configuration, tokenizer and chat template.",
+        help="Place of the model's configuration, tokenizer and chat template, for Dynamo's frontend.",
     ),
     option(
         "--served-model-name",
@@ -471,10 +471,10 @@ OWN_FLAGS: list[Flag] = [
         "--discovery-backend",
         type=click.Choice(("etcd", "file", "kubernetes", "mem")),
         default="etcd",
-        help="As the frontend's. Dynamo's variables, like DYN_FILE_KV and ETCD_ENDPOINTS, say where.",
+        help="The same as the frontend's. Dynamo's variables, such as DYN_FILE_KV and ETCD_ENDPOINTS, name the place.",
     ),
-    option("--request-plane", type=click.Choice(("tcp", "nats")), default="tcp", help="As the frontend's."),
-    option("--event-plane", type=click.Choice(("zmq", "nats")), default="zmq", help="As the frontend's."),
+    option("--request-plane", type=click.Choice(("tcp", "nats")), default="tcp", help="The same as the frontend's."),
+    option("--event-plane", type=click.Choice(("zmq", "nats")), default="zmq", help="The same as the frontend's."),
     option("--tool-call-parser", metavar="NAME", help="Dynamo's parser of calls of tools."),
     option("--reasoning-parser", metavar="NAME", help="Dynamo's parser of reasoning."),
     option(

@@ -46,7 +46,7 @@ class Backlog:
 
 
 def _require_room(name: str, waiting: int, wanted: int, limit: int | None) -> None:
-    """One request may always wait: also one with a longer prompt than all that wait may have."""
+    """Raise if the limit is reached. One request may always wait, even if its prompt alone exceeds the limit."""
     if limit is None or not waiting or waiting + wanted <= limit:
         return
     metadata = {"limited_by": name, "waiting": str(waiting), "wanted": str(wanted), "limit": str(limit)}

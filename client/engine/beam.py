@@ -1,12 +1,12 @@
-"""Beam search: which beams go on with which tokens, which have ended, and when the search is over. Pure.
+"""Beam search: choose the beams of the next step, collect the ended beams, and find the end of the search. Pure.
 
-The rules are those of transformers' generate(num_beams=...), and so are the names. Scores of running beams are sums of
-log-probabilities of the model's own distribution. An ended beam has the score
+The rules and names are those of transformers' generate(num_beams=...). The sum of a running beam adds the
+log-probabilities of its tokens, by the model's own distribution. An ended beam has the score
 
     sum / length ** length_penalty          length: its generated tokens, the end token included
 
-Of each beam, the beam_width + (number of end tokens) most probable tokens are enough: at most the end tokens of these
-end the beam, so at least beam_width of them go on.
+For each beam, the beam_width + (number of end tokens) most probable tokens are enough: even if all end tokens are among
+them, beam_width other tokens are left.
 """
 
 from collections import abc
@@ -30,11 +30,11 @@ class BeamSearchParams:
     """The parameters of a beam search. Raises InvalidRequest naming field, value and limit if one is out of range.
 
     beam_width       beams that run at once, 1 to 16
-    max_tokens       most tokens to generate, at least 1; None: as many as the model and the pool hold
-    length_penalty   a beam's score is the sum of its log-probabilities, divided by its length to the power of this,
-                     -10 to 10. Above 0 favors long beams, below 0 short ones
-    early_stopping   True: the search ends when beam_width beams have ended. False: when no running beam would have a
-                     better score if it ended now. "never": when none can get a better score up to max_tokens
+    max_tokens       the most tokens of a beam, at least 1; None: as many as the model and the pool hold
+    length_penalty   exponent, -10 to 10: a beam's score is the sum of its log-probabilities, divided by its length to
+                     this power. Above 0 favors long beams, below 0 short beams
+    early_stopping   the end of the search, after beam_width beams have ended. True: at once. False: when no running
+                     beam would enter the best beam_width if it ended now. "never": when none can before max_tokens
     n                beams to return, the best first, 1 to beam_width
     ignore_eos, stop_token_ids, skip_special_tokens, include_stop_str_in_output, priority, tenant, timeout_s
                      as in SamplingParams
@@ -66,7 +66,7 @@ class BeamSearchParams:
         object.__setattr__(self, "stop_token_ids", self.sampling(num_logprobs=0).stop_token_ids)
 
     def sampling(self, *, num_logprobs: int) -> SamplingParams:
-        """Return how each beam is sampled. Its token is dropped; its log-probabilities count."""
+        """Return the sampling parameters of each beam. The sampled token is not used, only the log-probabilities."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=self.max_tokens,
@@ -101,7 +101,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Heir:
-    """A beam of the next step: the beam that it continues, by index, its next token, and its sum."""
+    """A beam of the next step: the index of the beam that it continues, its next token, and its sum."""
 
     parent: int
     token_id: int
@@ -109,10 +109,10 @@ class Heir:
 
 
 class BeamSearch:
-    """One search. It begins with one beam: the prompt."""
+    """The state of one search. It begins with one beam: the prompt."""
 
     def __init__(self, params: BeamSearchParams, *, max_tokens: int, end_token_ids: abc.Set[int]) -> None:
-        """max_tokens are those that the request may generate; end_token_ids end a beam."""
+        """Begin a search. A beam ends with one of end_token_ids, or after max_tokens."""
         self._params = params
         self._max_tokens = max_tokens
         self._end_token_ids = end_token_ids
@@ -122,14 +122,14 @@ class BeamSearch:
 
     @property
     def num_top(self) -> int:
-        """Most probable tokens that each beam has to say."""
+        """Return the number of most probable tokens that `step` needs for each beam."""
         return self._params.beam_width + len(self._end_token_ids)
 
     def step(self, tops: abc.Sequence[TopTokens], outputs: abc.Sequence[abc.Sequence[int]]) -> list[Heir]:
-        """Take the most probable next tokens of all beams; return the beams that go on, the best first.
+        """Take the most probable next tokens of all beams. Return the beams of the next step, the best first.
 
-        outputs are the generated tokens of the beams, in the same order: that of the last answer. Returns no beam
-        when the search is over.
+        tops and outputs, the generated tokens, are in the order of the last answer. Returns no beam at the end of the
+        search.
         """
         width = self._params.beam_width
         heirs = [
@@ -152,7 +152,7 @@ class BeamSearch:
         return running
 
     def stop(self, outputs: abc.Sequence[abc.Sequence[int]], reason: FinishReason) -> None:
-        """End the running beams as they are, for this reason."""
+        """End all running beams now, with this reason."""
         for parent, output in enumerate(outputs):
             if output:
                 self._end(output[:-1], Heir(parent, output[-1], self._sums[parent]), reason)
@@ -171,7 +171,7 @@ class BeamSearch:
         del self._ended[self._params.beam_width :]
 
     def _can_improve(self, best: Heir) -> bool:
-        """Return True if the best running beam may still get among the ended ones."""
+        """Return True if the best running beam can still enter the best ended beams."""
         if len(self._ended) < self._params.beam_width:
             return True
         if self._params.early_stopping is True:

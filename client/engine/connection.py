@@ -28,10 +28,10 @@ _MIN_OPENING_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The engine waits for a service; requests go on when it is back.
+    """The engine waits for a service; requests continue when the service is back.
 
     waiting_for   "cachemgr" or "the worker"
-    error         the last answer, or why there was none
+    error         the last answer, or the reason why there was none
     gives_up_s    the event loop's time at which requests fail
     """
 
@@ -127,7 +127,7 @@ class Connection:
             raise Unavailable("no new session in time") from None
 
     async def follow_epoch(self) -> bool:
-        """Go on in the pool's new epoch, under the same lease. Returns False if there is none."""
+        """Continue in the pool's new epoch, under the same lease. Returns False if there is no new epoch."""
         if self.session is None or not await self.session.follow_epoch():
             return False
         self._use(self.session)

@@ -58,7 +58,7 @@ class Draft:
     def add_running(self, newcomer: Sequence | None) -> None:
         """Ask for tokens of running sequences that fit the budget, and fork samples from them.
 
-        newcomer is the first in line; None if no one is admitted now.
+        newcomer is the first sequence in the queue; None if none is admitted now.
         """
         self._add_decodes()
         self._add_forks()
@@ -144,7 +144,7 @@ class Draft:
             return
         counts = self._policy.divide(prompts, newcomer, budget=self._budget)
         for index, (sequence, count) in enumerate(zip(prompts, counts, strict=True)):
-            least = 0 if index else 1  # the first in rank goes on, with any policy
+            least = 0 if index else 1  # the first in rank progresses, with any policy
             count = min(max(count, least), sequence.num_schedulable_tokens, self._budget)
             if count and self._tell(sequence):
                 self._extend(id_of(sequence), sequence, count)
@@ -203,7 +203,7 @@ class Draft:
             if sequence.tenant not in self._room.short_tenants:  # it will probably be refused again
                 budget -= max(1.0, self._expected_run_of(sequence))
             if self._room.blocks_awaited_by(self.line[0]):
-                return  # a sequence was refused blocks: none may overtake the first in line
+                return  # a sequence was refused blocks: none may overtake the first in the queue
 
     def _admits(self, newcomer: Sequence) -> bool:
         is_first = newcomer is self.line[0]

@@ -162,11 +162,11 @@ class Engine:
         policy: Policy | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Over clients of the caller's choice; connect_worker gets the address that the lease names.
+        """Use the caller's clients; connect_worker gets the worker's address, which the lease has.
 
-        tokenizer is one, or where to load it from; None: from where the worker says it is, if that can be read here.
-        Without one prompts are token ids and there is no text. policy chooses which requests are served first and
-        which give way; None: PriorityPolicy. tracing makes spans; None: there are none.
+        tokenizer is a tokenizer, or the place to load it from; None: the place that the worker names, if this process
+        can read it. Without a tokenizer prompts are token ids, and samples have no text. policy chooses the requests
+        that are served first and those that are preempted; None: PriorityPolicy. tracing makes spans; None: no spans.
         """
         self._config = config or EngineConfig()
         self._connection = Connection(cache, connect_worker, self._config)
@@ -341,7 +341,7 @@ class Engine:
         return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
 
     def fail_all(self, error: QuireError) -> None:
-        """Fail all open requests with an error. Their callers get the tokens that are there, then the error."""
+        """Fail all open requests with an error. Their callers get the tokens generated so far, then the error."""
         self._requests.fail_all(error)
 
     async def complete(
@@ -487,7 +487,7 @@ class Engine:
         return True
 
     async def _ask(self, session: Session, plan: Plan) -> tuple[PlanOutcome, SignedGrant]:
-        """cachemgr's answer to a plan, however often it has to be asked. Raises what Session.plan raises."""
+        """Return cachemgr's answer to a plan, after as many attempts as needed. Raises the errors of Session.plan."""
         request = session.request_of(plan)
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -632,7 +632,7 @@ class Engine:
     # Failures.
 
     async def _recover(self, session: Session, error: QuireError) -> None:
-        """Make sure that nothing is in flight, then go on: in the pool's new epoch, or without a session."""
+        """Wait until nothing is in flight. Then continue in the pool's new epoch, or without a session."""
         _log.warning("recovering: %s", error)
         self._deliver()
         await self._drain(session)

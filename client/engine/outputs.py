@@ -69,10 +69,10 @@ class Completion:
 class Beam:
     """One result of a beam search.
 
-    score               what beams are compared by: cumulative_logprob, divided by the number of token_ids to the power
-                        of length_penalty
-    cumulative_logprob  the sum of the tokens' log-probabilities
-    token_ids           every token generated, an end token included
+    score               the order of beams: cumulative_logprob, divided by the number of token_ids to the power of
+                        length_penalty
+    cumulative_logprob  the sum of the log-probabilities of the tokens
+    token_ids           all generated tokens, with the end token
     """
 
     text: str
@@ -91,12 +91,12 @@ class BeamCompletion:
 
     @property
     def text(self) -> str:
-        """The best beam's text."""
+        """Return the text of the best beam."""
         return self.beams[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The best beam's tokens."""
+        """Return the tokens of the best beam."""
         return self.beams[0].token_ids
 
 

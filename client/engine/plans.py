@@ -25,9 +25,9 @@ class SchedulerLimits:
     max_sequence_tokens      the model's context
     vocabulary_size          token ids are below this
     max_step_failures        a request fails when this many steps it was alone in have failed
-    max_stalls               plans without a run, one after the other, before the only running sequence gives way
+    max_stalls               plans in a row without a run before the only running sequence is preempted
     num_host_blocks          blocks of the host tier; 0: there is none
-    block_bytes              what a copy of a block moves
+    block_bytes              bytes that a copy of a block moves
     has_recurrent_state      the model keeps a state per sequence: no prefix is shared, and no beam can be forked again
     """
 
@@ -87,7 +87,7 @@ class Admission:
     seq_id: int
     token_ids: abc.Sequence[int]
     resumed: bool = False
-    """It was in a pool before, and was preempted or lost."""
+    """The sequence was in a pool before, and was preempted or lost."""
     cache: CacheParams = NO_CACHE_PARAMS
     reserved_tokens: int = 0
     """The most tokens that are computed of it, guaranteed; 0: best effort."""
@@ -105,7 +105,7 @@ class Plan:
 
     release_ids: tuple[int, ...] = ()
     expected_back_s: abc.Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Of released sequences, the seconds until their tokens are needed again, if known; math.inf: never."""
+    """The seconds until the tokens of released sequences are needed again, if known; math.inf: never."""
     offload_ids: tuple[int, ...] = ()
     trims: abc.Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     forks: tuple[Fork, ...] = ()

@@ -4,7 +4,7 @@ The scheduler keeps the rules that make every request end, with any policy:
 
     - Only running sequences below the needy one in rank are offered as victims, so the first in rank keeps its blocks.
     - Sequences of equal rank are ordered by arrival.
-    - When no sequence runs, the first in line is admitted without asking the policy.
+    - When no sequence runs, the first in the queue is admitted without asking the policy.
     - A sequence suspected of breaking the model runs alone; the others are preempted as far as it needs their blocks.
     - The first running prompt in rank gets at least one token of each step.
 """

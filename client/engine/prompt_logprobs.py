@@ -76,7 +76,7 @@ class PromptLogprobs(abc.Sequence[TokenLogprobs | None]):
     @overload
     def __getitem__(self, index: slice) -> tuple[TokenLogprobs | None, ...]: ...
     def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs | None, ...] | None:
-        """Those of a token, or of several, by position."""
+        """Return the log-probabilities of one token or of several, by position."""
         positions = range(len(self))[index]
         if isinstance(positions, range):
             return tuple(map(self._of, positions))

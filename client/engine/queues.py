@@ -1,4 +1,4 @@
-"""Every unfinished sequence in the collection of its state, and the ids to release or offload. Pure.
+"""All unfinished sequences, in a collection for each state, and the ids to release or offload. Pure.
 
     WAITING     waiting      by rank
     RUNNING     running      by rank
@@ -70,7 +70,7 @@ class Queues:
 
     @property
     def num_places_taken(self) -> int:
-        """Places of what runs, and those kept for the beams to come of groups that run."""
+        """Places of running sequences, and places kept for further beams of running groups."""
         return len(self.running) + sum(group.num_places_kept for group in self.groups)
 
     def blocks_of(self, sequence: Sequence) -> int:
@@ -78,7 +78,7 @@ class Queues:
         return sequence.num_blocks(self.block_size)
 
     def below(self, needy: Sequence) -> list[Sequence]:
-        """Running sequences below this one in rank; of a beam, but those of its own group."""
+        """Running sequences below this one in rank. For a beam, without those of its own group."""
         lower = self.running[bisect_right(self.running, needy.rank, key=by_rank) :]
         return lower if needy.group is None else [other for other in lower if other.group is not needy.group]
 
@@ -119,13 +119,13 @@ class Queues:
         self.queue(follower)
 
     def follow(self, child: Sequence, parent: Sequence) -> None:
-        """Let a new beam, in state FOLLOWING, follow the one that it is forked from."""
+        """Let a new beam, in state FOLLOWING, follow its parent, the beam that it is forked from."""
         self.followers.setdefault(parent, []).append(child)
 
     def regroup(self, group: BeamGroup) -> None:
         """Take all beams of a group out of the pool. The first in rank waits; the others follow it.
 
-        So a group has one place in line, and its beams come back with the blocks that they share.
+        So a group has one place in the queue, and its beams share blocks again on their return.
         """
         leader = group.leader
         for beam in group.members:
@@ -154,7 +154,7 @@ class Queues:
             self.queue(sequence)
 
     def accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Give a sequence the token it waited for; returns why it ends with it, None if it goes on."""
+        """Give a sequence the token it waited for. Returns the reason if the token ends it, None if not."""
         reason = sequence.accept(token_id)
         if reason is None and sequence.state is SequenceState.DRAINING and not sequence.num_sampling:
             self.draining.discard(sequence)
@@ -182,7 +182,7 @@ class Queues:
             self.suspects.remove(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Put a postponed sequence in line again."""
+        """Queue a postponed sequence again."""
         self.postponed.remove(sequence)
         sequence.move(SequenceState.WAITING)
         self.queue(sequence)

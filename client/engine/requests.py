@@ -111,7 +111,7 @@ class Request:
 
 
 class BeamRequest(Request):
-    """A caller's beam search. It has no samples: nothing of it is given out before it has ended."""
+    """A caller's beam search. It has no samples: it returns its result when it has ended."""
 
     __slots__ = ("group", "has_ended", "search")
 
@@ -303,7 +303,7 @@ class Requests:
             except Exception as error:  # the tokenizer's, about this text
                 raise _undeliverable(error) from error
             beams.append(Beam(text, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
-            await asyncio.sleep(0)  # a long text takes a while, and the engine goes on
+            await asyncio.sleep(0)  # a long text takes a while, and the engine must run
         return BeamCompletion(tuple(token_ids), tuple(beams))
 
     def _close(self, request_id: int, request: Request) -> None:
@@ -459,7 +459,7 @@ class Requests:
             )
 
     def choose(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
-        """Let beam searches go on with the outcome of a step that has just ended, before the next one is planned.
+        """Continue beam searches with the outcome of a step that has just ended, before the next step is planned.
 
         at_s as in deliver. Raises ProtocolViolation if an outcome is missing.
         """

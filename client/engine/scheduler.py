@@ -5,7 +5,7 @@
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped its sequences are admitted again
     on_plan_refused / on_step_refused  the same, without the sequence with the refused input
-    resume                          a sequence that on_step_refused postponed waits for its admission again
+    resume                          queues a sequence again that on_step_refused postponed
     branch                          chooses the beams of a search that continue, and their tokens
     end / reset_all                  from outside, at any point between those calls
 
@@ -21,10 +21,10 @@ another one of this client and gets every block that this client holds, so it en
 A preempted sequence returns by re-admission or, if the pool has a host tier with room and copying there and back is
 measured to be cheaper than computing again, by a restore. Both share one queue.
 
-The beams of one search are a group. None runs ahead: the next tokens are chosen when the outcome of all is known,
-then a beam with one successor continues in its own table, and further successors are forked from it. A group is
-preempted, admitted and suspected as a whole: its first beam waits in the queue, and the others are forked from it
-again. While it runs, places for all of its beams are kept.
+The beams of one search are a group. No beam runs ahead, because the next tokens are chosen when the outcome of all
+beams is known. Then the first successor of a beam continues in its table, and the others are forked from it. A group is
+preempted, admitted and suspected as a whole. Its first beam waits in the queue, and the others are forked from it
+again. A running group keeps places for all of its beams.
 
 Lack of quota: cachemgr keeps no reserve of it. So after a preemption for quota, and until a running sequence has
 ended, no sequence is admitted beside others.
@@ -159,9 +159,9 @@ class Scheduler:
     ) -> list[Sequence]:
         """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
 
-        With delivered, each sample that has not ended goes on after its tokens; the others have no sequence.
+        With delivered, each sample that has not ended continues after its tokens; the others have no sequence.
 
-        Raises InvalidRequest, nothing taken, for what check() refuses.
+        Raises InvalidRequest if check() does; then no state has changed.
         """
         max_tokens = self.check(prompt_token_ids, params, delivered)
         ends = frozenset(params.stop_token_ids)
@@ -198,7 +198,7 @@ class Scheduler:
         return sequences
 
     def _enter(self, *groups: list[Sequence]) -> None:
-        """Put sequences in line; those of a group share a prompt, and follow its first one."""
+        """Queue sequences. Those of a group share a prompt and follow its first sequence."""
         view = self._view()
         for sequences in groups:
             for sequence in sequences:
@@ -215,9 +215,9 @@ class Scheduler:
         end_token_ids: abc.Set[int],
         cache: CacheParams = NO_CACHE_PARAMS,
     ) -> BeamGroup:
-        """Take a beam search; returns its group, of one beam, the prompt. end_token_ids are those that end a beam.
+        """Take a beam search. Returns its group with one beam, the prompt. A beam ends with one of end_token_ids.
 
-        Raises InvalidRequest, nothing taken, for what check_beams() refuses.
+        Raises InvalidRequest if check_beams() does; then no state has changed.
         """
         max_tokens = self.check_beams(prompt_token_ids, params, cache)
         request_id = self._next_request
@@ -288,9 +288,9 @@ class Scheduler:
         return params.max_tokens
 
     def check_beams(self, token_ids: abc.Sequence[int], params: BeamSearchParams, cache: CacheParams) -> int:
-        """The most tokens that a beam may generate.
+        """Return the most tokens that a beam may generate.
 
-        Raises InvalidRequest for what check() refuses, and if beam_width beams do not fit into the pool together.
+        Raises InvalidRequest if check() does, and if beam_width beams do not fit into the pool together.
         """
         limits, width = self.limits, params.beam_width
         max_tokens = self.check(token_ids, params.sampling(num_logprobs=0))
@@ -318,7 +318,7 @@ class Scheduler:
         beam.top = top
 
     def branch(self, group: BeamGroup, heirs: abc.Sequence[Heir]) -> None:
-        """Go on with these beams, the best first; the outcome of all beams is known. Those without an heir end."""
+        """Continue a group with these beams, the best first. A beam without an heir ends."""
         parents = list(group.members)
         firsts = {heir.parent: heir for heir in reversed(heirs)}
         for index, parent in enumerate(parents):
@@ -335,7 +335,7 @@ class Scheduler:
         self._checked()
 
     def _child_of(self, parent: Sequence, heir: Heir) -> Sequence:
-        """A new beam that is to be forked from its parent, which has not gone on yet."""
+        """Make a new beam, to be forked from its parent before the parent's next step."""
         group = parent.group
         if group is None:
             raise AssertionError("only beams have heirs")
@@ -416,7 +416,7 @@ class Scheduler:
         return PoolView(self.limits, self._queues.running, self._room.starved, self._room.pressure.num_plans)
 
     def _is_line_blocked(self, first: Sequence) -> bool:
-        """True if the first in line was refused and nothing has come back since that would change it."""
+        """Return True if the first in the queue was refused, and no block has become free since then."""
         if not self._queues.running:
             return False
         if self._room.pressure.is_by_quota and self._victim_for(first, 1) is None:
@@ -638,9 +638,9 @@ class Scheduler:
         return self._by_tenant and error.reason == "QUOTA_EXCEEDED"
 
     def _await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan, outcome: PlanOutcome) -> None:
-        """The first that was refused blocks waits for so many, and takes them from those that must give way.
+        """Let the first refused sequence wait for the blocks that it needs, and preempt others for them.
 
-        So does the first of each tenant that was refused by its quota; others do not wait for it.
+        The first sequence of each tenant that was refused by its quota waits too; other tenants do not wait for it.
         """
         is_of_tenant = self._is_of_tenant(error)
         if newcomer.tenant in self._room.short_tenants if is_of_tenant else self._room.awaited is not None:
@@ -656,7 +656,7 @@ class Scheduler:
             self._make_room(newcomer, missing, unscheduled=unscheduled, of_tenant=is_of_tenant)
 
     def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
-        """Blocks without which it is refused again; the reserve was the plan's, which may have been for others too."""
+        """Return the number of blocks without which it is refused again. The plan's reserve may be for others too."""
         needed = error.number("needed", 1)
         if error.reason == "QUOTA_EXCEEDED":
             return needed
@@ -671,14 +671,14 @@ class Scheduler:
         of_tenant = self._is_of_tenant(last_refused)
         room, num_preemptions = self._coming(self._room.spare(last_refused)), self._counters.preemptions
         for sequence in sorted(needs, key=by_rank):
-            if sequence.state is _RUNNING:  # it has not given way to one above it
+            if sequence.state is _RUNNING:  # it was not preempted for one above it
                 room -= needs[sequence].number("needed", 1)
                 room += self._make_room(sequence, -room, of_tenant=of_tenant)
         if self._counters.preemptions > num_preemptions and not of_tenant:
             is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
             self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
         if room < 0 and self._room.num_stalls >= self.limits.max_stalls:
-            # No sequence of this client holds the missing blocks: give way to another client of the pool.
+            # No sequence of this client holds the missing blocks: preempt one for another client of the pool.
             self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
 
     def _make_room(
@@ -696,7 +696,7 @@ class Scheduler:
         return coming
 
     def _num_coming_from(self, victim: Sequence) -> int:
-        """Blocks that come back with a victim, and at least with its group: what its beams share is counted once."""
+        """Return the blocks that a victim gives back. For a group at least; blocks that its beams share count once."""
         each = [beam.num_own_blocks(self.limits.block_size) for beam in (victim.group.running if victim.group else ())]
         return max(each) + len(each) - 1 if each else victim.num_own_blocks(self.limits.block_size)
 
@@ -712,7 +712,7 @@ class Scheduler:
         return candidates[-1] if victim is None and needy.is_suspect and candidates else victim
 
     def _yield_place(self) -> None:
-        """If all places are taken, the first in line may get that of a sequence below it, one with each plan."""
+        """If all places are taken, preempt a sequence below the first in the queue, one with each plan."""
         queues = self._queues
         if not queues.waiting or queues.suspects:
             return
@@ -884,7 +884,7 @@ class Scheduler:
         is_running = sequence.state is _RUNNING
         self._queues.finish(sequence, reason)
         if sequence.group is not None and sequence.group.members:
-            return  # the others go on
+            return  # the others continue
         if is_running:
             self._room.on_end()
         self._policy.ended(sequence)

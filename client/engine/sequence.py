@@ -67,9 +67,9 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Tokens of one sample that its caller has got already, from an engine that could not go on.
+    """Tokens of one sample that its caller has already received, from an engine that could not continue.
 
-    has_ended  there are no more
+    has_ended  the sample has no further tokens
     """
 
     token_ids: tuple[int, ...] = ()
@@ -78,12 +78,12 @@ class Delivered:
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The beams of one search. All have equally many tokens, and go on together: preempted, admitted, suspected.
+    """The beams of one search. All have the same number of tokens. They are preempted, admitted and suspected together.
 
     width         the most beams there can be
     max_tokens    the most tokens that a beam may generate
-    members       those that live, the best first
-    num_begun     beams that there ever were
+    members       the beams that have not ended, the best first
+    num_begun     all beams so far
     """
 
     width: int
@@ -93,7 +93,7 @@ class BeamGroup:
 
     @property
     def leader(self) -> "Sequence":
-        """The first in rank: it waits and is suspected for all."""
+        """The first beam in rank. It represents the group in the queue and among the suspects."""
         return min(self.members, key=lambda beam: beam.rank)
 
     @property
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        """Its request's."""
+        """The priority of its request."""
         return self.params.priority
 
     @property
@@ -171,7 +171,7 @@ class Sequence:
 
     @property
     def cache_params(self) -> CacheParams:
-        """Those of its next admission: it computes every token while log-probabilities of its prompt are awaited."""
+        """The parameters of its next admission. It computes all tokens until its prompt's logprobs are known."""
         awaits_logprobs = self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
         if awaits_logprobs and self.cache.reads_cache:
             return replace(self.cache, cache_use=CacheUse.WRITE_ONLY)
@@ -262,10 +262,10 @@ class Sequence:
         return samples
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Take the oldest token being sampled. Returns why the sequence ends with it, None if it goes on."""
+        """Take the oldest token being sampled. Returns the reason if it ends the sequence, None if not."""
         self.num_sampling -= 1
         if self.group is not None:
-            return None  # which tokens its heirs get is chosen when the outcome of all beams is known
+            return None  # the tokens of its successors are chosen when the outcome of all beams is known
         self.token_ids.append(token_id)
         if token_id in self.end_token_ids:
             return FinishReason.STOP

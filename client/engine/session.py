@@ -64,7 +64,7 @@ class Session:
 
     @classmethod
     async def open(cls, cache: CacheApi, connect_worker: ConnectWorker, *, pool: str, ttl_s: float) -> "Session":
-        """A new lease, kept alive until close; and what its worker serves."""
+        """Create a lease and keep it alive until close; ask its worker for the model."""
         lease = await cache.create_lease(pool, ttl_s=ttl_s)
         session = cls(cache, connect_worker, lease=lease, ttl_s=ttl_s)
         try:
@@ -80,7 +80,7 @@ class Session:
         return session
 
     def request_of(self, plan: Plan) -> cache_service_pb2.PlanStepRequest:
-        """The request for a plan, with a request_id of its own: however often it is sent, it is applied once."""
+        """Return the request for a plan. Its request_id is new, so that repeated requests are applied once."""
         self._num_plans += 1
         return encode_plan(plan, lease_id=self._lease_id, epoch=self.epoch, request_id=str(self._num_plans))
 
@@ -131,7 +131,7 @@ class Session:
         return await self._worker.run(encode_step(step, grant, skip=skip))
 
     async def follow_epoch(self) -> bool:
-        """Go on with the pool's present epoch, under the same lease. Returns whether there is a new one."""
+        """Continue in the pool's current epoch, under the same lease. Returns False if the epoch is not a new one."""
         pool = await self._cache.get_pool(self.pool)
         if pool.epoch == self.epoch:
             return False

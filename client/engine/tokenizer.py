@@ -32,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str) -> Tokenizer:
-        """From a folder, a tokenizer.json, or a hub id; blocks on files and the network.
+        """Load it from a folder, a tokenizer.json, or a hub id. Blocks on files and the network.
 
         Raises OSError if there is none, ValueError if it can't be read.
         """

@@ -114,20 +114,20 @@ class StepSpan:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """It has ended without an answer. Said again, it is said once."""
+        """Record an end without an answer. Further calls change nothing."""
         if self._span.is_recording():
             _set_error(self._trace, self._span, error.reason if isinstance(error, QuireError) else type(error).__name__)
             self._span.end()
 
     def end(self, **attributes: float) -> None:
-        """It has been answered."""
+        """Record the answer."""
         for key, value in attributes.items():
             self._span.set_attribute(f"quire.{key}", value)
         self._span.end()
 
 
 class NoSpan:
-    """In place of a StepSpan where nothing is traced."""
+    """Replaces a StepSpan if nothing is traced."""
 
     __slots__ = ()
 
@@ -204,7 +204,7 @@ class TracedWorkerClient(WorkerClient):
     """A WorkerClient that sends the current span with each step, as a stream of its own."""
 
     async def run(self, request: worker_service_pb2.RunStepRequest) -> StepAnswer:
-        """See WorkerService.RunSteps; never repeated. Returns when the worker has it in line, or has refused it."""
+        """See WorkerService.RunSteps; never repeated. Returns when the worker has queued the step, or refused it."""
         call = self._stub.RunSteps(timeout=_STEP_TIMEOUT_S, metadata=_metadata())
         try:
             await call.write(worker_service_pb2.RunStepsRequest(step=request))

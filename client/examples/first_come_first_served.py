@@ -22,7 +22,7 @@ REQUESTS = {"first": 0, "second": 5}  # name: priority
 
 
 class FirstComeFirstServed:
-    """A quire.client.Policy. The request that arrived last gives way, and only to running requests."""
+    """A quire.client.Policy. It preempts the request that arrived last, and only for running requests."""
 
     def rank(self, sequence: quire.client.Sequence, view: PoolView) -> tuple[int, ...]:
         """Equal for all, so the order is that of arrival."""
@@ -43,7 +43,7 @@ class FirstComeFirstServed:
         return candidates[-1] if candidates and needy in view.running else None
 
     def reserve(self, newcomer: quire.client.Sequence, *, num_beside: int, view: PoolView) -> int:
-        """One block for each sequence that runs, so that it can go on."""
+        """Reserve one block for each running sequence, so that it can continue."""
         return len(view.running) + num_beside
 
     def admits(self, newcomer: quire.client.Sequence, view: PoolView) -> bool:

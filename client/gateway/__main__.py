@@ -261,9 +261,9 @@ def _tracing() -> Tracing | None:
 @dial_options("cachemgr")
 @add_flags(OWN_FLAGS)
 def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
-    """Serve text over HTTP, as OpenAI's API has it: the front door.
+    """Serve text over HTTP, with OpenAI's API.
 
-    A client of cachemgr and of the pool's worker. Waits for them if they are not there yet; prints a line when it
+    It is a client of cachemgr and of the worker. It waits for them if they do not serve yet, and prints a line when it
     serves. See docs/reference/http.md for the endpoints.
 
     \b

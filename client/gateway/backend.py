@@ -16,7 +16,7 @@ from quire.client.errors import QuireError
 from quire.compute.v1 import worker_service_pb2
 
 WATCH_S = 1.0
-"""A service that goes or comes back without a request is noticed after this time and that of one call."""
+"""Without requests, a change of a service is noticed after this time and the time of one call."""
 
 
 @dataclass(frozen=True, slots=True)

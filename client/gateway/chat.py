@@ -106,7 +106,7 @@ def _refuse(fields: Fields) -> None:
     fields.refuse("chat_template", "the operator gives it, with --chat-template FILE")
     fields.refuse("prompt_logprobs", "use /v1/completions")
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
-    fields.refuse("use_beam_search", "there is no beam search", unless=(False,))
+    fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
     ignore_bookkeeping(fields)
     fields.ignore("prediction")
 

@@ -70,7 +70,7 @@ class PoolUse:
 
 
 class OpenRequest:
-    """One request's part of a pool's use; enter before it begins, and leave when it has ended there."""
+    """The part of one request in the use of a pool. Enter it before the request begins, leave it when it ends."""
 
     __slots__ = ("_expected", "_pending", "_use")
 
@@ -82,7 +82,7 @@ class OpenRequest:
         use.num_expected += num_expected
 
     def begin_output(self) -> None:
-        """Its first token has come: the prompt is computed."""
+        """Record the first token: the prompt is computed."""
         self._use.num_pending -= self._pending
         self._pending = 0
 

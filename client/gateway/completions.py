@@ -93,7 +93,7 @@ async def read_completion(door: Door, fields: Fields) -> Completion:
     stream, echo = fields.boolean("stream"), fields.boolean("echo")
     fields.refuse("suffix", "text can't be inserted, only continued", unless=("",))
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
-    fields.refuse("use_beam_search", "there is no beam search", unless=(False,))
+    fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
     fields.ignore(*IGNORED)
     max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=0)
     if not max_tokens and not echo:

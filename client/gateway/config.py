@@ -63,7 +63,7 @@ OWN_FLAGS: list[Flag] = [
         default=default_cachemgr,
         show_default=default_cachemgr(),
         metavar="ADDRESS",
-        help="Where cachemgr is: unix:/path or host:port.",
+        help="Address of cachemgr: unix:/path or host:port.",
     ),
     option(
         "--served-model-name",
@@ -78,7 +78,7 @@ OWN_FLAGS: list[Flag] = [
         show_default="the only one",
         help="The model, as its workers name it, if several are served.",
     ),
-    option("--pool", default="", metavar="NAME", show_default="all pools of the model", help="This pool alone."),
+    option("--pool", default="", metavar="NAME", show_default="all pools of the model", help="Serve only this pool."),
     option("--tokenizer", metavar="PATH_OR_HUB_ID", help="The tokenizer. Default: the worker's."),
     option(
         "--chat-template",
@@ -90,7 +90,7 @@ OWN_FLAGS: list[Flag] = [
         "--tool-format",
         type=click.Choice([each.value for each in ToolFormat]),
         show_default="as the chat template has it",
-        help="How the model writes calls of tools.",
+        help="Format in which the model writes calls of tools.",
     ),
     option(
         "--api-keys",
@@ -108,21 +108,21 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--allow-anonymous",
         is_flag=True,
-        help="Serve without API keys where others can reach it: on addresses that are not loopback.",
+        help="Serve addresses that are not loopback without API keys, although others can reach them.",
     ),
     option(
         "--grpc-listen",
         type=LISTEN_ADDRESS,
         multiple=True,
         metavar="ADDRESS",
-        help="Where to serve quire.engine.v1.EngineService over gRPC: host:port or unix:/path. May be given several "
+        help="Address of quire.engine.v1.EngineService over gRPC: host:port or unix:/path. May be given several "
         "times. Off if not given.",
     ),
     option(
         "--shepherd",
         type=LISTEN_ADDRESS,
         metavar="ADDRESS",
-        help="Where to serve --pool over gRPC as a worker of Shepherd Model Gateway: host:port. Needs the extra "
+        help="Address of --pool as a worker of Shepherd Model Gateway, over gRPC: host:port. Needs the extra "
         "quire-kv[shepherd]: docs/how-to/shepherd.md.",
     ),
     _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
@@ -138,7 +138,7 @@ OWN_FLAGS: list[Flag] = [
         type=click.FloatRange(min=0.1),
         default=_DEFAULTS.send_timeout_s,
         metavar="SECONDS",
-        help="A caller that reads nothing of its stream for so long is disconnected.",
+        help="Disconnect a caller that has read nothing of its stream for this time.",
     ),
     _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
     _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),
@@ -152,6 +152,6 @@ OWN_FLAGS: list[Flag] = [
         type=click.FloatRange(MIN_TTL_S, MAX_TTL_S),
         default=DEFAULT_TTL_S,
         metavar="SECONDS",
-        help="The blocks of a gateway that was killed are free again after this.",
+        help="Time to live of leases: the blocks of a killed gateway are free after it.",
     ),
 ]

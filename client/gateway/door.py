@@ -49,7 +49,7 @@ class Keys(Protocol):
 
 
 class NoKeys:
-    """Keys of a gateway without keys: all callers are one caller, whatever key they send."""
+    """Keys of a gateway without keys: all callers are one caller, with any key."""
 
     def caller_of(self, key: str | None) -> Caller:
         """Return the one caller."""
@@ -95,7 +95,7 @@ class DoorLimits:
     max_open_body_bytes   of all bodies of a caller that are being read, or have no answer yet
     max_prompts        prompts of a request
     max_samples        prompts times n
-    send_timeout_s     a caller that takes nothing of its stream for so long is disconnected
+    send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -216,7 +216,7 @@ def _added(priority: int, more: int) -> int:
 
 
 def _salted(caller: Caller, cache: CacheParams | None) -> CacheParams | None:
-    """Return the parameters with a salt of tenant and salt: tenants share no blocks, whatever salts they give."""
+    """Return the parameters with a salt of tenant and salt, so that tenants with equal salts share no blocks."""
     asked = cache or NO_CACHE_PARAMS
     if not caller.tenant:
         return cache

@@ -145,14 +145,14 @@ def encode_logprobs(entries: Iterable[TokenLogprobs]) -> list[engine_service_pb2
 
 
 def encode_prompt_logprobs(logprobs: PromptLogprobs) -> Iterator[engine_service_pb2.TokenLogprobs]:
-    """Those of each token of a prompt but the first."""
+    """Encode the log-probabilities of each token of a prompt except the first."""
     for entry in logprobs:
         if entry is not None:
             yield from encode_logprobs([entry])
 
 
 def encode_finish_reason(reason: FinishReason | None) -> engine_service_pb2.FinishReason.ValueType:
-    """Why a sample ended; None: it goes on."""
+    """The reason for the end of a sample; None: it continues."""
     return _FINISH_REASONS[reason]
 
 

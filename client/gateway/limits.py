@@ -10,7 +10,7 @@
     priority = 1                  # added to the priority of its requests: served before lower ones
     weight = 3                    # its part of the steps among tenants of equal priority, default 1
 
-A missing key means no limit, whatever [default] has for it. The file is read again when it changes.
+A missing key means no limit, even if [default] has the key. The file is read again when it changes.
 
 Tokens a minute are a bucket of one minute's tokens, filled at that rate. A request reserves its prompt and
 max_tokens, at most a full bucket, and returns the tokens that it did not use. So a request of any size is served once
@@ -209,7 +209,7 @@ class TenantGate:
                 left = max(0, int(account.num_tokens))
                 message = (
                     f"{caller.tenant!r} has {left} tokens left of tokens_per_minute, {rate}; "
-                    f"this request may use {int(num_reserved)}. Ask again in {wait_s:.1f} s"
+                    f"this request may use {int(num_reserved)}. Retry in {wait_s:.1f} s"
                 )
                 raise HttpError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
             account.num_tokens -= num_reserved
@@ -230,7 +230,7 @@ def _most_tokens(num_prompt_tokens: int, params: SamplingParams) -> float:
 
 def _require_place(tenant: str, name: str, count: int, limit: int | None) -> None:
     if limit is not None and count >= limit:
-        message = f"{tenant!r} has {count} requests, as many as {name} allows, {limit}"
+        message = f"{tenant!r} has {count} requests; {name} is {limit}"
         raise HttpError(429, message, code="rate_limit_exceeded")
 
 

@@ -113,7 +113,7 @@ class Live:
         """Return the stream of events of one viewer."""
         tenant = self._tenant_of(request)
         if self._num_viewers >= MAX_VIEWERS:
-            raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, no more can", code="too_many_viewers")
+            raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, which is the limit", code="too_many_viewers")
         events = self._events(request.query_params.get("pool", ""), tenant)
         return EventStream(events, send_timeout_s=self._door.limits.send_timeout_s, headers=_NOT_KEPT)
 

@@ -174,7 +174,7 @@ def _text_grammar(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def cache_of(fields: Fields) -> CacheParams | None:
-    """Return what a body asks of the prefix cache; None if nothing. The pool keeps tenants apart, whatever the salt.
+    """Return the cache parameters of a body; None if it has none. The pool separates tenants with any salt.
 
     Raises HttpError: 400 with the field's path.
     """

@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 * 2**20
-"""That rendering may take beyond the process itself."""
+"""The most memory that rendering may take, beyond the process itself."""
 MAX_TEXT_CHARS = 8 * 2**20
 """The most characters of a rendered text."""
 MAX_ERROR_CHARS = 500

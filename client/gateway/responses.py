@@ -120,7 +120,7 @@ def read_request(door: Door, fields: Fields) -> Asked:
 def _refuse(fields: Fields) -> None:
     fields.refuse("previous_response_id", "nothing is stored: send the items again")
     fields.refuse("conversation", "nothing is stored: send the items again")
-    fields.refuse("background", "nothing is stored: answers are waited for", unless=(False,))
+    fields.refuse("background", "answers are not stored: wait for the answer", unless=(False,))
     fields.refuse("prompt", "no prompts are stored")
     fields.refuse("truncation", "an input that is too long is refused", unless=("disabled",))
     fields.refuse("n", "there is one answer", unless=(1,))

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 # Reasons for which another pool may still serve a refused request.
 _ELSEWHERE = frozenset({"QUEUE_FULL", "SEQUENCE_TOO_LONG"})
-# A request that an engine gave up for one of these goes on elsewhere.
+# A request that an engine failed with one of these continues in another pool.
 _MOVED = (Unavailable, LeaseLost, EpochChanged, NotFound, EngineStopped, OutOfRoom)
 # Moves of a request without a token in between.
 _MAX_MOVES = 3
@@ -567,7 +567,7 @@ class Router:
             await self._retire(before)
 
     async def _leave(self, member: _Member) -> None:
-        """Close a pool's engine; its requests go on elsewhere."""
+        """Close a pool's engine; its requests continue in other pools."""
         if self._members.get(member.name) is not member:
             return
         del self._members[member.name]
@@ -606,7 +606,7 @@ class Router:
                 moves_at = loop.time() + config.failover_after_s
 
     def _evacuate(self, member: _Member) -> bool:
-        """Let a pool's requests go on elsewhere; False if there is no other pool that can be used."""
+        """Move a pool's requests to other pools; False if no other pool can be used."""
         now = asyncio.get_running_loop().time()
         if not any(other.is_usable(now) for other in self._members.values() if other is not member):
             return False

@@ -35,7 +35,7 @@ HEAD_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
 """The time that a connection may wait for its next request."""
 MAX_CONNECTIONS = 4096
-"""One more is closed at once."""
+"""The most open connections. A further one is closed at once."""
 BACKLOG = 1024
 _DRAIN_POLL_S = 0.05
 _LAST_WORDS_S = 1

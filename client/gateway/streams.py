@@ -54,14 +54,14 @@ class ChoiceEvents:
 
 
 def error_event(error: HttpError) -> bytes:
-    """Return the event of an error in the midst of a stream."""
+    """Return the event of an error within a stream."""
     return event_of(error.body)
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
-    """Return what work returns; if the caller goes meanwhile, work is cancelled and CallerGone raised.
+    """Return the result of work. If the caller disconnects meanwhile, cancel work and raise CallerGone.
 
-    The body has to be read before.
+    The body must have been read.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(request.receive))
@@ -176,7 +176,7 @@ class _SendWatch:
 
 
 async def primed(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Return the same items once the first one is there, so that an error before it is an HTTP status and no event."""
+    """Wait for the first item; return all items. So an error before the first item is an HTTP status, not an event."""
     try:
         first = await anext(items)
     except StopAsyncIteration:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 RENDER_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 NUM_PROCESSES = 2
-"""That render at the same time. A chat that waits for one waits at most RENDER_TIMEOUT_S for each chat before it."""
+"""Processes that render at the same time. A waiting chat waits at most RENDER_TIMEOUT_S for each chat before it."""
 MAX_TEMPLATE_BYTES = 2**20
 
 _CONFIG = "tokenizer_config.json"
@@ -150,7 +150,7 @@ def find_file(source: str | None, name: str) -> Path | None:
 
 
 class _Process:
-    """One process that renders; it is started when it is needed, and again when it has ended."""
+    """A process that renders. It starts when it is needed, and again after its end."""
 
     def __init__(self, source: TemplateSource) -> None:
         self._source = source

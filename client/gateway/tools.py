@@ -5,7 +5,7 @@
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, {...}], or [TOOL_CALLS]f[ARGS]{...}    Mistral
 
 A requested call follows a grammar of this format. Calls that a model writes by itself are parsed by the same rules.
-Text that is no call of an offered tool is text, to the last character.
+Text that is not a call of an offered tool stays text, without changes.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Brackets:
         self._num_read = 0
 
     def find_end(self, text: str) -> int | None:
-        """Return where the value ends, None if it goes on. Each text begins with the one before it."""
+        """Return the end of the value, None if it continues. Each text begins with the previous text."""
         for index in range(self._num_read, len(text)):
             letter = text[index]
             if self._is_escaped:
@@ -250,7 +250,7 @@ class CallParser:
         return self._take(num_certain, _State.TEXT) if num_certain else None
 
     def _take(self, num_letters: int, state: _State) -> list[Event]:
-        """Give out the beginning of the buffer as text, and go on in a state."""
+        """Emit the beginning of the buffer as text, and change to a state."""
         events = self._text(self._buffer[:num_letters])
         self._cut(num_letters, state)
         return events

@@ -55,7 +55,7 @@ OWN_FLAGS: list[Flag] = [
         default=default_cachemgr,
         show_default=default_cachemgr(),
         metavar="ADDRESS",
-        help="Where cachemgr is: unix:/path or host:port.",
+        help="Address of cachemgr: unix:/path or host:port.",
     ),
     option(
         "--pool",
@@ -70,7 +70,7 @@ OWN_FLAGS: list[Flag] = [
         type=LISTEN_ADDRESS,
         multiple=True,
         metavar="HOST:PORT",
-        help="Where consumers ask for batches that they missed. Off if not given.",
+        help="Address at which consumers ask for batches that they missed. Off if not given.",
     ),
     option("--topic", default="", metavar="TEXT", show_default="empty", help="The first frame of each batch."),
 ]

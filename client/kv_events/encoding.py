@@ -20,7 +20,7 @@ import msgspec
 from quire.client.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change
 
 MEDIUM = "GPU"
-"""The memory of the worker's pool, whatever its device: no prompt finds blocks of the host tier."""
+"""The memory of the worker's pool, on any device. No prompt finds blocks of the host tier."""
 NAMESPACE_TAG = "dynamo-cache-salt:"
 
 _RANK = 0

@@ -151,7 +151,7 @@ class PrefixReplica:
         return changes.take()
 
     def clear(self) -> list[Change]:
-        """Forget every block. Consumers are told even if there was none: they may know blocks of an earlier copy."""
+        """Forget every block. Consumers get the event in any case: they may know blocks of an earlier copy."""
         self._forget()
         return [AllCleared()]
 
@@ -186,7 +186,7 @@ class PrefixReplica:
         return hash_before
 
     def _hold(self, event: pb.BlockEvent, changes: _Changes) -> None:
-        """One block more has this prefix hash."""
+        """Count a further block with this prefix hash."""
         prefix_hash, parent_hash = event.block.prefix_hash, event.parent_prefix_hash
         if (known := self._nodes.get(prefix_hash)) is not None:
             known.num_holders += 1
@@ -203,7 +203,7 @@ class PrefixReplica:
                 changes.stored(node)
 
     def _leave(self, prefix_hash: bytes, changes: _Changes) -> None:
-        """One block less has this prefix hash."""
+        """Count one block less with this prefix hash."""
         node = self._nodes[prefix_hash]
         node.num_holders -= 1
         if node.num_holders:

@@ -82,7 +82,6 @@ def blocks_and_tables() -> Picture:
         430,
         title="Two block tables that share two blocks",
         description="The table of sequence A has the blocks 3, 5 and 6, the table of sequence B the blocks 3, 5 and 9. "
-        ""
         "Blocks 3 and 5 are shared and have two references. Block 0 is never handed out. All others are free.",
     )
     states = {0: (GRAY, "null"), 3: (GREEN, "2 refs"), 5: (GREEN, "2 refs"), 6: (BLUE, "1 ref"), 9: (VIOLET, "1 ref")}
@@ -106,7 +105,7 @@ def blocks_and_tables() -> Picture:
     picture.text(560, 88, "8 slots of block 6 are empty", "quiet", anchor="start")
     picture.text(560, 350, "the first 32 tokens are those of A", "quiet", anchor="start")
     picture.text(560, 370, "so B shares two blocks", "quiet", anchor="start")
-    picture.text(450, 412, "A full block that several tables hold is never written.", "quiet")
+    picture.text(450, 412, "A shared block is never written.", "quiet")
     return picture
 
 
@@ -116,14 +115,13 @@ def leases_and_fences() -> Picture:
         400,
         title="From a client's death to free blocks",
         description="A client plans steps and dies. Its lease is not renewed and expires. cachemgr orders a fence. The "
-        "worker "
-        "refuses the lease's steps, finishes the step that runs, and answers. Only then are the blocks free.",
+        "worker refuses the lease's steps, finishes the step that runs, and answers. Only then are the blocks free.",
     )
     lanes = {"client": 75, "cachemgr": 175, "worker": 285}
     for name, y in lanes.items():
         picture.text(30, y + 5, name, "title", anchor="start")
         picture.line(130, y + 26, 870, y + 26, dashed=True)
-    picture.box(140, 50, 190, 46, BLUE, "plans: each renews")
+    picture.box(140, 50, 190, 46, BLUE, "each plan renews")
     picture.box(342, 50, 110, 46, RED, "killed")
     picture.box(140, 150, 400, 46, GREEN, "lease open")
     picture.box(550, 150, 160, 46, AMBER, "fencing")
@@ -151,8 +149,7 @@ def grants() -> Picture:
         450,
         title="The way of a grant",
         description="The client sends PlanStep to cachemgr and gets a signed grant. It relays the grant with token ids "
-        "to the "
-        "worker. The worker checks seven things, runs the step, and reports to cachemgr.",
+        "to the worker. The worker makes five checks, runs the step, and reports to cachemgr.",
     )
     picture.box(330, 30, 240, 62, BLUE, "client", "knows its requests")
     picture.box(40, 176, 240, 62, GREEN, "cachemgr", "owns the books and the key")
@@ -237,8 +234,7 @@ def host_tier() -> Picture:
         370,
         title="Two ways to make room",
         description="A preempted sequence either releases its blocks and is computed again later, or is copied to the "
-        "host tier "
-        "and back. The engine chooses the way that costs less.",
+        "host tier and back. The engine chooses the way that costs less.",
     )
     picture.box(30, 60, 330, 180, WHITE)
     picture.text(195, 45, "the pool, in device memory", "title")
@@ -258,7 +254,7 @@ def host_tier() -> Picture:
     picture.text(122, 272, "release", "quiet", anchor="start")
     picture.arrow((240, 292), (240, 242))
     picture.text(252, 272, "admit again", "quiet", anchor="start")
-    picture.box(30, 294, 330, 46, GRAY, "the tokens wait, and are computed again")
+    picture.box(30, 294, 330, 46, GRAY, "tokens wait; KV is computed again")
     picture.text(470, 300, "The engine measures tokens and bytes per second.", "quiet", anchor="start")
     picture.text(470, 320, "It takes the way that costs less, for each sequence.", "quiet", anchor="start")
     return picture
@@ -270,8 +266,7 @@ def tenants() -> Picture:
         430,
         title="The share of a tenant, and its own prefix hashes",
         description="A bar of a pool with 1,000 blocks. Alice has a floor of 100 blocks, a quota of 400 and a limit of "
-        "700. "
-        "She holds 250 and caches 250 more. Below: equal prompts of two tenants have different hashes.",
+        "700. She holds 250 and caches 250 more. Below: equal prompts of two tenants have different hashes.",
     )
     left, width = 40, 820
     at = {blocks: left + width * blocks / 1000 for blocks in (0, 100, 250, 400, 500, 700, 1000)}
@@ -283,8 +278,8 @@ def tenants() -> Picture:
         picture.line(at[blocks], 76, at[blocks], 94)
         picture.line(at[blocks], 148, at[blocks], 166)
         picture.text(at[blocks], 70, name, "code")
-    picture.text(at[100], 184, "others leave her 100", "quiet")
-    picture.text(at[400], 184, "above: her cached blocks go first", "quiet")
+    picture.text(at[100], 184, "others leave 100 to her", "quiet")
+    picture.text(at[400], 184, "above: cached blocks are evicted first", "quiet")
     picture.text(at[700], 184, "she never holds more", "quiet")
     picture.line(40, 212, 860, 212, dashed=True)
     picture.text(40, 248, "equal prompts of two tenants", "title", anchor="start")

@@ -12,7 +12,13 @@ from pages import SHELL, Block
 
 THIS = "tests/gateway/test_docs.py"
 DEFAULT = "http://127.0.0.1:8000"
-PAGES = ("README.md", "docs/start/first-client.md", "docs/how-to/use-your-client.md", "docs/reference/http.md")
+PAGES = (
+    "README.md",
+    "docs/start/serve-a-model.md",
+    "docs/start/first-client.md",
+    "docs/how-to/use-your-client.md",
+    "docs/reference/http.md",
+)
 BLOCKS = [block for page in PAGES for block in pages.blocks(page) if block.test == THIS]
 
 

@@ -138,7 +138,7 @@ def test_a_callers_open_bodies_have_a_limit_and_keep_nobody_else_out(services: L
 
 
 def long_body(gateway: Gateway, name: str) -> httpx.Response:
-    """The answer to a completion whose body has 60,000 bytes."""
+    """The answer to a completion with a body of 60,000 bytes."""
     return ask(gateway, KEYS[name], user="u" * 60_000)
 
 

@@ -331,7 +331,7 @@ def tear_the_description(log: Path) -> None:
         (flip_a_bit, "it is torn or damaged"),
         (lose_the_log, "there is no log"),
         (change("version", 99), "it is of version 99"),
-        (change("boot_id", "another"), "it is not known whether the machine was started anew since"),
+        (change("boot_id", "another"), "the machine may have been rebooted since"),
         (change("terms", []), "terms: must be rising numbers"),
         (change("signing_key", ""), "signing_key: must be 32 bytes"),
         (tear_the_description, "state not used"),

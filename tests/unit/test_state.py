@@ -124,7 +124,7 @@ def put(*place: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (put("version", value=2), "it is of version 2"),
         (put("version", value="3"), "it is of version 3"),
-        (put("boot_id", value="another"), "started anew"),
+        (put("boot_id", value="another"), "rebooted since"),
         (put("terms", value=[]), "terms: must be rising numbers, 1 to 9223372036854775806, at least one"),
         (put("terms", value=5), "terms:"),
         (put("terms", value=None), "terms:"),

@@ -89,7 +89,7 @@ class RankGroup:
 
     @property
     def backend(self) -> str:
-        """Of the model's collectives: "nccl" or "gloo"."""
+        """The backend of the model's collectives: "nccl" or "gloo"."""
         return str(dist.get_backend())
 
     def watch(self, rank: int, on_lost: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The rank that serves: it orders what its followers do, and a step counts when all of them are past it."""
+"""The rank that serves: it sends orders to its followers, and a step counts when all of them have run it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.worker.tensor_parallel.group import RankGroup
 from quire.worker.tensor_parallel.orders import Kind, Order, checksum_order, step_order
 
 WHY_TIMEOUT_S = 5.0
-"""How long the cause of a broken connection is waited for: the other process has to be found ended."""
+"""The time to wait for the cause of a broken connection: the end of the other process."""
 FAILURE_TIMEOUT_S = 1.0
-"""The same after a forward that has failed, which may be the model's own failure."""
+"""The same time after a failed forward, which may be the fault of the model."""
 
 
 class Leader(OneRank):

@@ -68,14 +68,14 @@ class Order:
 
 
 def read_order(header: Header, payload: Payload) -> Order:
-    """The order of which these are header() and payload(). Raises ValueError for an unknown kind."""
+    """Return the order that has this header() and payload(). Raises ValueError for an unknown kind."""
     kind, *sizes = header.tolist()
     ends = accumulate(sizes, initial=0)
     return Order(Kind(kind), tuple(payload[start:end].tobytes() for start, end in pairwise(ends)))
 
 
 def step_order(step: Step, *, computes: bool) -> Order:
-    """The order to run a step that the leader has accepted; computes False: only what its grant says of tables."""
+    """Return the order to run a step that the leader has accepted; computes False: only its changes of tables."""
     grant = step.grant.SerializeToString()
     if not computes:
         return Order(Kind.APPLY, (grant,))
