@@ -320,6 +320,7 @@ FURTHER: dict[str, Callable[[], Any]] = {
     "cohere": lambda: _build(hf.CohereConfig(**_size())),
     "phi": lambda: _build(hf.PhiConfig(**_size(partial_rotary_factor=0.5))),
     "odd_heads": lambda: _llama(head_dim=12),
+    "one_kv_head": lambda: _llama(num_key_value_heads=1),
     "gemma": lambda: _build(hf.GemmaConfig(**_size(head_dim=8))),
 }
 

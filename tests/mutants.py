@@ -34,7 +34,7 @@ from pathlib import Path
 import hypothesis.stateful  # noqa: F401 - once, for all processes
 import numpy  # noqa: F401
 import pytest
-from seeded_bugs import BUGS, CORE, GPU_IDEA, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, Bug, NotSeeded
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -51,7 +51,10 @@ EXAMPLES = {
     "worker": [f"unit/test_{name}.py" for name in ("gate", "grants", "verify")],
     "client": ["unit/test_beams.py", "unit/test_scheduler.py"],
 }
-EXAMPLES_OF_IDEA = {GPU_IDEA: ["gpu_desk/test_start.py", "unit/test_process.py", "unit/test_peak_step.py"]}
+EXAMPLES_OF_IDEA = {
+    GPU_IDEA: ["gpu_desk/test_start.py", "unit/test_process.py", "unit/test_peak_step.py"],
+    RANKS_IDEA: ["unit/test_orders.py", "unit/test_sharding.py"],
+}
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/test_ledger_machine.py"]
 

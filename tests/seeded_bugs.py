@@ -20,6 +20,8 @@ CORE = "core"
 """The Rust crate; every other package is a Python package of the repository."""
 GPU_IDEA = "a GPU"
 """The idea of bugs that show on a GPU only: `tests/gpu_desk` stands in for it."""
+RANKS_IDEA = "ranks"
+"""The idea of bugs of a worker with several ranks."""
 
 
 class NotSeeded(Exception):
@@ -723,6 +725,36 @@ BUGS = [
             "make_watchdog",
             "limit_s = default_s if config.step_timeout_s is None else config.step_timeout_s",
             "limit_s = config.step_timeout_s or 0.0",
+        ),
+    ),
+    # -- several ranks
+    worker(
+        RANKS_IDEA,
+        "a rank has another key/value head than its query heads belong to",
+        ("keep", "head = rank * self.num_kv_heads // size", "head = rank % self.num_kv_heads"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a rank's query heads find the group size of the whole model",
+        ("keep", "attention.num_key_value_groups = self.num_query_heads // size", "pass"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a norm of each head's own is taken for one that all heads have",
+        ("_find_obstacle", "parameter.shape != (head_dim,)", "parameter.shape[-1] != head_dim"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a follower computes a step that only changes tables",
+        ("read_step", "return Step(grant, skip=True)", "return Step(grant)"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a follower takes the tokens of one run for another's",
+        (
+            "read_step",
+            "counts = [grant.run_token_counts[run] for run in given_runs.tolist()]",
+            "counts = list(grant.run_token_counts)[: len(given_runs)]",
         ),
     ),
 ]

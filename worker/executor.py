@@ -28,7 +28,7 @@ from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.profiling import StepProfiler, phase
 from quire.worker.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
-from quire.worker.ranks import ONE_RANK, OneRank, RankLostError
+from quire.worker.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
 from quire.worker.sampler import Draws, Sampled, Sampler, SamplingParams
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -172,6 +172,7 @@ class LeaseRows:
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
     num_sequences: int
+    ranks: RankStatistics
 
 
 class Executor:
@@ -308,7 +309,7 @@ class Executor:
         return self._ranks.add_checksums(block_ids, self._pool.checksum_blocks(block_ids))
 
     def statistics(self) -> ExecutorStatistics:
-        return ExecutorStatistics(self._table.statistics().num_seqs)
+        return ExecutorStatistics(self._table.statistics().num_seqs, self._ranks.statistics())
 
     def _refused_outcome(self, lease: LeaseRows, step: Step) -> Outcome | None:
         """Why nothing is to be computed, if so."""

@@ -25,6 +25,7 @@ def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: s
     for reason, count in counters.refusals.items():
         refused.add_metric([reason.value], count)
     yield refused
+    ranks = steps.rank_statistics()
     totals = {
         "quire_worker_computed_tokens": ("Tokens with KV computed.", counters.computed_tokens),
         "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
@@ -33,10 +34,17 @@ def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: s
         "quire_worker_restored_blocks": ("Blocks copied back from the host tier.", counters.restored_blocks),
         "quire_worker_host_copy_seconds": ("Time in copies to the host tier and back.", counters.host_copy_s),
         "quire_worker_forward_seconds": ("Time in the model.", counters.forward_s),
+        "quire_worker_rank_orders": ("Orders that rank 0 sent to the other ranks.", ranks.num_orders),
+        "quire_worker_rank_order_bytes": ("Bytes of these orders, headers included.", ranks.order_bytes),
+        "quire_worker_rank_exchange_seconds": (
+            "Time in which rank 0 sent orders and tokens or waited for answers; not the model's own collectives.",
+            ranks.exchange_s,
+        ),
     }
     for name, (text, value) in totals.items():
         yield CounterMetricFamily(name, text, value=value)
     present = {
+        "quire_worker_ranks": ("Ranks of the worker.", ranks.num_ranks),
         "quire_worker_attached": ("Whether cachemgr's stream is open.", int(attachment.is_attached)),
         "quire_worker_open_leases": ("Leases with accepted steps.", steps.gate.statistics().num_open_leases),
         "quire_worker_sequences": ("Sequences with a block table.", steps.num_sequences()),

@@ -49,7 +49,7 @@ from quire.worker.self_check import (
 )
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
-from quire.worker.tensor_parallel.sharding import check_can_shard, loading_arguments
+from quire.worker.tensor_parallel.sharding import Sharding, plan_sharding
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +245,10 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
     max_model_len = _model_len(config, max_model_len)
+    sharding = None
+    if ranks.size > 1:
+        sharding = plan_sharding(_outline(config, trust_remote_code=trust_remote_code), ranks.size)
+        log.info("weights: %s", sharding)
     model = _load_weights(
         source,
         config,
@@ -252,7 +256,7 @@ def load_model(
         revision=revision,
         trust_remote_code=trust_remote_code,
         local_files_only=local_only,
-        num_ranks=ranks.size,
+        sharding=sharding,
     )
     model = model.eval().requires_grad_(False).to(device)
     return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps, ranks=ranks)
@@ -268,10 +272,14 @@ def check_sharding(
     source, local_only = _find(source, revision)
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_only)
     _check_is_causal_lm(config)
+    plan_sharding(_outline(config, trust_remote_code=trust_remote_code), num_ranks)
+
+
+def _outline(config: Any, *, trust_remote_code: bool) -> Any:
+    """Return the model without weights: its parameters are on the meta device."""
     loader: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = loader.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code).eval()
-    check_can_shard(model, num_ranks)
+        return loader.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code).eval()
 
 
 def _find(source: str | Path, revision: str | None) -> tuple[str, bool]:
@@ -472,7 +480,7 @@ def _load_weights(
     revision: str | None,
     trust_remote_code: bool,
     local_files_only: bool,
-    num_ranks: int,
+    sharding: Sharding | None,
 ) -> Any:
     loader: Any = AutoModelForCausalLM
     try:
@@ -485,7 +493,7 @@ def _load_weights(
             local_files_only=local_files_only,
             attn_implementation="eager",
             output_loading_info=True,
-            **loading_arguments(num_ranks),
+            **({} if sharding is None else sharding.loading_arguments()),
         )
     except OSError as error:
         raise ModelNotFound(source, _first_line(error)) from error
@@ -497,6 +505,8 @@ def _load_weights(
         raise UnsupportedModel(
             type(model).__name__, f"the checkpoint lacks {len(missing)} of its weights, the first is {missing[0]}"
         )
+    if sharding is not None:
+        sharding.finish(model)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from quire.worker.grants import Step
 from quire.worker.sampler import Sampled
@@ -18,6 +19,19 @@ class RankLostError(Exception):
     """A rank of the group has ended, hangs or differs from the others: nothing can be computed any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankStatistics:
+    """Since the process started, in the leader: orders sent, their bytes with headers, and seconds of exchanges.
+
+    An exchange sends an order or sampled tokens, or waits for an answer. The model's own collectives are not counted.
+    """
+
+    num_ranks: int = 1
+    num_orders: int = 0
+    order_bytes: int = 0
+    exchange_s: float = 0.0
+
+
 class OneRank:
     """A worker of one rank. Each method says what the ranks of a group do there."""
 
@@ -25,6 +39,10 @@ class OneRank:
     """Ranks of the worker."""
     local_size = 1
     """Ranks of the worker on this machine."""
+
+    def statistics(self) -> RankStatistics:
+        """Return the numbers of this rank's exchanges with the others."""
+        return RankStatistics()
 
     def raise_if_lost(self) -> None:
         """Raise RankLostError if a rank was lost before: what was launched behind that step has nothing to build on."""

@@ -20,7 +20,7 @@ from quire.worker.executor import DeviceLostError, Executor, Outcome, PoolDamage
 from quire.worker.gate import Gate
 from quire.worker.grammars import CompilerUnavailable, Following, GrammarRefused, Grammars, NoGrammars
 from quire.worker.grants import Step, decode_grammar, decode_grant, decode_step, max_grant_bytes, refuse_grammar
-from quire.worker.ranks import RankLostError
+from quire.worker.ranks import RankLostError, RankStatistics
 from quire.worker.runner import ModelThread
 from quire.worker.verify import OwnershipViolation
 
@@ -309,6 +309,9 @@ class Steps:
 
     def num_sequences(self) -> int:
         return self._executor.statistics().num_sequences
+
+    def rank_statistics(self) -> RankStatistics:
+        return self._executor.statistics().ranks
 
     def _count(self, grant: grant_pb2.StepGrant, result: StepResult) -> None:
         counters = self.counters

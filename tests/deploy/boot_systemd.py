@@ -364,6 +364,19 @@ def check_ended(box: Container, *units: str) -> None:
             raise CheckFailed(f"left behind: {path}")
 
 
+def a_worker_of_several_ranks_serves(box: Container) -> None:
+    """With ranks.conf and a line in its environment a worker of three ranks serves; its stop ends all of them."""
+    box.write(f"/etc/systemd/system/{WORKER}.d/ranks.conf", (UNITS / "ranks.conf").read_text())
+    box.write("/etc/quire/worker-default.env", f"{WORKER_ENV}QUIRE_WORKER_TENSOR_PARALLEL_SIZE=3\n")
+    box.run("systemctl", "daemon-reload")
+    box.run("systemctl", "start", CACHEMGR)
+    box.run("systemctl", "start", WORKER)
+    if not box.run("/opt/quire/bin/quire", "generate", "The", "--max-tokens", "4"):
+        raise CheckFailed("three ranks gave no text")
+    box.run("systemctl", "stop", WORKER, CACHEMGR)
+    check_ended(box, WORKER, CACHEMGR)
+
+
 CHECKS: tuple[Callable[[Container], None], ...] = (
     all_serve,
     a_completion_comes_through_http,
@@ -375,6 +388,7 @@ CHECKS: tuple[Callable[[Container], None], ...] = (
     a_stuck_loop_is_ended,
     a_gateways_stop_drains,
     a_stop_drains,
+    a_worker_of_several_ranks_serves,
 )
 
 

@@ -37,8 +37,8 @@ KUBERNETES = ("1.31", kubernetes_validate.latest_version())
 BUILD_TIMEOUT_S = 1200
 DRAIN_MARGIN_S = 10
 WORKLOADS = {"Deployment", "StatefulSet"}
-# Kubernetes has no schema of cert-manager's custom resources. How many there are in each overlay, one more with a
-# gateway, and what we use of them:
+# Kubernetes has no schema of custom resources. How many of cert-manager's there are in each overlay, one more with a
+# gateway, and what we use of them and of LeaderWorkerSet. The pods of the latter are checked by themselves:
 NUM_CUSTOM_RESOURCES = 7
 # Overlays that fetch nothing.
 OFFLINE = {"serve", "try"}
@@ -93,7 +93,55 @@ CUSTOM_SPECS: dict[tuple[str, str], dict[str, Any]] = {
             "issuerRef": ISSUER_REF,
         },
     },
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "type": "object",
+        "required": ["leaderWorkerTemplate"],
+        "additionalProperties": False,
+        "properties": {
+            "replicas": {"type": "integer", "minimum": 0},
+            "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+            "networkConfig": {
+                "required": ["subdomainPolicy"],
+                "additionalProperties": False,
+                "properties": {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}},
+            },
+            "rolloutStrategy": {
+                "required": ["type"],
+                "additionalProperties": False,
+                "properties": {
+                    "type": {"const": "RollingUpdate"},
+                    "rollingUpdateConfiguration": {
+                        "additionalProperties": False,
+                        "properties": {
+                            "partition": {"type": "integer", "minimum": 0},
+                            "maxUnavailable": {"type": ["integer", "string"]},
+                            "maxSurge": {"type": ["integer", "string"]},
+                        },
+                    },
+                },
+            },
+            "leaderWorkerTemplate": {
+                "required": ["workerTemplate"],
+                "additionalProperties": False,
+                "properties": {
+                    "leaderTemplate": {"type": "object"},
+                    "workerTemplate": {"type": "object"},
+                    "size": {"type": "integer", "minimum": 1},
+                    "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                },
+            },
+        },
+    },
 }
+# Variables of every container of a group's first pod, as LeaderWorkerSet's controller sets them.
+GROUP_VARIABLES = {
+    "LWS_LEADER_ADDRESS": "quire-worker-0.quire-worker.quire",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "0",
+}
+TORCHRUN = "/opt/quire/bin/torchrun"
+TORCHRUN_END_S = 30
+"""That torchrun gives its ranks to end after SIGTERM."""
 
 DEMO_MODEL = DEPLOY / "demo" / "model"
 # The command, without `quire`, of a container by its name.
@@ -169,12 +217,14 @@ def is_custom(manifest: Manifest) -> bool:
 
 def value_of(container: Manifest, variable: str) -> str:
     """The value of a variable in a container's flags."""
-    return {"POD_NAME": "quire-worker-0", "MODEL": "some/model"}[variable]
+    return ({"POD_NAME": "quire-worker-0", "MODEL": "some/model"} | GROUP_VARIABLES)[variable]
 
 
 def flags_of(container: Manifest) -> list[str]:
     """A container's flags with its variables put in; fails on one that it does not declare."""
     declared = {variable["name"] for variable in container.get("env", [])}
+    if is_in_group(container):
+        declared |= GROUP_VARIABLES.keys()
 
     def put_in(match: re.Match[str]) -> str:
         assert match[1] in declared
@@ -183,8 +233,21 @@ def flags_of(container: Manifest) -> list[str]:
     return [re.sub(r"\$\((\w+)\)", put_in, flag) for flag in container["args"]]
 
 
+def is_in_group(container: Manifest) -> bool:
+    """True if torchrun starts the worker of a container."""
+    return container.get("command") == [TORCHRUN]
+
+
 def values_of(container: Manifest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return parse_service(COMMANDS[container["name"]], flags_of(container), {}, monkeypatch)
+    flags = read_torchrun(container).training_script_args if is_in_group(container) else flags_of(container)
+    return parse_service(COMMANDS[container["name"]], flags, {}, monkeypatch)
+
+
+def read_torchrun(container: Manifest) -> Any:
+    """torchrun's flags as its own parser reads them."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().parse_args(flags_of(container))
 
 
 class Cluster:
@@ -677,6 +740,70 @@ def test_workers_are_scaled_by_metrics_that_are_made(kustomize: Path, tmp_path: 
     wanted = {metric["external"]["metric"]["name"] for metric in autoscaler["spec"]["metrics"]}
     made = yaml.safe_load((DEPLOY / "prometheus/adapter.yml").read_text())["externalRules"]
     assert wanted == {rule["name"]["as"] for rule in made}
+
+
+def test_a_group_of_machines(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlay of docs/how-to/larger-models.md."""
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    (folder / "overlays/mine").mkdir()
+    page = (ROOT / "docs/how-to/larger-models.md").read_text()
+    (overlay,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (folder / "overlays/mine/kustomization.yaml").write_text(overlay)
+    rendered = render(kustomize, folder, "mine")
+    for manifest in rendered.manifests:
+        if not is_custom(manifest):
+            for version in KUBERNETES:
+                kubernetes_validate.validate(manifest, version, strict=True)
+    (group,) = rendered.of_kind("LeaderWorkerSet")
+    jsonschema.validate(group["spec"], CUSTOM_SPECS[group["apiVersion"], group["kind"]])
+    template = group["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    for pod in pods:
+        for version in KUBERNETES:
+            as_resource = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod}
+            kubernetes_validate.validate(as_resource, version, strict=True)
+    # For checks of every pod: the sets that the controller makes of the templates.
+    others = [manifest for manifest in rendered.manifests if manifest is not group]
+    sets = [{"kind": "StatefulSet", "metadata": group["metadata"], "spec": {"template": pod}} for pod in pods]
+    made = Rendered("mine", [*others, *sets])
+    test_containers_are_confined(made)
+    test_files_in_flags_are_mounted(made, monkeypatch)
+    test_images_are_of_this_version_and_have_container_files(made)
+    leader, follower = (pod["spec"]["containers"][0] for pod in pods)
+    check_leader(leader, pods[0]["spec"], monkeypatch)
+    assert template["size"] == int(GROUP_VARIABLES["LWS_GROUP_SIZE"])
+    shared = follower.keys() & leader.keys()
+    assert {name: follower[name] for name in shared} == {name: leader[name] for name in shared}
+    assert leader.keys() - shared == {"ports", "startupProbe", "livenessProbe", "readinessProbe"}
+    assert pods[0]["spec"]["volumes"] == pods[1]["spec"]["volumes"]
+    check_group_policy(rendered, pods)
+
+
+def check_leader(leader: Manifest, pod: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun, values = read_torchrun(leader), values_of(leader, monkeypatch)
+    assert (torchrun.module, torchrun.training_script) == (True, MODULES["worker"])
+    num_machines, num_gpus = int(torchrun.nnodes), int(torchrun.nproc_per_node)
+    assert values["tensor_parallel_size"] == num_machines * num_gpus
+    assert leader["resources"]["limits"]["nvidia.com/gpu"] == str(num_gpus)
+    assert (torchrun.node_rank, torchrun.rdzv_backend) == (0, "static")
+    assert f"{torchrun.master_addr}.svc" == values["advertise"].host
+    assert values["drain_timeout"] < TORCHRUN_END_S <= pod["terminationGracePeriodSeconds"] - DRAIN_MARGIN_S
+    assert leader["readinessProbe"]["grpc"]["port"] == values["health_listen"].port
+    ports = {port["name"]: port["containerPort"] for port in leader["ports"]}
+    assert ports["worker-grpc"] == values["listen"][0].port == values["advertise"].port
+
+
+def check_group_policy(rendered: Rendered, pods: list[Manifest]) -> None:
+    """The pods of a group reach one another on every port, and no other pod reaches them on more than two."""
+    (policy,) = [
+        each["spec"] for each in rendered.of_kind("NetworkPolicy") if each["metadata"]["name"] == "quire-worker"
+    ]
+    own = {"podSelector": policy["podSelector"]}
+    for pod in pods:
+        assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert [rule for rule in policy["ingress"] if "ports" not in rule] == [{"from": [own]}]
+    assert [rule for rule in policy["egress"] if "ports" not in rule] == [{"to": [own]}]
 
 
 def test_a_renamed_flag_is_noticed(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""A network of its own, for programs that listen on all addresses.
+"""Networks of their own: namespaces of the kernel.
 
-Network   processes that reach one another over TCP, and nobody else
+Network   processes that reach one another over TCP, and nobody else: for programs that listen on all addresses
+Cable     two networks with a link between them, as two machines have, which a test can cut
 
 As a program, `network.py SOCKET PORT` brings the loopback device up, and passes the unix socket's connections on to the
 port of 127.0.0.1. It runs in the network's namespace, which lives as long as it does.
@@ -44,6 +45,55 @@ class Network:
     def close(self) -> None:
         self._door.kill()
         self._door.wait()
+
+
+class Cable:
+    """Two namespaces with an address each, from the constructor to `close`. Raises OSError if none can be made here."""
+
+    INTERFACE = "cable"
+    ADDRESSES = ("192.0.2.1", "192.0.2.2")
+
+    def __init__(self) -> None:
+        self._machines: list[subprocess.Popen[str]] = []
+        try:
+            self._add(*UNSHARE)
+            # A user's second namespace has the same owner as the first, which may then join them.
+            owner = () if os.geteuid() == 0 else (*NSENTER[:-1], "--target", str(self._machines[0].pid), "--")
+            self._add(*owner, "unshare", "--net")
+            peer = ("peer", "name", self.INTERFACE, "netns", str(self._machines[1].pid))
+            self._ip(0, "link", "add", self.INTERFACE, "type", "veth", *peer)
+            for machine, address in enumerate(self.ADDRESSES):
+                self._ip(machine, "address", "add", f"{address}/24", "dev", self.INTERFACE)
+                self._ip(machine, "link", "set", self.INTERFACE, "up")
+                self._ip(machine, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.close()
+            raise OSError(f"two networks with a cable can't be made here: {error}") from error
+
+    def prefix(self, machine: int) -> tuple[str, ...]:
+        """The beginning of a command that runs on machine 0 or 1, in the process that is started."""
+        return (*NSENTER, "--target", str(self._machines[machine].pid), "--")
+
+    def cut(self) -> None:
+        """Cut the link: packets are lost, and no side is told."""
+        self._ip(0, "link", "set", self.INTERFACE, "down")
+
+    def close(self) -> None:
+        for machine in self._machines:
+            machine.kill()
+            machine.wait()
+
+    def _add(self, *unshare: str) -> None:
+        # It ends when this process does.
+        command = [*unshare, "sh", "-c", "echo open; exec cat"]
+        self._machines.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        output = self._machines[-1].stdout
+        assert output is not None
+        if output.readline() != "open\n":
+            raise OSError("no network namespace can be made here")
+
+    def _ip(self, machine: int, *arguments: str) -> None:
+        subprocess.run([*self.prefix(machine), "ip", *arguments], check=True, capture_output=True)
 
 
 def bring_up_loopback() -> None:

@@ -16,24 +16,28 @@ import pytest
 import torch
 from deadlines import DEADLINE_S
 from integration.conftest import assert_nothing_unexpected, await_all_blocks_back
-from integration.protocol_client import LeaseHolder, Pair, await_that, draw_tokens
+from integration.protocol_client import FAULTY_WORKER, Hold, LeaseHolder, Pair, RefusedError, await_that, draw_tokens
 from integration.test_equality import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_NEW, expected_tokens, make_prompts
+from integration.test_metrics import page_of
 from model_zoo import build, save
-from sharded import compare
+from sharded import BOUND, compare
 
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
-from quire.client.cli.launch import LocalServices, ServiceExitedError
+from quire.client.cli.launch import LocalServices, ServiceExitedError, ServiceProcess
+from quire.worker.tensor_parallel.orders import HEADER_LENGTH
 
 SIZE = 2
-BOUND = 1e-5
-"""Of logits in float32, relative to the largest: the ranks add up in another order than one."""
 WORKER_ARGS = (
     *("--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "16"),
     *("--host-memory", "128K", "--tensor-parallel-size", str(SIZE)),
 )
 TORCHRUN_WORKER = str(Path(__file__).with_name("torchrun_worker.py"))
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "phi3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "phi3", "gpt_oss", "one_kv_head")
 FURTHER = ("deepseek_v3", "llama4", "qwen3_moe", "olmo2", "glm4", "smollm3", "odd_heads")
+WITH_COPIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "glm4", "smollm3", "odd_heads")
+"""Families with 2 kv heads, which 4 ranks can share."""
+WHOLE_ATTENTION = {"phi3", "gpt_oss", "deepseek_v3", "olmo2"}
+"""Families in which each rank has all heads."""
 STEP_TIMEOUT_S = 4
 
 
@@ -48,8 +52,9 @@ def services(model_dir: Path, folder: Path) -> Iterator[LocalServices]:
     with LocalServices.start(
         model=model_dir,
         num_blocks=NUM_BLOCKS,
-        extra_worker_args=(*WORKER_ARGS, "--step-timeout", str(STEP_TIMEOUT_S)),
+        extra_worker_args=(*WORKER_ARGS, "--step-timeout", str(STEP_TIMEOUT_S), "--metrics-listen", "127.0.0.1:0"),
         runtime_dir=folder,
+        worker_target=FAULTY_WORKER,
     ) as started:
         yield started
 
@@ -70,7 +75,12 @@ def pair(services: LocalServices) -> Iterator[Pair]:
 
 def ranks_of(services: LocalServices) -> list[psutil.Process]:
     """The processes of the ranks, the leader's first."""
-    leader = psutil.Process(services.worker.pid)
+    return ranks_of_process(services.worker)
+
+
+def ranks_of_process(worker: ServiceProcess) -> list[psutil.Process]:
+    """The same for a worker alone."""
+    leader = psutil.Process(worker.pid)
     return [leader, *(each for each in leader.children() if is_follower(each))]
 
 
@@ -170,6 +180,21 @@ def test_checksums_are_read_between_steps(pair: Pair) -> None:
     holder.delete()
 
 
+def test_orders_are_counted(pair: Pair) -> None:
+    holder = LeaseHolder.create(pair)
+    before = page_of(pair.services.worker)
+    holder.run(holder.admit((1, draw_tokens(8, seed=10))))
+    holder.go_on(1, num_steps=2)
+    now = page_of(pair.services.worker)
+    holder.delete()
+    assert now["quire_worker_ranks{}"] == SIZE
+    of_ranks = {name: now[name] - before[name] for name in now if name.startswith("quire_worker_rank_")}
+    assert of_ranks.pop("quire_worker_rank_orders_total{}") == 3
+    assert of_ranks.pop("quire_worker_rank_order_bytes_total{}") > 3 * HEADER_LENGTH * 8
+    assert of_ranks.pop("quire_worker_rank_exchange_seconds_total{}") > 0
+    assert of_ranks == {}
+
+
 def test_sigterm_ends_all_ranks_with_status_0(pair: Pair) -> None:
     ranks = ranks_of(pair.services)
     assert len(ranks) == SIZE
@@ -221,6 +246,82 @@ def test_a_rank_that_ends_or_hangs_ends_all_and_requests_finish_on_the_next_epoc
         assert "rank 1:stopped" in line
 
 
+def test_a_forward_that_fails_on_all_ranks_fails_its_step_alone(pair: Pair) -> None:
+    ranks, epoch, prompt = ranks_of(pair.services), pair.pool().epoch, draw_tokens(9, seed=4)
+    holder = LeaseHolder.create(pair)
+    plan = holder.admit((1, prompt))
+    with pair.fault("fail"), pytest.raises(RefusedError) as caught:
+        holder.run(plan)
+    assert caught.value.reason == "STEP_FAILED"
+    holder.await_settled()
+    holder.run(holder.extend(1, counts=[len(prompt)]))
+    holder.go_on(1, num_steps=2)
+    assert tuple(holder.tokens[1][len(prompt) :]) == expected_tokens(build("llama"), [prompt])[0][:3]
+    holder.delete()
+    assert (ranks_of(pair.services), pair.pool().epoch) == (ranks, epoch)
+
+
+def test_block_tables_that_differ_end_the_worker(pair: Pair) -> None:
+    """A follower with another order than the leader's has right accesses by its own grants: only the digests differ."""
+    ranks, log_size = ranks_of(pair.services), log_of(pair).stat().st_size
+    holder = LeaseHolder.create(pair)
+    plan = holder.admit((1, draw_tokens(3 * BLOCK_SIZE, seed=5)))
+    with pair.fault("other-blocks"), pytest.raises(RefusedError):
+        holder.run(plan)
+    assert pair.services.worker.wait_exited(DEADLINE_S)
+    assert pair.services.worker.returncode == 1
+    assert_ended(ranks)
+    logged = log_of(pair).read_bytes()[log_size:].decode()
+    assert f"the block tables of rank 1 are not rank 0's after step {plan.step_number}" in logged
+    holder.delete()
+    pair.services.worker.start()
+    pair.services.worker.wait_serving(DEADLINE_S)
+    pair.await_attached()
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1], ids=["leader", "follower"])
+def test_a_rank_that_is_lost_while_the_model_loads_ends_all(
+    victim: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with tempfile.TemporaryDirectory(prefix="q-", dir="/tmp") as name:
+        hold = Hold(Path(name, "hold-loading"))
+        worker = lone_worker(Path(name), model_dir)
+        worker.start()
+        try:
+            hold.await_running()
+            ranks = ranks_of_process(worker)
+            assert len(ranks) == SIZE
+            os.kill(ranks[victim].pid, signal.SIGKILL)
+            assert worker.wait_exited(DEADLINE_S)
+            assert_ended(ranks)
+        finally:
+            hold.release()
+            worker.kill()
+        assert worker.log_path is not None
+        errors = [line for line in worker.log_path.read_text().splitlines() if " ERROR " in line or "Traceback" in line]
+    assert list(tmp_path.iterdir()) == [], "the ranks leave no file"
+    if victim == 0:
+        assert errors == []
+        return
+    assert worker.returncode == 1
+    (line,) = errors
+    assert f"can't start: rank 1 (pid {ranks[1].pid}) was ended by SIGKILL" in line
+
+
+def lone_worker(folder: Path, model: Path) -> ServiceProcess:
+    """A worker without a cachemgr, which it does not need while it loads."""
+    listen = f"unix:{folder}/worker.sock"
+    arguments = ("--listen", listen, "--cachemgr", f"unix:{folder}/cachemgr.sock", "--model", str(model), *WORKER_ARGS)
+    return ServiceProcess(
+        "worker",
+        target=FAULTY_WORKER,
+        arguments=(*arguments, "--num-blocks", str(NUM_BLOCKS)),
+        address=listen,
+        log_path=folder / "worker.log",
+    )
+
+
 def log_of(pair: Pair) -> Path:
     path = pair.services.worker.log_path
     assert path is not None
@@ -231,23 +332,33 @@ def assert_ended(ranks: list[psutil.Process]) -> None:
     await_that("no rank is left", lambda: not any(each.is_running() for each in ranks))
 
 
-def test_logits_are_those_of_one_rank() -> None:
+def test_logits_and_tokens_are_those_of_one_rank() -> None:
     check_logits(FAMILIES)
 
 
 @pytest.mark.verify
-def test_logits_of_further_families_are_those_of_one_rank() -> None:
+def test_logits_and_tokens_of_further_families_are_those_of_one_rank() -> None:
     check_logits(FURTHER)
 
 
-def check_logits(families: tuple[str, ...]) -> None:
-    found = compare(families)
+@pytest.mark.verify
+def test_logits_and_tokens_are_those_of_one_rank_if_ranks_share_kv_heads() -> None:
+    check_logits(WITH_COPIES, size=4)
+
+
+def check_logits(families: tuple[str, ...], *, size: int = SIZE) -> None:
+    found = compare(families, size)
     before, after = found.pop("")
     assert before[0] == after[0]
-    assert before[1] != after[1], "rank 1's part of a block counts"
+    assert before[1] != after[1], "the other ranks' parts of a block count"
     assert set(found) == set(families)
     for family, values in found.items():
         assert values["error"] < BOUND, family
+        num_decided, num_tokens = values["decided"]
+        assert num_decided > 0.9 * num_tokens, family
+        assert values["other_tokens"] == 0, family
+        whole, own = values["kv_heads"]
+        assert own == (whole if family in WHOLE_ATTENTION else max(1, whole // size)), family
         assert len(set(values["fingerprints"])) == 2, family
 
 
@@ -300,7 +411,8 @@ def test_quire_up_starts_a_worker_of_two_ranks(model_dir: Path) -> None:
         ("bloom", 2, "transformers has no plan to shard its layers over 2 ranks"),
         ("gpt2", 2, "transformers has no plan to shard its layers over 2 ranks"),
         ("llama", 3, "its 2 kv heads can't be divided over 3 ranks"),
-        ("llama", 4, "its 2 kv heads can't be divided over 4 ranks; transformers does not replicate them"),
+        ("llama", 8, "its 4 query heads can't be divided over 8 ranks"),
+        ("gpt_oss", 3, "its 4 experts can't be divided over 3 ranks"),
         ("qwen3_next", 2, "it keeps states per sequence, which are not sharded over 2 ranks"),
     ],
 )

@@ -14,10 +14,10 @@ The others, its followers, get each step from it and run it with the same execut
 
     ranks.py           what the executor sees of it (in the folder above)
     orders.py          steps and the rest of what the leader says, as packed integers
-    group.py           process groups of torch.distributed, and who has ended
+    group.py           process groups of torch.distributed, and which rank is lost
     leader.py, follower.py
-    launch.py          starts the followers of this machine
-    sharding.py        which models can be sharded
+    process.py         the processes: start, join, end
+    sharding.py        which models can be sharded, and how
 
-One epoch for the group: a rank that ends, or hangs for longer than --step-timeout, ends all others.
+One epoch for the group: a rank that ends, hangs or can't be reached for twice --step-timeout ends all others.
 """

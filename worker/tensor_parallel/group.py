@@ -4,16 +4,20 @@
     the default     NCCL, gloo on a CPU     the model's collectives, sampled tokens
     orders          gloo                    orders, from the leader; agreements at start
     answers         gloo                    what followers answer
-    lifeline        gloo                    nothing: its connections break when a process ends
+    lifeline        gloo                    signs of life, between the leader and each follower
 
-None of them has a timeout of its own: an idle worker waits for days, and a step that hangs is the watchdog's affair.
+None of the first three has a timeout of its own: an idle worker waits for days, and a step that hangs is the watchdog's
+affair. The lifeline's connections break when a process ends. A network that is cut breaks no connection, so ranks of
+several machines send signs of life too, and one that has sent none for too long is lost.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -30,6 +34,8 @@ LEADER = 0
 JOIN_TIMEOUT = timedelta(minutes=10)
 """For all ranks to be there: each has to import torch first."""
 NO_TIMEOUT = timedelta(days=3650)
+SIGN_PERIOD_S = 1.0
+"""Between two signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +66,20 @@ def given_place() -> Place | None:
     return Place(rank, size, local_rank, local_size) if size > 1 else None
 
 
-@dataclass(slots=True)
-class GroupCounters:
-    """Since the process started: orders sent or received, and their bytes, headers included."""
-
-    num_orders: int = 0
-    order_bytes: int = 0
-
-
 class RankGroup:
-    """This process's place in a group of ranks that have all joined it."""
+    """This process's place in a group of ranks that have all joined it.
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        """Wait for all ranks. Raises RankLostError if they have not all come within JOIN_TIMEOUT."""
+    num_orders, order_bytes    orders sent or received since then, and their bytes, headers included
+    """
+
+    def __init__(self, place: Place, device: torch.device, *, silence_s: float | None = None) -> None:
+        """Wait for all ranks. Raises RankLostError if they have not all come within JOIN_TIMEOUT.
+
+        A watched rank that sends no sign of life for silence_s is lost; None: signs are neither sent nor expected.
+        """
         self.place = place
-        self.counters = GroupCounters()
+        self.num_orders = self.order_bytes = 0
+        self._silence_s = silence_s
         # By the names that transformers reads, too.
         os.environ["LOCAL_RANK"] = str(place.local_rank)
         if place.store_path is not None:
@@ -92,16 +97,33 @@ class RankGroup:
         """The backend of the model's collectives: "nccl" or "gloo"."""
         return str(dist.get_backend())
 
-    def watch(self, rank: int, on_lost: Callable[[], None]) -> None:
-        """Call back, on a thread of its own, when the process of another rank ends."""
+    def watch(self, rank: int, on_lost: Callable[[str], None]) -> None:
+        """Call back, on a thread of its own, with the reason, when another rank has ended or can't be reached."""
+        self._start(f"watch-rank-{rank}", lambda: on_lost(self._await_loss(rank)))
+        if self._silence_s is not None:
+            self._start(f"signs-to-rank-{rank}", lambda: self._send_signs(rank))
 
-        def wait() -> None:
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _await_loss(self, rank: int) -> str:
+        """Wait until the lifeline to a rank breaks, or no sign of life comes; return the reason."""
+        limit = NO_TIMEOUT if self._silence_s is None else timedelta(seconds=self._silence_s)
+        while True:
+            heard = time.monotonic()
             try:
-                dist.recv(torch.zeros(1), src=rank, group=self._lifeline)
+                dist.irecv(torch.zeros(1), src=rank, group=self._lifeline).wait(limit)  # type: ignore[union-attr]
             except RuntimeError:
-                on_lost()
+                if time.monotonic() - heard < limit.total_seconds():
+                    return f"rank {rank} has ended: its connection broke"
+                return f"rank {rank} can't be reached: no sign of life for {self._silence_s:g} s"
 
-        threading.Thread(target=wait, name=f"watch-rank-{rank}", daemon=True).start()
+    def _send_signs(self, rank: int) -> None:
+        """Send signs of life until the lifeline breaks, which the watching thread reports."""
+        with suppress(RuntimeError):
+            while True:
+                dist.send(torch.zeros(1), dst=rank, group=self._lifeline)
+                time.sleep(SIGN_PERIOD_S)
 
     def send(self, order: Order) -> None:
         """Broadcast an order; for the leader."""
@@ -122,8 +144,8 @@ class RankGroup:
         return read_order(header.numpy(), payload.numpy())
 
     def _count(self, num_bytes: int) -> None:
-        self.counters.num_orders += 1
-        self.counters.order_bytes += num_bytes
+        self.num_orders += 1
+        self.order_bytes += num_bytes
 
     def answer(self, values: list[int]) -> None:
         """Send the leader this rank's answer to an order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from quire.worker.grants import Step
 from quire.worker.profiling import phase
-from quire.worker.ranks import OneRank, RankLostError
+from quire.worker.ranks import OneRank, RankLostError, RankStatistics
 from quire.worker.sampler import Sampled
 from quire.worker.tensor_parallel.group import RankGroup
 from quire.worker.tensor_parallel.orders import Kind, Order, checksum_order, step_order
@@ -37,6 +39,12 @@ class Leader(OneRank):
         self._lost: RankLostError | None = None
         self._ordered: Step | None = None
         self._has_forwarded = False
+        self._exchange_s = 0.0
+        self._counting = threading.Lock()
+
+    def statistics(self) -> RankStatistics:
+        """See OneRank.statistics."""
+        return RankStatistics(self.size, self.group.num_orders, self.group.order_bytes, self._exchange_s)
 
     def raise_if_lost(self) -> None:
         """See OneRank.raise_if_lost."""
@@ -130,11 +138,15 @@ class Leader(OneRank):
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """Within it a broken connection is a lost rank."""
+        """Within it a broken connection is a lost rank. Two threads may be in it: steps are collected on another."""
+        start = time.perf_counter()
         try:
             yield
         except RuntimeError as error:
             raise self._lose(self._why_lost(WHY_TIMEOUT_S) or f"a rank does not answer: {error}") from error
+        finally:
+            with self._counting:
+                self._exchange_s += time.perf_counter() - start
 
     def _lose(self, why: str) -> RankLostError:
         self._lost = RankLostError(why)

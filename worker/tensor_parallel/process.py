@@ -1,7 +1,7 @@
 """The processes of a group of ranks: how they start, find each other, and end.
 
     started by          the leader                                  followers
-    quire worker        starts its followers with torch's spawn     meet it by a file, in a folder of their own
+    quire worker        starts its followers with torch's spawn     meet it by a file in its memory, which has no name
     torchrun            the process of rank 0                       the other processes, on one machine or several
 
 No rank survives another. The leader ends the followers of this machine by their handles; a follower that loses the
@@ -15,15 +15,12 @@ import asyncio
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -40,6 +37,7 @@ from quire.worker.runner import ModelThread
 from quire.worker.tensor_parallel.follower import Follower, follow
 from quire.worker.tensor_parallel.group import LEADER, Place, RankGroup, given_place
 from quire.worker.tensor_parallel.leader import Leader
+from quire.worker.watchdog import GROUP_LIMIT_S
 
 log = logging.getLogger("quire.worker")
 
@@ -88,6 +86,17 @@ def rank_config(config: WorkerConfig, place: Place) -> WorkerConfig:
     return replace(config, device=str(device), threads=threads)
 
 
+def silence_limit_s(config: WorkerConfig, place: Place) -> float | None:
+    """Seconds without a sign of life after which another rank is lost, as long as a step may hang; None: no limit.
+
+    Ranks that the worker has started are on one machine. No network between them can be cut.
+    """
+    if place.store_path is not None:
+        return None
+    limit_s = GROUP_LIMIT_S if config.step_timeout_s is None else config.step_timeout_s
+    return 2 * limit_s or None
+
+
 class Group:
     """The leader's side of a group, from the start of its followers to their end: an asynchronous context manager.
 
@@ -106,13 +115,13 @@ class Group:
         self._is_lost = threading.Event()
         self._is_ending = False
         self._leader: Leader | None = None
-        self._folder: str | None = None
+        self._store: int | None = None
         self._processes: list[Any] = []
 
     async def __aenter__(self) -> Self:
         if self._starts_followers:
-            self._folder = tempfile.mkdtemp(prefix="quire-ranks-")
-            self.place = replace(self.place, store_path=str(Path(self._folder, "store")))
+            self._store = os.memfd_create("quire-ranks")
+            self.place = replace(self.place, store_path=f"/proc/{os.getpid()}/fd/{self._store}")
             context: Any = torch.multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
                 run_started_follower,
                 args=(self._config, self.place, os.getpid()),
@@ -135,8 +144,8 @@ class Group:
             process.kill()
         for process in self._processes:
             process.join()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._store is not None:
+            os.close(self._store)
         if self.lost.done():
             self.lost.exception()  # seen, whether or not anybody waited for it
 
@@ -145,8 +154,8 @@ class Group:
         if self._leader is None:
             return
         self._is_ending = True
-        counters = self._leader.group.counters
-        log.info("ranks end: orders=%d order_bytes=%d", counters.num_orders, counters.order_bytes)
+        statistics = self._leader.statistics()
+        log.info("ranks end: orders=%d order_bytes=%d", statistics.num_orders, statistics.order_bytes)
         ending = self._thread.submit(self._leader.end)
         done, _ = await asyncio.wait((ending,), timeout=END_TIMEOUT_S)
         deadline = time.monotonic() + END_TIMEOUT_S if done else 0.0
@@ -155,10 +164,10 @@ class Group:
 
     def join(self, device: torch.device) -> OneRank:
         """Meet the followers; on the model thread. Raises RankLostError."""
-        group = RankGroup(self.place, device)
+        group = RankGroup(self.place, device, silence_s=silence_limit_s(self._config, self.place))
         for rank in range(1, self.place.size):
             if not self._starts_followers:
-                group.watch(rank, lambda rank=rank: self._lose(f"rank {rank} has ended: its connection broke"))  # type: ignore[misc]
+                group.watch(rank, self._lose)
         self._leader = Leader(group, device, self._why_lost)
         pids = ",".join(str(process.pid) for process in self._processes) or "torchrun's"
         log.info("ranks: %d have joined, on %s followers=%s", self.place.size, group.backend, pids)
@@ -240,8 +249,8 @@ def _follow(config: WorkerConfig, place: Place) -> None:
     config = rank_config(config, place)
     device = pick_device(config.device)
     use_device(device)
-    group = RankGroup(place, device)
-    group.watch(LEADER, lambda: _exit("rank 0 has ended", place))
+    group = RankGroup(place, device, silence_s=silence_limit_s(config, place))
+    group.watch(LEADER, lambda why: _exit(why, place))
     ranks = Follower(group, device)
     executor = make_executor(config, load_warm(config, ranks), ranks)
     follow(executor, group, lambda error: _exit(f"failed: {error} ({describe_exception(error)})", place))
