@@ -20,7 +20,7 @@ GPU_PYTHON ?= $(BIN)/python
 REQUIRE_BUF ?= 0
 # Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
 REQUIRE_FOREIGN ?= 0
-# Set to 1 to make a missing systemd, kustomize, Prometheus or OpenTelemetry an error instead of a skip.
+# Set to 1 to make a missing systemd, kustomize, Prometheus, OpenTelemetry or buildah an error instead of a skip.
 REQUIRE_DEPLOY ?= 0
 
 # Two processes with OpenMP threads that spin while they wait take each other's cores.
@@ -28,7 +28,7 @@ REQUIRE_DEPLOY ?= 0
 TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0 \
   QUIRE_REQUIRE_FOREIGN=$(REQUIRE_FOREIGN) QUIRE_REQUIRE_SYSTEMD=$(REQUIRE_DEPLOY) \
   QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY) \
-  QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY)
+  QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_IMAGES=$(REQUIRE_DEPLOY)
 
 CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
 # Interpreted kernels, which Triton selects at import: in a separate process.
@@ -46,7 +46,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify tiers model faults flood soak mutants fuzz wheel check-packages check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,9 +68,10 @@ test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases
 	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) -m sample)
 	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
 
-verify: venv typecheck-links  ## everything else: model, packages, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
+verify: venv typecheck-links  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
 	@$(if $(ARGS),true,$(call record,model) python3 tests/model/check.py)
 	@$(if $(ARGS),true,$(call record,packages) $(BIN)/python tests/deploy/check_packages.py)
+	@$(if $(ARGS),true,$(call record,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py)
 	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) $(PARALLEL))
 	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
 
@@ -105,6 +106,9 @@ wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on 
 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)
+
+check-images: venv  ## build the three images and start them; needs root, buildah, runc, debootstrap, 20 GB of disk; ARGS=--keep
+	@$(TEST_ENVIRONMENT) QUIRE_REQUIRE_IMAGES=1 $(BIN)/python tests/deploy/check_images.py --worker $(ARGS)
 
 check-systemd: venv  ## start the units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)

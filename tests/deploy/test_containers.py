@@ -1,21 +1,14 @@
-"""The container files against the manifests and the command line. Building them needs an engine, and is not done."""
+"""The container files against the manifests and the command line. check_images.py builds and starts the images."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from deploy.tools import DEPLOY
+from deploy.tools import DEPLOY, pod_of
 
-MANIFESTS = {
-    "cachemgr": DEPLOY / "kubernetes/components/cachemgr/container.yaml",
-    "worker": DEPLOY / "kubernetes/components/workers/workers.yaml",
-    "gateway": DEPLOY / "kubernetes/components/gateway/gateway.yaml",
-}
 COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
 
 
@@ -36,36 +29,35 @@ def of_kind(instructions: list[str], kind: str) -> list[str]:
     return [line.partition(" ")[2] for line in instructions if line.startswith(f"{kind} ")]
 
 
-def pod_of(service: str) -> dict[str, Any]:
-    documents = yaml.safe_load_all(Path(MANIFESTS[service]).read_text())
-    (workload,) = [document for document in documents if "template" in document.get("spec", {})]
-    pod: dict[str, Any] = workload["spec"]["template"]["spec"]
-    return pod
-
-
 @pytest.mark.parametrize("service", COMMANDS)
 def test_an_image_runs_its_service_as_the_manifests_expect(service: str) -> None:
     *_, last = stages(service)
     (entrypoint,), (user,), (exposed,) = (of_kind(last, kind) for kind in ("ENTRYPOINT", "USER", "EXPOSE"))
     assert json.loads(entrypoint) == ["/opt/quire/bin/quire", COMMANDS[service]]
-    (container,) = pod_of(service)["containers"]
+    pod = pod_of(service)
+    (container,) = pod["containers"]
     assert container["name"] == service
     assert "command" not in container
     assert sorted(map(int, exposed.split())) == sorted(port["containerPort"] for port in container["ports"])
-    base = yaml.safe_load_all((DEPLOY / "kubernetes/base/cachemgr.yaml").read_text())
-    contexts = [d["spec"]["template"]["spec"]["securityContext"] for d in base if d["kind"] == "Deployment"]
-    contexts += [pod_of(name)["securityContext"] for name in ("worker", "gateway")]
-    assert {f"{context['runAsUser']}:{context['runAsGroup']}" for context in contexts} == {user}
+    assert f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}" == user
 
 
 @pytest.mark.parametrize("service", COMMANDS)
 def test_an_image_has_its_extra_alone(service: str) -> None:
-    first, last = stages(service)
-    extras = [extra for line in of_kind(first, "RUN") for extra in re.findall(r"quire-kv\[(\w+)\]", line)]
-    assert extras == [service]
-    assert ("torch" in " ".join(first + last)) == (service == "worker")
+    *earlier, last = stages(service)
+    lines = [line for stage in earlier for line in of_kind(stage, "RUN")]
+    assert [extra for line in lines for extra in re.findall(r"quire-kv\[(\w+)\]", line)] == [service]
+    assert ("torch" in " ".join(lines + last)) == (service == "worker")
     # The compiler and the sources stay behind; of the build there is the environment.
-    assert of_kind(last, "COPY") == ["--from=build /opt/quire /opt/quire"]
+    (copied,) = of_kind(last, "COPY")
+    assert copied.endswith(" /opt/quire /opt/quire")
+
+
+def test_one_wheel_is_built_for_all_images() -> None:
+    """The first steps are the same ones, so an engine that keeps layers compiles Rust once."""
+    beginnings = {tuple(stages(service)[0][:5]) for service in COMMANDS}
+    assert len(beginnings) == 1
+    assert "build --outdir /dist /src" in beginnings.pop()[-1]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +75,19 @@ def test_what_a_service_writes_is_on_the_volume(service: str, names: tuple[str, 
 
 @pytest.mark.parametrize(
     ("service", "copied"),
-    [("worker", "cp -R /src/deploy/demo/model {}"), ("gateway", "cp /src/deploy/demo/model/*.json {}/")],
+    [("worker", "cp -R /src/model {}"), ("gateway", "cp /src/deploy/demo/model/*.json {}/")],
 )
 def test_the_model_to_try_it_with_is_in_the_image(service: str, copied: str) -> None:
     """The gateway needs its tokenizer, at the path that the worker names."""
-    first, _ = stages(service)
+    *earlier, _ = stages(service)
     overlay = yaml.safe_load((DEPLOY / "kubernetes/overlays/try/kustomization.yaml").read_text())
     (literal,) = overlay["configMapGenerator"][0]["literals"]
     path = literal.removeprefix("model=")
-    assert any(copied.format(path) in line for line in of_kind(first, "RUN"))
+    assert any(copied.format(path) in line for stage in earlier for line in of_kind(stage, "RUN"))
 
 
 def test_a_build_does_not_wait_for_what_it_does_not_need() -> None:
     ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
-    assert {".git", ".venv", "tests", "cachemgr/core/target", "**/*.so"} <= set(ignored)
+    assert {".git", ".venv", "docs", "tests", "cachemgr/core/target", "**/*.so"} <= set(ignored)
     needed = ("cachemgr", "protos", "deploy/demo/model", "constraints.txt", "MANIFEST.in", "LICENSE", "README.md")
     assert not set(needed) & set(ignored)

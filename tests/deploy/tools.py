@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -18,6 +19,22 @@ DEPLOY = ROOT / "deploy"
 SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
 # With a gateway, which is a client too.
 SERVERS = {**SERVICES, "serve": "quire.client.gateway.__main__", "events": "quire.client.kv_events.__main__"}
+# The manifests that a service's pod is merged of.
+MANIFESTS = {
+    "cachemgr": ("base/cachemgr.yaml", "components/cachemgr/container.yaml"),
+    "worker": ("components/workers/workers.yaml",),
+    "gateway": ("components/gateway/gateway.yaml",),
+}
+
+
+def pod_of(service: str) -> dict[str, Any]:
+    """The specification of a service's pod."""
+    pod: dict[str, Any] = {}
+    for path in MANIFESTS[service]:
+        documents = yaml.safe_load_all((DEPLOY / "kubernetes" / path).read_text())
+        (workload,) = [document for document in documents if "template" in document.get("spec", {})]
+        pod |= {name: value for name, value in workload["spec"]["template"]["spec"].items() if value}
+    return pod
 
 
 def find(program: str, *, required_by: str, for_what: str) -> str:
