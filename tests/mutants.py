@@ -54,6 +54,7 @@ EXAMPLES = {
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/test_process.py", "unit/test_peak_step.py"],
     RANKS_IDEA: ["unit/test_orders.py", "unit/test_sharding.py"],
+    "KV events": ["unit/test_prefix_replica.py"],
 }
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/test_ledger_machine.py"]
@@ -75,7 +76,8 @@ ERROR = "ERROR"
 
 NO_BUGS = [
     *(Bug("none", f"no bug in {package}", package, ()) for package in EXAMPLES),
-    *(Bug(idea, f"no bug of {idea}", "worker", ()) for idea in EXAMPLES_OF_IDEA),
+    Bug(GPU_IDEA, f"no bug of {GPU_IDEA}", "worker", ()),
+    Bug("KV events", "no bug of KV events", "client", ()),
 ]
 
 Seed = Callable[[Path], None]

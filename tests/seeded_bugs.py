@@ -692,6 +692,22 @@ BUGS = [
         "the last request of a tenant takes its account with it while others of it live",
         ("end", "if not self._accounts[key].num_living:", "if self._accounts[key]:"),
     ),
+    # -- KV events: a consumer never hears of a block before its parent
+    client(
+        "KV events",
+        "a block is published before its parent",
+        ("_hold", "if parent_hash == ROOT or (parent is not None and parent.is_published):", "if True:"),
+    ),
+    client(
+        "KV events",
+        "blocks are removed, a parent before its children",
+        ("_leave", "changes.removed(hidden[::-1])", "changes.removed(hidden)"),
+    ),
+    client(
+        "KV events",
+        "the first block of a change names a parent that is not its own",
+        ("_end", "BlocksStored(first.parent_hash, blocks,", "BlocksStored(first.block.prefix_hash, blocks,"),
+    ),
     # -- a GPU: what its start depends on
     worker(
         GPU_IDEA,

@@ -5,7 +5,7 @@
 Works on a copy of the files that git knows or would take. Needs cargo, git and a package index. Takes some three
 minutes, most of them for the Rust core, which a --cargo-target that is kept spares. The last line is "packages: N
 checks passed"; exit status 1 if one did not. quire-kv[worker] is resolved and not installed: the checkout's own
-environment has it.
+environment has it. Extras that are not checked are named with the reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import tomllib
 import venv
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,7 @@ IN_WHEEL = (
         "quire/client/cli/__init__.py",
         "quire/serving/systemd.py",
     ),
+    *("quire/client/gateway/shepherd.py", "quire/client/dynamo/__main__.py", "quire/client/kv_events/__main__.py"),
     *("quire/cache/v1/cache_service.proto", "quire/compute/v1/worker_service_pb2.py"),
 )
 # No package at the top level but quire, and nothing that only a checkout needs.
@@ -76,7 +78,22 @@ WITHOUT_TORCH = {"torch", "triton", "transformers", "safetensors"}
 FOREIGN_TO = {
     "cachemgr": WITHOUT_TORCH | {"llguidance", "numpy", "tokenizers", "huggingface-hub", "rich", "psutil"},
     "client": WITHOUT_TORCH | {"llguidance", "numpy", "uvloop", "grpcio-reflection"},
+    "events": WITHOUT_TORCH | {"llguidance", "tokenizers", "starlette", "ai-dynamo-runtime"},
+    "gateway": WITHOUT_TORCH | {"llguidance", "pyzmq", "smg-grpc-proto"},
+    "shepherd": WITHOUT_TORCH | {"llguidance", "pyzmq", "smg"},
 }
+# Extras that are not installed here, and the reason.
+NOT_CHECKED = {
+    "all": "it is others together",
+    "dev": "the environment of this check has it",
+    "dynamo": "ai-dynamo requires aisimulate, which downloads its wheel from NVIDIA's index; it is not used here",
+    "otel": "the environment of this check has it",
+}
+# Nothing is at that address, so it waits.
+AS_WORKER_OF_SMG = (
+    *("--cachemgr", "127.0.0.1:9", "--pool", "one"),
+    *("--listen", "127.0.0.1:0", "--shepherd", "127.0.0.1:0"),
+)
 SERVING = f"""
 import grpc, sys
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -211,7 +228,10 @@ def check_names(what: str, names: set[str], needed: tuple[str, ...], foreign: tu
 
 
 def extras_have_no_torch(scratch: Scratch) -> None:
-    """quire-kv[cachemgr] and quire-kv[client] install, without each other's packages and without torch."""
+    """Each extra without torch installs, without the packages of others. No extra is forgotten."""
+    project = tomllib.loads((scratch.tree / "pyproject.toml").read_text())["project"]
+    if forgotten := set(project["optional-dependencies"]) ^ {"worker", *FOREIGN_TO, *NOT_CHECKED}:
+        raise CheckFailed(f"extras that are neither checked nor named: {sorted(forgotten)}")
     for extra, foreign in FOREIGN_TO.items():
         installed = Environment.make(scratch.folder / extra, scratch.requirement(extra)).distributions()
         if strangers := installed & foreign:
@@ -255,6 +275,30 @@ def the_command_line_says_what_it_is(scratch: Scratch) -> None:
             raise CheckFailed(f"quire-kv[{extra}] does not answer as it should")
 
 
+def adapters_start(scratch: Scratch) -> None:
+    """`quire events` has its packages in quire-kv[events], `quire serve --shepherd` in quire-kv[shepherd]."""
+    events, shepherd = (Environment(scratch.folder / extra) for extra in ("events", "shepherd"))
+    if "Usage: quire events" not in run(events.program("quire"), "events", "--help"):
+        raise CheckFailed("quire events --help does not answer as it should")
+    command = [shepherd.program("quire"), "serve", *AS_WORKER_OF_SMG]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(DEADLINE_S, process.kill)
+        timer.start()
+        said = list(until("a worker of Shepherd Model Gateway", process.stderr or ()))
+        timer.cancel()
+        process.kill()
+    if not said or "smg_grpc_proto" not in said[-1]:
+        raise CheckFailed(f"quire serve --shepherd does not start: {said[-5:]}")
+
+
+def until(text: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines up to the first one with a text."""
+    for line in lines:
+        yield line
+        if text in line:
+            return
+
+
 def what_is_missing_is_named(scratch: Scratch) -> None:
     """A command with a missing extra names it, in one line, with status 1."""
     for extra, command, needed in (
@@ -262,6 +306,10 @@ def what_is_missing_is_named(scratch: Scratch) -> None:
         ("cachemgr", ("generate", "Once"), "quire-kv[client]"),
         ("client", ("cachemgr",), "quire-kv[cachemgr]"),
         ("client", ("worker", "--model", "some"), "quire-kv[worker]"),
+        ("client", ("serve",), "quire-kv[gateway]"),
+        ("client", ("events",), "quire-kv[events]"),
+        ("client", ("dynamo",), "quire-kv[dynamo]"),
+        ("gateway", ("serve", *AS_WORKER_OF_SMG), "quire-kv[shepherd]"),
         ("client", ("up", "--model", "some"), "quire-kv[cachemgr,gateway,worker]"),
     ):
         done = attempt(Environment(scratch.folder / extra).program("quire"), *command)
@@ -277,6 +325,7 @@ CHECKS: tuple[Callable[[Scratch], None], ...] = (
     the_worker_extra_has_torch,
     the_command_line_says_what_it_is,
     cachemgr_serves,
+    adapters_start,
     what_is_missing_is_named,
 )
 
@@ -297,6 +346,8 @@ def main() -> int:
                 print(f"FAILED  {summary}\n{error}", file=sys.stderr)
                 return 1
             print(f"ok  {summary}", flush=True)
+    for extra, reason in NOT_CHECKED.items():
+        print(f"not checked  quire-kv[{extra}]: {reason}")
     print(f"packages: {len(CHECKS)} checks passed")
     return 0
 

@@ -46,7 +46,9 @@ def test_an_image_runs_its_service_as_the_manifests_expect(service: str) -> None
 def test_an_image_has_its_extra_alone(service: str) -> None:
     *earlier, last = stages(service)
     lines = [line for stage in earlier for line in of_kind(stage, "RUN")]
-    assert [extra for line in lines for extra in re.findall(r"quire-kv\[(\w+)\]", line)] == [service]
+    defaults = dict(line.split("=", 1) for stage in earlier for line in of_kind(stage, "ARG"))
+    extras = [extra for line in lines for extra in re.findall(r"quire-kv\[([^]]+)\]", line)]
+    assert [defaults.get(extra.strip("${}"), extra) for extra in extras] == [service]
     assert ("torch" in " ".join(lines + last)) == (service == "worker")
     # The compiler and the sources stay behind; of the build there is the environment.
     (copied,) = of_kind(last, "COPY")

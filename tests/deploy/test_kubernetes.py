@@ -27,9 +27,11 @@ from deadlines import DEADLINE_S
 from deploy.cert_manager import make_secrets
 from deploy.tools import DEPLOY, ROOT, find, parse_service
 from integration.protocol_client import await_that
+from package_environments import SMG, environment
 
 from quire.client.cli.launch import ServiceProcess
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
+from quire.serving.addresses import is_local
 
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes/overlays").glob("*/kustomization.yaml"))
 # The oldest that has all fields in use, and the newest that the validator knows.
@@ -38,11 +40,13 @@ BUILD_TIMEOUT_S = 1200
 DRAIN_MARGIN_S = 10
 WORKLOADS = {"Deployment", "StatefulSet"}
 # Kubernetes has no schema of custom resources. How many of cert-manager's there are in each overlay, one more with a
-# gateway, and what we use of them and of LeaderWorkerSet. The pods of the latter are checked by themselves:
+# gateway, two with Shepherd Model Gateway, and what we use of them and of LeaderWorkerSet. The pods of the latter are
+# checked by themselves:
 NUM_CUSTOM_RESOURCES = 7
 # Overlays that fetch nothing.
 OFFLINE = {"serve", "try"}
 GATEWAY = "quire://gateway"
+SHEPHERD = "quire://shepherd"
 # The secret that its owner makes, with the file `keys`.
 KEYS_SECRET = "quire-gateway-keys"
 KEY = "a-key-of-the-test"
@@ -145,8 +149,15 @@ TORCHRUN_END_S = 30
 
 DEMO_MODEL = DEPLOY / "demo" / "model"
 # The command, without `quire`, of a container by its name.
-COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
-MODULES = {"cachemgr": "quire.cachemgr", "worker": "quire.worker", "gateway": "quire.client.gateway"}
+COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve", "shepherd": "serve"}
+MODULES = {
+    "cachemgr": "quire.cachemgr",
+    "worker": "quire.worker",
+    "gateway": "quire.client.gateway",
+    "shepherd": "quire.client.gateway",
+}
+# Container files by container, where they have another name.
+CONTAINER_FILES = {"shepherd": "gateway"}
 
 Manifest = dict[str, Any]
 
@@ -172,6 +183,13 @@ class Rendered:
             for container in pod["containers"]:
                 yield pod, container
 
+    def own_containers(self) -> Iterator[tuple[Manifest, Manifest]]:
+        """Those that run Quire, each with its pod."""
+        return ((pod, container) for pod, container in self.containers() if container["name"] in COMMANDS)
+
+    def container(self, name: str) -> Manifest | None:
+        return next((container for _, container in self.containers() if container["name"] == name), None)
+
     def pods_of(self, selector: dict[str, str]) -> list[Manifest]:
         """Pod templates that a selector by labels finds."""
         templates = [workload["spec"]["template"] for workload in self.workloads()]
@@ -182,7 +200,11 @@ class Rendered:
 
     @property
     def has_gateway(self) -> bool:
-        return any(container["name"] == "gateway" for _, container in self.containers())
+        return self.container("gateway") is not None
+
+    @property
+    def has_shepherd(self) -> bool:
+        return self.container("shepherd") is not None
 
 
 @pytest.fixture(scope="session")
@@ -258,6 +280,7 @@ class Cluster:
         self._ports: dict[str, int] = {}
         self._secrets: dict[str, str] = {}
         self._started: list[ServiceProcess] = []
+        self._foreign: list[subprocess.Popen[bytes]] = []
         make_secrets([_of_this_machine(each) for each in rendered.of_kind("Certificate")], folder)
         for manifest in rendered.of_kind("ConfigMap"):
             for name, text in manifest["data"].items():
@@ -266,14 +289,10 @@ class Cluster:
 
     def start(self, pod: Manifest, container: Manifest) -> ServiceProcess:
         """Start a container's process. `wait_ready` polls its health as the kubelet does."""
-        (secret,) = [
-            volume["secret"]["secretName"]
-            for mount in container["volumeMounts"]
-            for volume in pod["volumes"]
-            if volume["name"] == mount["name"] and "secret" in volume and mount["mountPath"] == "/etc/quire/tls"
-        ]
-        flags = [self._here(flag, secret) for flag in flags_of(container)]
-        health = "".join(flag.partition("=")[2] for flag in flags if flag.startswith("--health-listen="))
+        flags = [self._here(flag, tls_secret(pod, container)) for flag in flags_of(container)]
+        health = "".join(
+            flag.partition("=")[2] for flag in flags if flag.startswith(("--health-listen=", "--shepherd="))
+        )
         name = container["name"]
         log_path = self._folder / f"{name}.log"
         process = ServiceProcess(name, target=MODULES[name], arguments=flags, address=health, log_path=log_path)
@@ -281,23 +300,42 @@ class Cluster:
         process.start()
         return process
 
+    def start_smg(self, pod: Manifest, container: Manifest) -> None:
+        """Start the real one, with the first worker alone: this machine has no other one."""
+        program, *arguments = container["command"]
+        others = re.compile(r"//quire-worker-[1-9]")
+        flags = [self._here(flag, tls_secret(pod, container)) for flag in container["args"] if not others.search(flag)]
+        command = [environment("smg", SMG) / program, *arguments, *flags]
+        with (self._folder / "smg.log").open("wb") as log:
+            home = os.environ | {"HOME": str(self._folder)}
+            self._foreign.append(subprocess.Popen(command, stdout=log, stderr=log, env=home))
+
     def wait_ready(self, process: ServiceProcess, container: Manifest) -> None:
         """Wait until its readiness probe succeeds."""
         probe = container["readinessProbe"]
         if "grpc" in probe:
             process.wait_serving(DEADLINE_S)
             return
-        (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == probe["httpGet"]["port"]]
-        url = f"{probe['httpGet']['scheme'].lower()}://localhost:{self._port(str(port))}{probe['httpGet']['path']}"
-        with httpx.Client(verify=False, trust_env=False, timeout=DEADLINE_S) as kubelet:
-            await_that("the gateway is ready", lambda: not process.is_running or _is_success(kubelet, url))
+        await_that("the gateway is ready", lambda: not process.is_running or self.is_ready(container))
         assert process.is_running, process.log_tail()
+
+    def is_ready(self, container: Manifest) -> bool:
+        """Return whether its readiness probe over HTTP succeeds."""
+        probe = container["readinessProbe"]["httpGet"]
+        (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == probe["port"]]
+        url = f"{probe['scheme'].lower()}://localhost:{self._port(str(port))}{probe['path']}"
+        with httpx.Client(verify=False, trust_env=False, timeout=DEADLINE_S) as kubelet:
+            return _is_success(kubelet, url)
 
     def http(self, port: int) -> httpx.Client:
         """An HTTP client that trusts the authority of the certificates; it shows none."""
         context = ssl.create_default_context(cafile=self._folder / "quire-client-tls" / "ca.crt")
         base_url = f"https://localhost:{self._port(str(port))}"
         return httpx.Client(base_url=base_url, verify=context, trust_env=False, timeout=DEADLINE_S)
+
+    def url(self, port: int) -> str:
+        """The metrics of the port of this name in the manifests, in plain text."""
+        return f"http://localhost:{self._port(str(port))}/metrics"
 
     def dial(self, port: int, secret: str | None, name: str) -> grpc.Channel:
         """A client's channel to the port of this name in the manifests, of a server of this name."""
@@ -307,6 +345,9 @@ class Cluster:
         return grpc.secure_channel(f"127.0.0.1:{self._port(str(port))}", credentials, options=options)
 
     def close(self) -> None:
+        for smg in self._foreign:
+            smg.kill()
+            smg.wait(DEADLINE_S)
         for process in self._started:
             process.kill()
 
@@ -319,8 +360,9 @@ class Cluster:
         flag = flag.replace("/etc/quire/keys/", f"{self._folder}/")
         flag = flag.replace("/run/quire-cachemgr", f"{self._folder}/state")
         flag = flag.replace("--model=some/model", f"--model={DEMO_MODEL}").replace("=cuda", "=cpu")
-        flag = re.sub(r"=(0\.0\.0\.0|[\w.-]+\.quire\.svc):", "=localhost:", flag)
-        return re.sub(r":(\d+)$", lambda match: f":{self._port(match[1])}", flag)
+        flag = re.sub(r"(=|//)(0\.0\.0\.0|[\w.-]+\.quire\.svc):", r"\1localhost:", flag)
+        flag = flag.replace("host=0.0.0.0", "host=127.0.0.1")
+        return re.sub(r"(:|port=)(\d+)$", lambda match: f"{match[1]}{self._port(match[2])}", flag)
 
     def _port(self, port: str) -> int:
         if port not in self._ports:
@@ -328,6 +370,17 @@ class Cluster:
                 probe.bind(("127.0.0.1", 0))
                 self._ports[port] = int(probe.getsockname()[1])
         return self._ports[port]
+
+
+def tls_secret(pod: Manifest, container: Manifest) -> str:
+    """The name of the secret with a container's certificate."""
+    (secret,) = [
+        volume["secret"]["secretName"]
+        for mount in container["volumeMounts"]
+        for volume in pod["volumes"]
+        if volume["name"] == mount["name"] and "secret" in volume and mount["mountPath"] == "/etc/quire/tls"
+    ]
+    return str(secret)
 
 
 def _of_this_machine(certificate: Manifest) -> Manifest:
@@ -364,8 +417,8 @@ def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
 
 def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
     """All services with these flags and certificates: the worker attaches, and the roles are the expected ones."""
-    processes = [cluster.start(pod, container) for pod, container in rendered.containers()]
-    for process, (_, container) in zip(processes, rendered.containers(), strict=True):
+    processes = [cluster.start(pod, container) for pod, container in rendered.own_containers()]
+    for process, (_, container) in zip(processes, rendered.own_containers(), strict=True):
         cluster.wait_ready(process, container)
     list_pools, get_model = "/quire.cache.v1.CacheService/ListPools", "/quire.compute.v1.WorkerService/GetModel"
     worker_name = "quire-worker-0.quire-worker.quire.svc"
@@ -382,6 +435,8 @@ def test_what_is_rendered_serves(rendered: Rendered, cluster: Cluster) -> None:
         assert call(channel, list_pools) is grpc.StatusCode.UNAVAILABLE
     if rendered.has_gateway:
         check_gateway(cluster)
+    if rendered.has_shepherd:
+        check_smg(rendered, cluster)
     for process in processes:
         assert process.terminate() == 0
 
@@ -410,8 +465,23 @@ def check_gateway(cluster: Cluster) -> None:
         assert f'vllm:generation_tokens_total{{model_name="{model["id"]}"}} 8.0' in client.get("/metrics").text
 
 
+def check_smg(rendered: Rendered, cluster: Cluster) -> None:
+    """Get a completion over HTTPS through the real smg, and its metrics."""
+    ((pod, container),) = [each for each in rendered.containers() if each[1]["name"] == "smg"]
+    cluster.start_smg(pod, container)
+    await_that("smg is ready", lambda: cluster.is_ready(container))
+    with cluster.http(30000) as client:
+        (model,) = client.get("/v1/models").raise_for_status().json()["data"]
+        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4}
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4
+    with httpx.Client(trust_env=False, timeout=DEADLINE_S) as prometheus:
+        assert "smg_kv_event_subscriptions_total{" in prometheus.get(cluster.url(29000)).text
+        assert "vllm:num_requests_waiting{" in prometheus.get(cluster.url(9404)).text
+
+
 def test_these_are_the_overlays() -> None:
-    assert OVERLAYS == ["many-workers", "one-gpu", "serve", "try"]
+    assert OVERLAYS == ["many-workers", "one-gpu", "serve", "shepherd", "try"]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -430,7 +500,7 @@ def test_the_validator_finds_faults(kustomize: Path) -> None:
 
 def test_custom_resources_are_as_we_know_them(rendered: Rendered) -> None:
     custom = [manifest for manifest in rendered.manifests if is_custom(manifest)]
-    assert len(custom) == NUM_CUSTOM_RESOURCES + rendered.has_gateway
+    assert len(custom) == NUM_CUSTOM_RESOURCES + rendered.has_gateway + 2 * rendered.has_shepherd
     for manifest in custom:
         assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
         jsonschema.validate(manifest["spec"], CUSTOM_SPECS[manifest["apiVersion"], manifest["kind"]])
@@ -446,8 +516,11 @@ def test_everything_is_in_one_namespace(rendered: Rendered) -> None:
 
 
 def test_our_parsers_take_every_flag(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _, container in rendered.containers():
+    for _, container in rendered.own_containers():
         values = values_of(container, monkeypatch)
+        if container["name"] == "shepherd":  # smg has no certificate for its workers
+            assert (values["tls_cert"], values["api_keys"], values["pool"]) == (None, None, "quire-worker-0")
+            continue
         assert values["tls_cert"] is not None
         assert not values["allow_plaintext"]
         assert values["api_keys" if container["name"] == "gateway" else "token_file"] is not None
@@ -456,11 +529,14 @@ def test_our_parsers_take_every_flag(rendered: Rendered, monkeypatch: pytest.Mon
 
 
 def test_ports_are_those_served(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _, container in rendered.containers():
+    for _, container in rendered.own_containers():
         values = values_of(container, monkeypatch)
         (listen,) = values["listen"]
         served = {"metrics": values["metrics_listen"].port}
-        if container["name"] == "gateway":
+        if container["name"] == "shepherd":
+            assert is_local(listen)
+            served["grpc"] = values["shepherd"].port
+        elif container["name"] == "gateway":
             (grpc_listen,) = values["grpc_listen"]
             served |= {"http": listen.port, "grpc": grpc_listen.port}
         else:
@@ -472,11 +548,11 @@ def test_ports_are_those_served(rendered: Rendered, monkeypatch: pytest.MonkeyPa
         assert set(ports.values()) == {1}
 
 
-START_BUDGETS_S = {"cachemgr": 60, "worker": 300, "gateway": 60}
+START_BUDGETS_S = {"cachemgr": 60, "worker": 300, "gateway": 60, "shepherd": 60}
 
 
 def test_liveness_is_about_nobody_else(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _, container in rendered.containers():
+    for _, container in rendered.own_containers():
         startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
         if container["name"] == "gateway":
             # test_probes.py: /health is 200 without any peer, /ready only while the services serve.
@@ -484,7 +560,8 @@ def test_liveness_is_about_nobody_else(rendered: Rendered, monkeypatch: pytest.M
             assert startup["httpGet"] == live["httpGet"] == asked | {"path": "/health"}
             assert ready["httpGet"] == asked | {"path": "/ready"}
         else:
-            health_port = values_of(container, monkeypatch)["health_listen"].port
+            values = values_of(container, monkeypatch)
+            health_port = values["shepherd" if container["name"] == "shepherd" else "health_listen"].port
             # test_probes.py: "liveness" is SERVING without any peer, the whole server only once a worker is attached.
             assert startup["grpc"] == live["grpc"] == {"port": health_port, "service": "liveness"}
             assert ready["grpc"] == {"port": health_port}
@@ -501,9 +578,9 @@ def test_the_name_that_liveness_asks_for_is_ours() -> None:
 def test_an_update_never_has_two_of_them(rendered: Rendered) -> None:
     for workload in rendered.workloads():
         spec = workload["spec"]
-        if container_named(workload, "gateway"):
+        if container_named(workload, "gateway") or container_named(workload, "smg"):
             assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-            assert spec["replicas"] == 2
+            assert spec["replicas"] == (2 if container_named(workload, "gateway") else 1)
         elif workload["kind"] == "Deployment":
             assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
         else:  # which takes a pod away before it makes the next
@@ -518,7 +595,7 @@ def container_named(workload: Manifest, name: str) -> Manifest | None:
 
 
 def test_a_pod_is_given_time_to_drain(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    for pod, container in rendered.containers():
+    for pod, container in rendered.own_containers():
         drain_s = values_of(container, monkeypatch)["drain_timeout"]
         before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"] if "lifecycle" in container else 0
         assert pod["terminationGracePeriodSeconds"] >= before_s + drain_s + DRAIN_MARGIN_S
@@ -575,12 +652,17 @@ def test_files_in_flags_are_mounted(rendered: Rendered, monkeypatch: pytest.Monk
                     files |= {f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
                 elif "configMap" in volume:
                     files |= {f"{mount['mountPath']}/{name}" for name in maps[volume["configMap"]["name"]]["data"]}
-            given = {str(value) for name, value in values_of(container, monkeypatch).items() if is_file(name, value)}
-            assert given <= files
+            assert files_in_flags(container, monkeypatch) <= files
             for variable in container.get("env", []):
-                if reference := variable["valueFrom"].get("configMapKeyRef"):
+                if reference := variable.get("valueFrom", {}).get("configMapKeyRef"):
                     assert reference["key"] in maps[reference["name"]]["data"]
         assert set(volumes) | claims == mounted_anywhere
+
+
+def files_in_flags(container: Manifest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    if container["name"] not in COMMANDS:
+        return {flag.partition("=")[2] for flag in container["args"] if flag.startswith("--tls-")}
+    return {str(value) for name, value in values_of(container, monkeypatch).items() if is_file(name, value)}
 
 
 def is_file(name: str, value: object) -> bool:
@@ -589,9 +671,12 @@ def is_file(name: str, value: object) -> bool:
 
 def test_images_are_of_this_version_and_have_container_files(rendered: Rendered) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for _, container in rendered.containers():
-        assert container["image"] == f"quire-{container['name']}:{version}"
-        assert (DEPLOY / "containers" / f"{container['name']}.Containerfile").exists()
+    for _, container in rendered.own_containers():
+        name = container["name"]
+        assert container["image"] == f"quire-{name}:{version}"
+        assert (DEPLOY / "containers" / f"{CONTAINER_FILES.get(name, name)}.Containerfile").exists()
+    foreign = {container["image"] for _, container in rendered.containers() if container["name"] not in COMMANDS}
+    assert foreign == ({SMG.replace("==", ":")} if rendered.has_shepherd else set())
 
 
 def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
@@ -657,13 +742,15 @@ def test_callers_are_those_certificates_name(rendered: Rendered, tmp_path: Path)
         for certificate in rendered.of_kind("Certificate")
         if "uris" in certificate["spec"]
     }
-    # The line for a gateway is there without one too: then no certificate has its name.
-    assert set(roles) == set(named) | {GATEWAY}
+    # The lines for gateways are there without them too: then no certificate has their names.
+    assert set(roles) == set(named) | {GATEWAY, SHEPHERD}
     assert (GATEWAY in named) == rendered.has_gateway
+    assert (SHEPHERD in named) == rendered.has_shepherd
     assert all("client auth" in usages for usages in named.values())
     assert roles["quire://worker"] == frozenset({Role.WORKER})
     assert roles["quire://client"] == ROLES_WITHOUT_FILE
     assert roles[GATEWAY] == {Role.CLIENT, Role.GATEWAY}
+    assert roles[SHEPHERD] == {Role.CLIENT, Role.CONTENT}  # no operator: that one sees the blocks of all tenants
     issuers = rendered.names("Issuer")
     assert all(c["spec"]["issuerRef"]["name"] in issuers for c in rendered.of_kind("Certificate"))
 
@@ -683,12 +770,18 @@ def test_policies_admit_what_is_used_and_no_more(rendered: Rendered) -> None:
     expected = {f"{kind}-{what}" for kind in ("cache", "worker") for what in ("grpc", "metrics")}
     if rendered.has_gateway:
         expected |= {"gateway-http", "gateway-grpc", "gateway-metrics"}
+    if rendered.has_shepherd:
+        expected |= {"shepherd-grpc", "shepherd-metrics", "smg-http", "smg-metrics"}
     assert admitted == Counter(expected)
     fetched = set() if rendered.overlay in OFFLINE else {"443"}
     assert ports_out(policies["quire-worker"]) == {"cache-grpc", "53"} | fetched
     assert "egress" not in policies["quire-cachemgr"]
     if rendered.has_gateway:
         assert ports_out(policies["quire-gateway"]) == {"cache-grpc", "worker-grpc", "53"} | fetched
+    if rendered.has_shepherd:
+        assert ports_out(policies["quire-smg"]) == {"shepherd-grpc", "53", "443"}
+        (let_in,) = [rule["from"] for rule in policies["quire-shepherd"]["ingress"] if "grpc" in str(rule["ports"])]
+        assert let_in == [{"podSelector": policies["quire-smg"]["podSelector"]}]
 
 
 def ports_out(policy: Manifest) -> set[str]:
@@ -720,6 +813,34 @@ def test_a_gateway_is_added_to_any_overlay(kustomize: Path, tmp_path: Path, over
     pods = [pod for name in names["values"] for pod in rendered.pods_of({names["key"]: name})]
     named = {port["name"] for pod in pods for container in pod["spec"]["containers"] for port in container["ports"]}
     assert {"cache-grpc", "worker-grpc"} <= named
+
+
+@pytest.mark.parametrize("overlay", ["shepherd", "try"])
+def test_smg_has_every_worker(kustomize: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlay: str) -> None:
+    """As many as there are replicas, by names that lead to pods that are not ready: one container calls the other."""
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    (folder / "overlays/mine").mkdir()
+    components = [] if overlay == "shepherd" else ["../../components/shepherd"]
+    mine = {"resources": [f"../{overlay}"], "components": components, "namespace": "quire"}
+    (folder / "overlays/mine/kustomization.yaml").write_text(yaml.safe_dump(mine))
+    rendered = render(kustomize, folder, "mine")
+    (workers,) = [each for each in rendered.workloads() if container_named(each, "shepherd")]
+    service, shepherd, smg = workers["spec"]["serviceName"], rendered.container("shepherd"), rendered.container("smg")
+    assert shepherd is not None
+    assert smg is not None
+    port = values_of(shepherd, monkeypatch)["shepherd"].port
+    pods = [f"{workers['metadata']['name']}-{number}" for number in range(workers["spec"]["replicas"])]
+    after = smg["args"][smg["args"].index("--worker-urls") + 1 :]
+    assert after == [f"grpc://{pod}.{service}.quire.svc:{port}" for pod in pods]
+    (headless,) = [each["spec"] for each in rendered.of_kind("Service") if each["metadata"]["name"] == service]
+    assert headless["publishNotReadyAddresses"] is True
+    flags = dict(flag.split("=", 1) for flag in smg["args"] if "=" in flag)
+    ports = {each["name"]: str(each["containerPort"]) for each in smg["ports"]}
+    assert (flags["--port"], flags["--prometheus-port"]) == (ports["smg-http"], ports["smg-metrics"])
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        path = "/readiness" if probe == "readinessProbe" else "/liveness"
+        assert smg[probe]["httpGet"] == {"scheme": "HTTPS", "port": "smg-http", "path": path}
 
 
 def test_workers_are_scaled_by_metrics_that_are_made(kustomize: Path, tmp_path: Path) -> None:

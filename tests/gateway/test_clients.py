@@ -11,9 +11,9 @@ import httpx
 import pages
 import pytest
 from deadlines import DEADLINE_S
-from environments import environment
 from gateway.conftest import MODEL, ROOT, Gateway
 from gateway.test_docs import DEFAULT
+from package_environments import environment
 from pages import SHELL
 
 pytestmark = pytest.mark.verify

@@ -20,17 +20,16 @@ import openai
 import pages
 import pytest
 from deadlines import DEADLINE_S
-from environments import environment
 from gateway.conftest import MODEL, Gateway
 from integration.fleet import POOLS, Fleet, started
 from integration.protocol_client import await_that
+from package_environments import SMG, environment
 
 pytestmark = pytest.mark.verify
 
 THIS = "tests/gateway/test_shepherd_gateway.py"
 *SERVE, LAUNCH = pages.block("docs/how-to/shepherd.md", test=THIS).commands()
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-SMG = "smg==1.13.0"
 BLOCK_SIZE = 16
 # The gateway excludes a worker that it has not heard from for this time; it is 15 s by default.
 STALE_S = 5
@@ -279,20 +278,24 @@ def test_a_restarted_adapter_makes_the_index_anew(site: Site) -> None:
 
 
 def test_requests_survive_a_killed_worker_and_its_blocks_leave_the_index(site: Site) -> None:
-    """Of the requests that run, each that is not streamed is answered; so is each that comes later."""
+    """Of the requests that run, a stream ends with an error; each other one is answered, and each that comes later."""
     site.await_indexed()
 
     def long(number: int) -> Any:
         return site.smg.complete(prompt_of(number), max_tokens=200, extra_body={"ignore_eos": True})
 
+    stream = iter(site.smg.complete(prompt_of(69), max_tokens=1900, stream=True, extra_body={"ignore_eos": True}))
+    next(stream)
     with ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(long, number) for number in range(70, 78)]
         victim = await_that("one serves", site.busy_pool)
+        answers = [threads.submit(long, number) for number in range(70, 78)]
         killed, (other,) = site.urls[victim], (url for pool, url in site.urls.items() if pool != victim)
         await_that("it is indexed", lambda: site.smg.num_indexed(killed))
         site.fleet.workers[victim].kill()
         await_that("the index is empty", lambda: not site.smg.num_indexed(killed), timeout_s=LEFT_OVER_S)
         assert [answer.result().usage.completion_tokens for answer in answers] == [200] * 8
+    with pytest.raises(openai.APIError):
+        list(stream)
     before = site.smg.metric("smg_worker_requests_total", other)
     for number in range(20):
         assert site.smg.complete(prompt_of(number)).choices

@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 from deadlines import DEADLINE_S
-from environments import environment
 from integration.network import Network
 from integration.protocol_client import await_that
+from package_environments import environment
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).with_name("dynamo_requirements.txt")

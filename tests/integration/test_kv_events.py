@@ -9,6 +9,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -314,6 +315,15 @@ def test_a_port_that_is_taken_is_named(cachemgr: LoneCachemgr, publish: Publish)
     second = publish("--pool", "two", "--listen", address)
     assert second.process.wait(DEADLINE_S) == 1
     assert f"--listen {address}: Address already in use" in second.log()
+
+
+def test_the_log_names_the_versions(cachemgr: LoneCachemgr, publish: Publish) -> None:
+    """The consumers' own version is not known here: the log says which one was tested."""
+    Bookkeeper(cachemgr, "one", epoch=1, **SMALL_POOL)
+    events = publish()
+    events.await_pool("one")
+    installed = " ".join(f"{name}={metadata.version(name)}" for name in ("pyzmq", "msgspec"))
+    assert f"events in vLLM's format, tested with ai-dynamo-runtime 1.6.1 {installed}" in events.log()
 
 
 def test_a_missing_extra_is_named() -> None:
