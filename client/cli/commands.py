@@ -42,6 +42,7 @@ _MARKS = {
     "gateway": "starlette",
     "events": "zmq",
     "dynamo": "dynamo.common.backend",
+    "lab": "matplotlib",
     "otel": "opentelemetry.exporter.otlp.proto.grpc",
 }
 # Everything a service's own parser should see, help included.
@@ -362,6 +363,14 @@ def dynamo(ctx: click.Context) -> None:
     """Run a backend of NVIDIA Dynamo; its flags are those of `quire dynamo --help`."""
     _require("dynamo")
     _become("quire.client.dynamo", ctx.args)
+
+
+@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Try policies in virtual time.")
+@click.pass_context
+def lab(ctx: click.Context) -> None:
+    """Try schedulers, routers and eviction policies in virtual time; see `quire lab --help`."""
+    _require("lab")
+    _become("quire.client.lab", ctx.args)
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

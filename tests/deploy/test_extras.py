@@ -18,6 +18,7 @@ FOLDERS = {
     "cachemgr": ("cachemgr", "serving", "protos"),
     "client": ("client", "protos"),
     "events": ("client/kv_events", "serving", "protos"),
+    "lab": ("client/lab", "protos"),
     "gateway": ("client", "client/gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
@@ -26,7 +27,7 @@ ADAPTERS = {"shepherd": "client/gateway/shepherd.py"}
 # Not part of `all`: installed in an environment of its own.
 APART = {"dynamo": ("client", "client/dynamo", "serving", "protos")}
 # Folders of `client`: other extras have their imports.
-WITH_OTHER_EXTRAS = {ROOT / folder for folder in ("client/gateway", "client/kv_events", "client/dynamo")}
+WITH_OTHER_EXTRAS = {ROOT / folder for folder in ("client/gateway", "client/kv_events", "client/dynamo", "client/lab")}
 DISTRIBUTIONS = packages_distributions()
 
 
@@ -85,7 +86,7 @@ def test_an_extra_has_what_its_code_imports(extra: str) -> None:
     assert needed - required(extra) == set()
 
 
-@pytest.mark.parametrize("extra", ["cachemgr", "client", "events", "gateway"])
+@pytest.mark.parametrize("extra", ["cachemgr", "client", "events", "gateway", "lab"])
 def test_only_the_worker_asks_for_torch(extra: str) -> None:
     assert not required(extra) & {"torch", "triton", "transformers", "safetensors"}
     assert {"torch", "transformers"} <= required("worker")

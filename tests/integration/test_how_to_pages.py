@@ -1,5 +1,5 @@
 """Pages that are followed from beginning to end, as those of docs/tutorials are: docs/asked-for-elsewhere.md, and of
-docs/how-to debug-a-preemption-storm.md, move-from-vllm.md, read-a-profile.md and upgrade-a-running-pair.md."""
+docs/how-to debug-a-preemption-storm.md, lab.md, move-from-vllm.md, read-a-profile.md and upgrade-a-running-pair.md."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def test_through_the_gateway(page: str, folder: Path) -> None:
     find("curl", for_what=page)
     (port,) = free_ports(1)
     follow(page, test=THIS, folder=folder, replaced={"8000": str(port)})
+
+
+def test_lab(folder: Path) -> None:
+    follow("docs/how-to/lab.md", test=THIS, folder=folder)
 
 
 def test_read_a_profile(folder: Path) -> None:

@@ -64,6 +64,10 @@ def test_which_pool(folder: Path) -> None:
     follow("docs/tutorials/which-pool.md", test=THIS, folder=folder)
 
 
+def test_try_a_router(folder: Path) -> None:
+    follow("docs/tutorials/try-a-router.md", test=THIS, folder=folder)
+
+
 def test_tls_and_two_tenants(folder: Path) -> None:
     page = "docs/tutorials/tls-and-two-tenants.md"
     for program in ("openssl", "curl"):

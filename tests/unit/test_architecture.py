@@ -29,6 +29,12 @@ MAY_IMPORT = {
     "client/kv_events": ("quire.client", "quire.serving", *PROTOS),
     # A server by Dynamo's means, with our flags.
     "client/dynamo": ("quire.client", "quire.serving", *PROTOS),
+    # It runs cachemgr's books in its own process: a policy tried on other books would be another policy.
+    "client/lab": (
+        "quire.client",
+        *(f"quire.cachemgr.{module}" for module in ("_core", "geometry", "messages")),
+        *PROTOS,
+    ),
 }
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
@@ -44,7 +50,9 @@ WITHIN_CLIENT = {
     "client/gateway": ("quire.client.cli", "quire.cachemgr"),
     "client/kv_events": ("quire.client.cli", "quire.client.engine", "quire.client.gateway", "quire.cachemgr"),
     "client/dynamo": ("quire.client.cli", "quire.client.gateway", "quire.cachemgr"),
-    "client/cli": ("quire.client.gateway", "quire.client.kv_events", "quire.client.dynamo"),
+    "client/cli": (*("quire.client.gateway", "quire.client.kv_events", "quire.client.dynamo", "quire.client.lab"),),
+    # Of the engine and the gateway the parts that decide, not those that act.
+    "client/lab": ("quire.client.cli", "quire.client.engine.engine", "quire.client.gateway.routing"),
 }
 # What every install has; the rest comes with extras.
 ALWAYS_INSTALLED = ("quire", "click", "google", "grpc", "prometheus_client", *sys.stdlib_module_names)

@@ -1,0 +1,29 @@
+"""One request of a load. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.client.lab.tokens import Content
+
+TRACE_STREAMS = 2**31
+"""Streams below are blocks of traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its answer.
+
+    content      the tokens of the prompt, then those of the answer
+    at_s         the arrival; with `after`, seconds from the end of that request
+    after        the number of the request before it in its conversation, if it is sent when that one has ended
+    session      requests of one conversation have the same number
+    """
+
+    content: Content
+    num_prompt: int
+    num_output: int
+    at_s: float
+    session: int
+    tenant: str = ""
+    after: int | None = None

@@ -1,0 +1,219 @@
+"""One run in virtual time: a queue of events, the pools, and the router. Nothing sleeps, and no clock is read."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+from collections.abc import Callable, Sequence
+
+from quire.client.errors import InvalidRequest
+from quire.client.gateway.choosing import OpenRequest, OutputLength
+from quire.client.lab.config import LabConfig
+from quire.client.lab.errors import ConfigError
+from quire.client.lab.load import make_requests
+from quire.client.lab.measures import (
+    Outcome,
+    Record,
+    Series,
+    by_tenant,
+    over_arrivals,
+    quantiles_of,
+    ratio,
+    summarise,
+)
+from quire.client.lab.policy_files import errors_of, make_router, scheduling_policies
+from quire.client.lab.pool import Job, SimulatedPool, prompt_bytes
+from quire.client.lab.requests import Request
+from quire.client.lab.routers import Arrival
+
+_ARRIVAL, _TURN = 0, 1
+OnEnd = Callable[[int], None]
+"""Gets the number of requests that have ended since the last call."""
+
+
+class Simulation:
+    """A configuration with a seed."""
+
+    def __init__(self, config: LabConfig, seed: int, requests: Sequence[Request] | None = None) -> None:
+        """requests: those to serve, instead of the configuration's load. Raises ConfigError."""
+        self.config, self.seed = config, seed
+        self.requests = make_requests(config.load, seed) if requests is None else requests
+        self._router = make_router(config.policy.router, config.folder, random.Random(seed))
+        make_policy = scheduling_policies(config.policy.scheduler, config.folder)
+        verify = os.environ.get("QUIRE_VERIFY") == "1"
+        width = len(str(config.fleet.workers))
+        self.pools = [
+            SimulatedPool(f"worker-{number:0{width}}", config.fleet, make_policy(), verify=verify)
+            for number in range(1, config.fleet.workers + 1)
+        ]
+        self._index = {pool.name: index for index, pool in enumerate(self.pools)}
+        self._lengths = OutputLength()
+        self._open: dict[int, OpenRequest] = {}
+        self._followers = {
+            request.after: number for number, request in enumerate(self.requests) if request.after is not None
+        }
+        self._events: list[tuple[float, int, int, int]] = []
+        self._num_events = 0
+        self._now_s = 0.0
+        self._num_ended = 0
+        self._series = Series()
+        self.records = [Record(each.tenant, each.num_prompt, each.num_output) for each in self.requests]
+
+    def run(self, on_end: OnEnd | None = None) -> Outcome:
+        """All requests, until the last has ended. Raises ConfigError if a policy's file fails."""
+        for number, request in enumerate(self.requests):
+            if request.after is None:
+                self._push(request.at_s, _ARRIVAL, number)
+        choice = self.config.policy
+        with errors_of(choice.router, choice.scheduler, self.config.folder):
+            self._run(on_end or _ignore)
+        return self._outcome()
+
+    def _run(self, on_end: OnEnd) -> None:
+        num_told = 0
+        while self._events:
+            at_s, _, kind, index = heapq.heappop(self._events)
+            while at_s > self._series.next_s:
+                self._series.add(self._sample())
+            self._now_s = at_s
+            if kind == _ARRIVAL:
+                self._arrive(index)
+            else:
+                self._turn(self.pools[index], index)
+            if self._num_ended >= num_told + 32:
+                on_end(self._num_ended - num_told)
+                num_told = self._num_ended
+        self._series.add(self._sample())
+        on_end(self._num_ended - num_told)
+        if self._num_ended != len(self.requests):
+            raise RuntimeError(f"{len(self.requests) - self._num_ended} requests have not ended")
+
+    def _push(self, at_s: float, kind: int, index: int) -> None:
+        """Events of one time happen in the order in which they were pushed."""
+        self._num_events += 1
+        heapq.heappush(self._events, (at_s, self._num_events, kind, index))
+
+    def _turn(self, pool: SimulatedPool, index: int) -> None:
+        pool.wakes_at_s = pool.turn(self._now_s, self._on_first, self._on_end)
+        if pool.wakes_at_s is not None:
+            self._push(pool.wakes_at_s, _TURN, index)
+
+    def _arrive(self, number: int) -> None:
+        request, record = self.requests[number], self.records[number]
+        is_known = self.config.load.lengths == "known"
+        tokens = request.content.tokens()
+        prompt = prompt_bytes(tokens[: request.num_prompt])
+        token_ids: list[int] = tokens.tolist()
+        record.arrived_at_s = self._now_s
+        for pool in self.pools:
+            pool.look_for(prompt, request.tenant)
+        arrival = Arrival(
+            token_ids=token_ids[: request.num_prompt],
+            tenant=request.tenant,
+            session=request.session,
+            max_tokens=request.num_output if is_known else None,
+            at_s=self._now_s,
+        )
+        pool = self._place(arrival)
+        record.pool = self._index[pool.name]
+        expected = self._lengths.expected(arrival.max_tokens, 1)
+        use = OpenRequest(pool.use, num_missing=request.num_prompt - pool.num_found, num_expected=expected)
+        try:
+            pool.add(number, token_ids, request.num_prompt, tenant=request.tenant, is_length_known=is_known)
+        except InvalidRequest:
+            use.leave()
+            record.was_refused = True
+            self._finish(number)
+            return
+        self._open[number] = use
+        if pool.wakes_at_s is None:
+            pool.wakes_at_s = self._now_s
+            self._push(self._now_s, _TURN, record.pool)
+
+    def _place(self, arrival: Arrival) -> SimulatedPool:
+        placed = self._router.place(arrival, self.pools)
+        if not isinstance(placed, SimulatedPool) or self._index.get(placed.name) is None:
+            choice = self.config.policy.router
+            raise ConfigError(f"{choice}: place returned {placed!r}: must return one of the pools that it was given")
+        return placed
+
+    def _on_first(self, job: Job) -> None:
+        record = self.records[job.number]
+        record.first_at_s, record.num_cached = job.first_at_s, job.num_cached
+        self._open[job.number].begin_output()
+
+    def _on_end(self, job: Job) -> None:
+        record = self.records[job.number]
+        record.ended_at_s, record.num_generated = job.ended_at_s, job.num_generated
+        record.was_refused = job.first_at_s is None
+        self._open.pop(job.number).leave()
+        if not record.was_refused:
+            self._lengths.observe(job.num_generated)
+        self._finish(job.number)
+
+    def _finish(self, number: int) -> None:
+        self._num_ended += 1
+        follower = self._followers.get(number)
+        if follower is not None:
+            self._push(self._now_s + self.requests[follower].at_s, _ARRIVAL, follower)
+
+    # Results.
+
+    def _sample(self) -> dict[str, float]:
+        schedulers = [pool.scheduler_statistics() for pool in self.pools]
+        books = [pool.pool_statistics() for pool in self.pools]
+        return {
+            "running": sum(each.num_running for each in schedulers),
+            "waiting": sum(each.num_waiting + each.num_draining for each in schedulers),
+            "used_blocks": sum(each.block_counts.active_count + each.block_counts.retired_count for each in books),
+            "cached_blocks": sum(each.block_counts.cached_count for each in books),
+            "evicted_blocks": sum(each.evicted_block_count for each in books),
+            "preemptions": sum(each.preemptions for each in schedulers),
+            "generated_tokens": sum(each.sampled_tokens for each in schedulers),
+            "computed_tokens": sum(pool.num_computed for pool in self.pools),
+            "busy_s": sum(pool.busy_s for pool in self.pools),
+            "ended": self._num_ended,
+        }
+
+    def _outcome(self) -> Outcome:
+        limits, fleet = self.config.limits, self.config.fleet
+        last, series = self._series.samples[-1], self._series.columns()
+        books = [pool.pool_statistics() for pool in self.pools]
+        counters = {
+            "evicted_blocks": last["evicted_blocks"],
+            "preemptions": last["preemptions"],
+            "computed_tokens": last["computed_tokens"],
+            "recomputed_tokens": sum(each.recomputed_token_count for each in books),
+            "busy_s": last["busy_s"],
+            "workers": fleet.workers,
+            "steps": sum(pool.num_steps for pool in self.pools),
+            "used_ratio": ratio(sum(series["used_blocks"]), len(series["at_s"]) * fleet.blocks * fleet.workers),
+        }
+        metrics = summarise(self.records, limits, counters=counters)
+        served = [record for record in self.records if not record.was_refused]
+        return Outcome(
+            name=self.config.name,
+            seed=self.seed,
+            metrics=metrics,
+            series=series,
+            arrivals=over_arrivals(self.records, limits),
+            quantiles=quantiles_of(self.records),
+            tenants=by_tenant(served, limits),
+            pools=[self._figures_of(index, metrics["duration_s"]) for index in range(len(self.pools))],
+        )
+
+    def _figures_of(self, index: int, duration_s: float) -> dict[str, float]:
+        pool, books = self.pools[index], self.pools[index].pool_statistics()
+        placed = [record for record in self.records if record.pool == index and not record.was_refused]
+        return {
+            "requests": len(placed),
+            "busy_ratio": ratio(pool.busy_s, duration_s),
+            "hit_ratio": ratio(sum(r.num_cached for r in placed), sum(r.num_prompt for r in placed)),
+            "evicted_blocks": books.evicted_block_count,
+            "preemptions": pool.scheduler_statistics().preemptions,
+        }
+
+
+def _ignore(_: int) -> None:
+    pass

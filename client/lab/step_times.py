@@ -1,0 +1,218 @@
+"""The time of one step of a worker, by its tokens: presets, and models fitted to `quire bench step`. Pure.
+
+    additive   base + token * tokens + pair * pairs + context * keys + sequence * sequences
+    roofline   overhead + max(base, token * tokens + pair * pairs) + context * keys + sequence * sequences
+
+tokens are computed in the step; keys are the tokens that its sequences attend to, each sequence for itself; a pair is a
+token and a key that it attends to. The roofline says that weights are read while products are computed: base is the
+time to read them all, token and pair the time of the arithmetic. It has the form of a GPU's step. A small CPU is
+described better by the additive form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import mul
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from quire.client.lab.errors import ConfigError
+
+_FORMS = ("additive", "roofline")
+_CELL = re.compile(
+    r"(?:decode (?P<decodes>\d+) x (?P<cached>\d+)|prompt (?P<prompts>\d+) x (?P<new>\d+)(?: on (?P<on>\d+))?)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The coefficients, in seconds."""
+
+    form: str
+    base_s: float
+    token_s: float
+    context_s: float = 0.0
+    pair_s: float = 0.0
+    sequence_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS:
+            raise ConfigError.of_field("fleet.step.form", self.form, f"one of {', '.join(_FORMS)}")
+        for field in fields(self)[1:]:
+            if not 0 <= getattr(self, field.name) < 1e6:
+                raise ConfigError.of_field(f"fleet.step.{field.name}", getattr(self, field.name), "seconds, 0 to 1e6")
+        if self.base_s + self.token_s + self.sequence_s + self.overhead_s <= 0:
+            raise ConfigError.of_field("fleet.step.base_s", self.base_s, "above 0, if no other part of a step is")
+
+    def seconds(self, starts: Sequence[int], counts: Sequence[int]) -> float:
+        """The time of a step that computes counts[i] tokens of a sequence after its first starts[i]."""
+        num_tokens = sum(counts)
+        num_keys = sum(starts) + num_tokens
+        num_pairs = sum(map(mul, starts, counts)) + sum(map(mul, counts, counts)) / 2
+        return self._seconds(num_tokens, num_keys, num_pairs, len(counts))
+
+    def _seconds(self, num_tokens: int, num_keys: int, num_pairs: float, num_sequences: int) -> float:
+        arithmetic = self.token_s * num_tokens + self.pair_s * num_pairs
+        products = self.base_s + arithmetic if self.form == "additive" else max(self.base_s, arithmetic)
+        return self.overhead_s + products + self.context_s * num_keys + self.sequence_s * num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A device with a model.
+
+    block_bytes_per_token   keys and values of all layers
+    pool_tokens             tokens that the pool has room for beside the weights
+    source                  the derivation, for people
+    """
+
+    time: StepTime
+    kv_bytes_per_token: int
+    pool_tokens: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """By its maker's datasheet: bytes of memory and a second, and dense products a second."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    name: str
+    num_weights: float
+    num_embedding_weights: float
+    num_layers: int
+    hidden_size: int
+    kv_size: int
+    bytes_per_weight: int
+    bytes_per_kv: int
+
+
+# Reached parts of the datasheet's figures. Assumptions, not measurements: a decode step that reads weights at 75 % of
+# the bandwidth, products at 60 % of the peak, attention at 40 %.
+_BANDWIDTH_PART, _PRODUCT_PART, _ATTENTION_PART = 0.75, 0.60, 0.40
+_OVERHEAD_S, _SEQUENCE_S = 0.5e-3, 2e-6
+_MEMORY_PART = 0.9
+"""Of the memory, for weights and pool."""
+
+
+def _preset(device: _Device, model: _Model) -> Preset:
+    """The roofline of a model on a device."""
+    read = model.num_weights - model.num_embedding_weights  # an embedding is looked up, not read whole
+    kv_bytes = 2 * model.num_layers * model.kv_size * model.bytes_per_kv
+    bandwidth = _BANDWIDTH_PART * device.bytes_per_s
+    products = _PRODUCT_PART * device.flops_per_s
+    attention = _ATTENTION_PART * device.flops_per_s
+    time = StepTime(
+        "roofline",
+        base_s=read * model.bytes_per_weight / bandwidth,
+        token_s=2 * read / products,
+        context_s=kv_bytes / bandwidth,
+        pair_s=4 * model.num_layers * model.hidden_size / attention,
+        sequence_s=_SEQUENCE_S,
+        overhead_s=_OVERHEAD_S,
+    )
+    room = _MEMORY_PART * device.memory_bytes - model.num_weights * model.bytes_per_weight
+    source = (
+        f"{model.name} on {device.name}: {read / 1e9:.2f} G weights of {model.bytes_per_weight} B read per step at "
+        f"{_BANDWIDTH_PART:.0%} of {device.bytes_per_s / 1e12:.2f} TB/s, {kv_bytes} B of keys and values a token at "
+        f"the same rate, products at {_PRODUCT_PART:.0%} and attention at {_ATTENTION_PART:.0%} of "
+        f"{device.flops_per_s / 1e12:.0f} TFLOP/s, {_OVERHEAD_S * 1e3:g} ms a step. The parts are assumptions."
+    )
+    return Preset(time, kv_bytes, int(room / kv_bytes), source)
+
+
+# NVIDIA's datasheets of H100 SXM and H200 SXM: dense products, without sparsity. Shapes: the models' config.json.
+_H100 = _Device("H100 SXM", memory_bytes=80e9, bytes_per_s=3.35e12, flops_per_s=989e12)
+_H200_FP8 = _Device("H200 SXM, FP8", memory_bytes=141e9, bytes_per_s=4.8e12, flops_per_s=1979e12)
+_LLAMA_8B = _Model(
+    "Llama 3.1 8B, BF16", 8.03e9, 128256 * 4096, 32, 4096, kv_size=8 * 128, bytes_per_weight=2, bytes_per_kv=2
+)
+_LLAMA_70B = _Model(
+    "Llama 3.1 70B, FP8 weights and BF16 keys",
+    70.6e9,
+    128256 * 8192,
+    80,
+    8192,
+    kv_size=8 * 128,
+    bytes_per_weight=1,
+    bytes_per_kv=2,
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {"h100-8b": _preset(_H100, _LLAMA_8B), "h200-70b": _preset(_H200_FP8, _LLAMA_70B)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A measured step: the sums that the model multiplies, and its time."""
+
+    sums: tuple[float, float, float, float, float]
+    seconds: float
+
+
+def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None) -> tuple[StepTime, float]:
+    """Fit the additive form to the steps of a result of `quire bench step`; return it with its largest relative error.
+
+    model and dtype choose the steps; None: those of the first step. Raises ConfigError.
+    """
+    try:
+        steps = json.loads(path.read_text())["steps"]
+        chosen = model or steps[0]["model"], dtype or steps[0]["dtype"]
+        points = [_point(step) for step in steps if (step["model"], step["dtype"]) == chosen]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"{path} is no result of `quire bench step`: {error!r}") from None
+    if len(points) < 5:
+        raise ConfigError(f"{path} has {len(points)} steps of {' in '.join(chosen)}: a fit needs at least 5")
+    rows = np.array([point.sums for point in points])
+    seconds = np.array([point.seconds for point in points])
+    parts = _least_squares(rows / seconds[:, None])
+    worst = float(np.abs(rows @ parts / seconds - 1).max())
+    names = ("base_s", "token_s", "context_s", "pair_s", "sequence_s")
+    return StepTime("additive", **dict(zip(names, parts.tolist(), strict=True))), worst
+
+
+def _point(step: Mapping[str, Any]) -> _Point:
+    cell = _CELL.match(step["cell"])
+    if cell is None:
+        raise ValueError(f"an unknown step: {step['cell']!r}")
+    if cell["decodes"]:
+        num_sequences, cached, new = int(cell["decodes"]), int(cell["cached"]), 1
+    else:
+        num_sequences, cached, new = int(cell["prompts"]), int(cell["on"] or 0), int(cell["new"])
+    num_tokens = num_sequences * new
+    num_keys = num_sequences * (cached + new)
+    return _Point((1, num_tokens, num_keys, num_tokens * (cached + new / 2), num_sequences), step["median_ms"] / 1e3)
+
+
+def _least_squares(rows: Any) -> Any:
+    """Coefficients of at least 0 with rows @ coefficients nearest to 1: the most negative one is left out in turn."""
+    kept = list(range(rows.shape[1]))
+    while True:
+        found = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)[0]
+        if found.min() >= 0:
+            break
+        del kept[int(found.argmin())]
+    parts = np.zeros(rows.shape[1])
+    parts[kept] = found
+    return parts
+
+
+def describe_presets() -> Iterator[str]:
+    """A line for each preset."""
+    for name, preset in PRESETS.items():
+        yield f"{name}: {preset.source} Room for {preset.pool_tokens:,} tokens."
