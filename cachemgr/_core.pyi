@@ -56,12 +56,6 @@ NUM_TIMES: int
 def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
-def prefix_tokens(name: str, body: bytes, vocab_size: int) -> bytes:
-    """The tokens of a prefix, 4 bytes each, little-endian, in a serialised request of this name.
-
-    Raises CallRefused (TOKEN_OUT_OF_RANGE) for a token that is not below `vocab_size`, ValueError for another name.
-    """
-
 @final
 class Admission:
     """A decoded and checked admission of a request."""

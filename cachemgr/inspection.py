@@ -258,7 +258,7 @@ def prefix_asked_for(
     """Tokens and tenant. Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE)."""
     tenant = tenant_asked_for(method, request)
     geometries = [pool.ledger.geometry for pool in pools]
-    return messages.decode_prefix(request, geometries), tenant
+    return messages.decode_prefix(request.token_ids, request.salt, geometries), tenant
 
 
 def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tuple[int, int]]]:

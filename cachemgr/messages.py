@@ -6,9 +6,10 @@ The core decodes and checks plans and reports itself (core/src/wire).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import starmap
 
+import numpy as np
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
@@ -24,7 +25,6 @@ from quire.cachemgr._core import (
     SequenceView,
     StepPlan,
     TenantUse,
-    prefix_tokens,
 )
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
@@ -65,13 +65,9 @@ MISS_REASONS = {
 }
 
 
-Prefixed = (
-    cache_service_pb2.ExplainPrefixRequest
-    | cache_service_pb2.LookupPrefixRequest
-    | cache_service_pb2.PinPrefixRequest
-    | cache_service_pb2.ResetPrefixCacheRequest
-)
-"""A request with the tokens and the salt of a prefix."""
+def int32_bytes(values: Iterable[int]) -> bytes:
+    """A repeated int32 field as the core takes it: 4 bytes each, little-endian."""
+    return np.asarray(values, dtype="<i4").tobytes()
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
@@ -350,18 +346,20 @@ def check_page_token(token: str, form: str) -> None:
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
 
 
-def decode_prefix(request: Prefixed, pools: Sequence[Geometry]) -> bytes:
-    """The tokens of a prefix in a request, 4 bytes each; at least one of the pools could have a sequence of them.
+def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometry]) -> bytes:
+    """The tokens of a prefix in a request; at least one of the pools could have a sequence of them.
 
     Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE).
     """
-    check_salt("salt", request.salt)
-    if not request.token_ids:
+    check_salt("salt", salt)
+    if not token_ids:
         raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
     if not pools:
         return b""
-    check_count("token_ids", len(request.token_ids), max(geometry.max_tokens for geometry in pools))
-    return prefix_tokens(request.DESCRIPTOR.name, known_bytes(request), max(each.vocab_size for each in pools))
+    check_count("token_ids", len(token_ids), max(geometry.max_tokens for geometry in pools))
+    tokens = int32_bytes(token_ids)
+    check_vocabulary(tokens, max(geometry.vocab_size for geometry in pools))
+    return tokens
 
 
 def decode_reset_scope(
@@ -378,7 +376,17 @@ def decode_reset_scope(
     if len(request.token_ids) < geometry.block_size:
         limit = f"none, or at least {geometry.block_size} tokens, a full block"
         raise CallRefused(invalid("token_ids", f"{len(request.token_ids)} tokens", limit))
-    return salt, decode_prefix(request, [geometry])
+    return salt, decode_prefix(request.token_ids, request.salt, [geometry])
+
+
+def check_vocabulary(tokens: bytes, vocab_size: int) -> None:
+    """Raises CallRefused (TOKEN_OUT_OF_RANGE) if one of the tokens is not below `vocab_size`."""
+    foreign = np.frombuffer(tokens, "<u4") >= vocab_size  # negative ones are large
+    index = int(foreign.argmax())
+    if foreign[index]:
+        value, limit = np.frombuffer(tokens, "<i4")[index], vocab_size - 1
+        message = f"token {value} at index {index} of token_ids is not in the vocabulary, 0 to {limit}"
+        raise CallRefused(refuse(Reason.TOKEN_OUT_OF_RANGE, message, index=index, value=value, limit=limit))
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:

@@ -19,11 +19,6 @@ from quire.cachemgr.geometry import Geometry
 TOKEN_BYTES = 4
 
 
-def int32_bytes(values: Sequence[int]) -> bytes:
-    """Tokens as the core takes them: TOKEN_BYTES each, little-endian."""
-    return np.asarray(values, dtype="<i4").tobytes()
-
-
 class BlockCounts(NamedTuple):
     """Blocks by state; they add up to the pool's blocks without the null block."""
 

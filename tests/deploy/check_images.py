@@ -136,7 +136,7 @@ def make_root(debian: str, archive: Path) -> None:
 
 
 def make_volumes() -> list[str]:
-    """What builds need of this machine: Rust, and pip's settings with the certificates that they name."""
+    """The folders of this machine that builds need: Rust, and pip's settings with the certificates that they name."""
     folder = FOLDER / "pip"
     folder.mkdir(parents=True, exist_ok=True)
     lines = run(sys.executable, "-m", "pip", "config", "list").splitlines()

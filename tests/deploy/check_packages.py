@@ -76,7 +76,7 @@ NOT_IN_WHEEL = (
 NOT_IN_SDIST = ("cachemgr/core/target", "cachemgr/_core.abi3.so", ".venv", "tests", "benchmarks", "client/go")
 WITHOUT_TORCH = {"torch", "triton", "transformers", "safetensors"}
 FOREIGN_TO = {
-    "cachemgr": WITHOUT_TORCH | {"llguidance", "numpy", "tokenizers", "huggingface-hub", "rich", "psutil"},
+    "cachemgr": WITHOUT_TORCH | {"llguidance", "tokenizers", "huggingface-hub", "rich", "psutil"},
     "client": WITHOUT_TORCH | {"llguidance", "numpy", "uvloop", "grpcio-reflection"},
     "events": WITHOUT_TORCH | {"llguidance", "tokenizers", "starlette", "ai-dynamo-runtime"},
     "gateway": WITHOUT_TORCH | {"llguidance", "pyzmq", "smg-grpc-proto"},

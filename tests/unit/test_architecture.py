@@ -39,7 +39,7 @@ MAY_IMPORT = {
 # What of others a folder must not import.
 MUST_NOT_IMPORT = {
     "serving": ("torch", "triton", "transformers", "numpy"),
-    "cachemgr": ("torch", "triton", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub"),
+    "cachemgr": ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub"),
     "client": ("torch", "triton"),
     "kernels": ("transformers", "grpc", "google"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
-from planning import Planned, decode_plan, int32_bytes
+from planning import Planned, decode_plan
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cachemgr import _core, messages
@@ -381,19 +381,15 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length_and_not_read(reserve
 # -- prefixes -----------------------------------------------------------------------------------------------------
 
 
-def prefix_of(token_ids: list[int]) -> pb.LookupPrefixRequest:
-    return pb.LookupPrefixRequest(pool="p", token_ids=token_ids)
-
-
 def refuse_prefix(token_ids: list[int], *pools: Geometry) -> tuple[Reason, dict[str, str]]:
-    refusal = refusal_of(lambda: messages.decode_prefix(prefix_of(token_ids), pools))
+    refusal = refusal_of(lambda: messages.decode_prefix(token_ids, b"", pools))
     return refusal.reason, refusal.metadata
 
 
 def test_a_prefix_is_one_that_a_sequence_of_one_of_the_pools_can_begin_with() -> None:
     longer = replace(SMALL, max_sequence_tokens=30, vocab_size=50)
     for pools, most in (([SMALL], 24), ([SMALL, longer], 30)):
-        assert len(messages.decode_prefix(prefix_of([1] * most), pools)) == 4 * most
+        assert len(messages.decode_prefix([1] * most, b"", pools)) == 4 * most
         reason, metadata = refuse_prefix([1] * (most + 1), *pools)
         limits = {"field": "token_ids", "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
         assert (reason, metadata) == (Reason.INVALID_ARGUMENT, limits)
@@ -401,17 +397,4 @@ def test_a_prefix_is_one_that_a_sequence_of_one_of_the_pools_can_begin_with() ->
         outside = Reason.TOKEN_OUT_OF_RANGE, {"index": "1", "value": str(value), "limit": "99"}
         assert refuse_prefix([99, value, value], SMALL, longer) == outside
     assert refuse_prefix([50], longer)[1] == {"index": "0", "value": "50", "limit": "49"}
-    assert messages.decode_prefix(prefix_of([99]), [longer, SMALL])
-
-
-@pytest.mark.parametrize(
-    "of_type",
-    [pb.LookupPrefixRequest, pb.ExplainPrefixRequest, pb.PinPrefixRequest, pb.ResetPrefixCacheRequest],
-)
-def test_each_request_with_a_prefix_has_its_tokens_read(of_type: Any) -> None:
-    pool_as_a_number = b"\x08\x01"  # an unknown field to protobuf, an error to the core
-    request = of_type.FromString(of_type(token_ids=[1, 99, 0], salt=b"s").SerializeToString() + pool_as_a_number)
-    assert messages.decode_prefix(request, [SMALL]) == int32_bytes([1, 99, 0])
-    request.token_ids.append(-1)
-    refusal = refusal_of(lambda: messages.decode_prefix(request, [SMALL]))
-    assert refusal.message == "token -1 at index 3 of token_ids is not in the vocabulary, 0 to 99"
+    assert messages.decode_prefix([99], b"", [longer, SMALL])

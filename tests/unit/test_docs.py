@@ -29,7 +29,7 @@ BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
 COMMANDS = [(each.place, command) for each in BLOCKS if each.language in SHELL for command in each.commands()]
 QUIRE = [(place, command) for place, command in COMMANDS if re.match(r"(\w+=\S+ )*quire \w", command)]
 # Of usermod, podman, aiperf, smg.
-FOREIGN_FLAGS = {"--append", "--build-arg", "--extra-inputs", "--tokenizer-path"}
+FOREIGN_FLAGS = {"--append", "--build-arg", "--index-url", "--extra-inputs", "--tokenizer-path"}
 BESIDE_VLLM = "docs/how-to/move-from-vllm.md"  # the first column of its tables has vLLM's flags
 SCRIPTS = [path for folder in ("benchmarks", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 PACKAGES = ("cachemgr", "worker", "client", "serving", "kernels")

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from planning import Admission, StepOutcome, StepRequest, int32_bytes, plan_step, report_of, sequence_of
+from planning import Admission, StepOutcome, StepRequest, plan_step, report_of, sequence_of
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
@@ -19,7 +19,7 @@ from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, leases_from
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
-from quire.cachemgr.messages import statistics_of
+from quire.cachemgr.messages import int32_bytes, statistics_of
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.errors import CallEnded

@@ -70,8 +70,8 @@ def admission(named: str, **fields: Any) -> Beyond:
 
 
 def prefix(**fields: Any) -> Beyond:
-    request = cache_service_pb2.LookupPrefixRequest(**({"token_ids": [1]} | fields))
-    return lambda: messages.decode_prefix(request, [GEOMETRY]), next(iter(fields))
+    values = {"token_ids": [1], "salt": b""} | fields
+    return lambda: messages.decode_prefix(values["token_ids"], values["salt"], [GEOMETRY]), next(iter(fields))
 
 
 def reset(**fields: Any) -> Beyond:

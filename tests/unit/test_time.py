@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning import Admission, Retention, StepRequest, int32_bytes, plan_step
+from planning import Admission, Retention, StepRequest, plan_step
 from unit.test_looking import EPOCH, GEOMETRY, admit, make_ledger, settle
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cachemgr.__main__ import read_metrics
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.catalog import Catalog, Registration
+from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.interceptor import CallStatistics

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
-from planning import StepOutcome, StepRequest, int32_bytes, plan_step, report_of
+from planning import StepOutcome, StepRequest, plan_step, report_of
 from unit.test_looking import admit, attach, cache
 
 from quire.cache.v1 import cache_service_pb2
@@ -18,6 +18,7 @@ from quire.cachemgr._core import Ledger
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.messages import int32_bytes
 from quire.cachemgr.watch import INTERVAL_S, Changes, Place, View, watch_blocks
 
 ALL = View(tenant=None, with_content=False)

@@ -22,7 +22,6 @@ use crate::books::looking::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, RefusedItem, StepPlan};
 use crate::books::resetting::Reset;
-use crate::books::room::refuse_foreign_tokens;
 use crate::books::sequences::Row;
 use crate::cache::accounts::Share;
 use crate::cache::host::HostBlockId;
@@ -966,28 +965,6 @@ mod _core {
     #[pyfunction]
     fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str) -> Hash {
         crate::cache::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
-    }
-
-    /// The tokens of a prefix, 4 bytes each, in a serialised request of this name. Refused (TOKEN_OUT_OF_RANGE) if one
-    /// is outside of the vocabulary.
-    #[pyfunction]
-    fn prefix_tokens<'py>(
-        py: Python<'py>,
-        name: &str,
-        body: &[u8],
-        vocab_size: usize,
-    ) -> PyResult<Bound<'py, PyBytes>> {
-        let tokens = match name {
-            "ExplainPrefixRequest" => decoded::<messages::ExplainPrefixRequest>(body)?.token_ids,
-            "LookupPrefixRequest" => decoded::<messages::LookupPrefixRequest>(body)?.token_ids,
-            "PinPrefixRequest" => decoded::<messages::PinPrefixRequest>(body)?.token_ids,
-            "ResetPrefixCacheRequest" => decoded::<messages::ResetPrefixCacheRequest>(body)?.token_ids,
-            _ => return Err(PyValueError::new_err(format!("{name} has no prefix"))),
-        };
-        match refuse_foreign_tokens("token_ids", &tokens, vocab_size) {
-            Some(refusal) => Err(to_python(py, Failure::Refused(refusal))),
-            None => Ok(PyBytes::new(py, &bytes_of(&tokens))),
-        }
     }
 
     #[pymodule_init]

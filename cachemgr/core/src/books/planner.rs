@@ -18,7 +18,7 @@ use crate::books::plans::{
     Admission, CacheUse, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest,
     Trim,
 };
-use crate::books::room::{Room, refuse_foreign_tokens_of, refuse_no_row, update_reservation};
+use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
 use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
@@ -419,7 +419,7 @@ impl<'a> StepPlanner<'a> {
             let refusal = Refusal::new(Reason::InvalidArgument, message);
             return Some(refusal.with("field", "extends.append_token_ids").with("value", seq_id));
         }
-        refuse_foreign_tokens_of(seq_id.into(), append, self.geometry.vocab_size)
+        refuse_foreign_tokens(seq_id.into(), append, self.geometry)
     }
 
     /// Blocks of the sequence's own from its next position to `end`, and a table long enough for `num_tokens`.

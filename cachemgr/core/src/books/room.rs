@@ -1,7 +1,5 @@
 //! Checks for room: for a tenant, in a pool, beside the blocks promised to others.
 
-use std::fmt::Display;
-
 use crate::books::geometry::Geometry;
 use crate::books::plans::Admission;
 use crate::books::sequences::{Row, Sequence, SequenceTable};
@@ -27,7 +25,7 @@ impl Room<'_> {
         }
         refuse_empty(seq_id, num_tokens)
             .or_else(|| self.refuse_too_long(seq_id, num_tokens.max(reserved), 0))
-            .or_else(|| refuse_foreign_tokens_of(seq_id, &admission.tokens, self.geometry.vocab_size))
+            .or_else(|| refuse_foreign_tokens(seq_id, &admission.tokens, self.geometry))
     }
 
     /// Refuses a sequence longer than it can ever be; `reserved` is its reservation, 0 if it has none.
@@ -118,18 +116,13 @@ fn refuse_empty(seq_id: i64, num_tokens: usize) -> Option<Refusal> {
     (num_tokens == 0).then(|| Refusal::new(Reason::EmptyPrompt, message()).with("sequence_id", seq_id))
 }
 
-/// Refuses tokens of a sequence outside of the model's vocabulary.
-pub fn refuse_foreign_tokens_of(seq_id: i64, tokens: &[i32], vocab_size: usize) -> Option<Refusal> {
-    let refusal = refuse_foreign_tokens(format_args!("sequence {seq_id}"), tokens, vocab_size);
-    refusal.map(|refusal| refusal.with("sequence_id", seq_id))
-}
-
-/// Refuses tokens outside of the model's vocabulary; `list` is their name in the message.
-pub fn refuse_foreign_tokens(list: impl Display, tokens: &[i32], vocab_size: usize) -> Option<Refusal> {
-    let index = tokens.iter().position(|token| *token as u32 as usize >= vocab_size)?; // negative ones are large
-    let (value, limit) = (tokens[index], vocab_size - 1);
-    let message = format!("token {value} at index {index} of {list} is not in the vocabulary, 0 to {limit}");
-    let refusal = Refusal::new(Reason::TokenOutOfRange, message);
+/// Refuses tokens outside of the model's vocabulary.
+pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -> Option<Refusal> {
+    let is_foreign = |token: &i32| *token as u32 as usize >= geometry.vocab_size; // negative ones are large
+    let index = tokens.iter().position(is_foreign)?;
+    let (value, limit) = (tokens[index], geometry.vocab_size - 1);
+    let message = format!("token {value} at index {index} of sequence {seq_id} is not in the vocabulary, 0 to {limit}");
+    let refusal = Refusal::new(Reason::TokenOutOfRange, message).with("sequence_id", seq_id);
     Some(refusal.with("index", index).with("value", value).with("limit", limit))
 }
 
