@@ -100,17 +100,7 @@ impl Shape {
 
     /// Writes one block's tokens, the first one's lowest bits first. All are in the vocabulary.
     fn pack(&self, tokens: &[i32], bytes: &mut [u8]) {
-        let (mut held, mut num_held, mut at) = (0_u64, 0, 0);
-        for token in tokens {
-            held |= (*token as u64) << num_held;
-            num_held += self.num_bits;
-            if num_held >= u32::BITS {
-                bytes[at..at + 4].copy_from_slice(&(held as u32).to_le_bytes());
-                (held, num_held, at) = (held >> u32::BITS, num_held - u32::BITS, at + 4);
-            }
-        }
-        let rest = bytes.len() - at;
-        bytes[at..].copy_from_slice(&held.to_le_bytes()[..rest]);
+        PACKERS[self.num_bits as usize](tokens, bytes);
     }
 
     fn unpack(&self, bytes: &[u8]) -> Vec<i32> {
@@ -126,6 +116,46 @@ impl Shape {
         };
         (0..self.block_size).map(|_| next()).collect()
     }
+}
+
+type Packer = fn(&[i32], &mut [u8]);
+
+/// `pack` by the number of bits of a token.
+#[rustfmt::skip]
+const PACKERS: [Packer; 32] = [
+    pack::<0>, pack::<1>, pack::<2>, pack::<3>, pack::<4>, pack::<5>, pack::<6>, pack::<7>, pack::<8>, pack::<9>,
+    pack::<10>, pack::<11>, pack::<12>, pack::<13>, pack::<14>, pack::<15>, pack::<16>, pack::<17>, pack::<18>,
+    pack::<19>, pack::<20>, pack::<21>, pack::<22>, pack::<23>, pack::<24>, pack::<25>, pack::<26>, pack::<27>,
+    pack::<28>, pack::<29>, pack::<30>, pack::<31>,
+];
+
+/// Tokens whose bits fill whole bytes, whatever their number is.
+const PACKED_AT_ONCE: usize = 16;
+
+/// Packs tokens of BITS bits. The compiler knows this number, so it unrolls the loop over 16 tokens: half the time.
+fn pack<const BITS: usize>(tokens: &[i32], bytes: &mut [u8]) {
+    let bytes_at_once = (BITS * PACKED_AT_ONCE / 8).max(1);
+    for (tokens, bytes) in tokens.chunks(PACKED_AT_ONCE).zip(bytes.chunks_mut(bytes_at_once)) {
+        match <&[i32; PACKED_AT_ONCE]>::try_from(tokens) {
+            Ok(tokens) => pack_few::<BITS>(tokens, &mut bytes[..BITS * PACKED_AT_ONCE / 8]),
+            Err(_) => pack_few::<BITS>(tokens, bytes),
+        }
+    }
+}
+
+#[inline(always)]
+fn pack_few<const BITS: usize>(tokens: &[i32], bytes: &mut [u8]) {
+    let (mut held, mut num_held, mut at) = (0_u64, 0, 0);
+    for token in tokens {
+        held |= (*token as u64) << num_held;
+        num_held += BITS;
+        if num_held >= 32 {
+            bytes[at..at + 4].copy_from_slice(&(held as u32).to_le_bytes());
+            (held, num_held, at) = (held >> 32, num_held - 32, at + 4);
+        }
+    }
+    let rest = bytes.len() - at;
+    bytes[at..].copy_from_slice(&held.to_le_bytes()[..rest]);
 }
 
 /// Each salt once, with the number of blocks that have it. The number of a salt is its place plus 1.
@@ -217,14 +247,17 @@ mod tests {
 
     #[test]
     fn tokens_of_every_vocabulary_come_back() {
-        for (vocab_size, num_bytes) in [(1, 0), (2, 2), (100, 12), (65_536, 26), (65_537, 28), (1 << 31, 51)] {
-            let shape = Shape::new(13, vocab_size);
-            assert_eq!(shape.num_bytes, num_bytes, "{vocab_size}");
-            let last = (vocab_size - 1) as u64;
-            let tokens: Vec<i32> = (0..13).map(|index| (last * ((index * 7) % 13) / 12) as i32).collect();
-            let mut bytes = vec![0xaa; num_bytes];
-            shape.pack(&tokens, &mut bytes);
-            assert_eq!(shape.unpack(&bytes), tokens, "{vocab_size}");
+        for (vocab_size, num_bits) in [(1, 0), (2, 1), (100, 7), (65_536, 16), (65_537, 17), (1 << 31, 31)] {
+            for block_size in [1, 13, 16, 40] {
+                let shape = Shape::new(block_size, vocab_size);
+                assert_eq!(shape.num_bytes, (block_size * num_bits).div_ceil(8), "{vocab_size}");
+                let last = (vocab_size - 1) as u64;
+                let tokens: Vec<i32> =
+                    (0..block_size as u64).map(|index| (last * ((index * 7) % 13) / 12) as i32).collect();
+                let mut bytes = vec![0xaa; shape.num_bytes];
+                shape.pack(&tokens, &mut bytes);
+                assert_eq!(shape.unpack(&bytes), tokens, "{vocab_size}");
+            }
         }
     }
 
