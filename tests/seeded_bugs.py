@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import syntax
+
 CORE = "core"
 """The Rust crate; every other package is a Python package of the repository."""
 GPU_IDEA = "a GPU"
@@ -94,7 +96,7 @@ def functions_of(path: Path, source: str, name: str) -> Iterator[tuple[int, int]
     lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             yield lines[node.lineno - 1], lines[node.end_lineno or node.lineno]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 
 import pytest
+import syntax
 from deploy.tools import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,7 +56,7 @@ def imported(folder: str) -> Iterator[str]:
     for path in set((ROOT / folder).rglob("*.py")) - adapters or {ROOT / folder}:
         if "node_modules" in path.parts or own & set(path.parents):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for module in modules:

@@ -18,7 +18,7 @@ from quire.client import CacheClient
 from quire.client.cli.launch import LocalServices
 
 PROMPT = "A model is a module that takes a tensor as input and returns a tensor as output."
-KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob", "dora": "key-of-dora"}
 LIMITS = """
 [tenants.bob]
 tokens_per_minute = 100
@@ -89,7 +89,7 @@ def test_a_tenants_prefix_is_found_by_its_tokens_alone(keyed: Gateway, services:
 
 
 def test_a_tenant_with_a_long_queue_does_not_delay_another_ones_request(keyed: Gateway) -> None:
-    """Alice's requests fill the pool several times over; bob's one request ends while most of them still wait."""
+    """Alice's requests fill the pool several times over; one request of Dora ends while most of them still wait."""
     num_requests = 240
 
     async def run() -> int:
@@ -106,7 +106,7 @@ def test_a_tenant_with_a_long_queue_does_not_delay_another_ones_request(keyed: G
             own = [asyncio.create_task(ask_as("alice", [5 + index % 200, *[7] * 300])) for index in range(num_requests)]
             while keyed.metric("vllm:num_requests_waiting") < num_requests / 2:
                 await asyncio.sleep(0)
-            await ask_as("bob", [9] * 60)
+            await ask_as("dora", [9] * 60)
             num_left = sum(not each.done() for each in own)
             await asyncio.gather(*own)
             return num_left

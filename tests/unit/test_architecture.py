@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import syntax
 
 ROOT = Path(__file__).parents[2]
 PROTOS = ("quire.cache.v1", "quire.compute.v1", "quire.engine.v1")
@@ -105,7 +106,7 @@ class Import:
 
 def read_imports(source: str, *, package: str) -> Iterator[Import]:
     """Every import of a file, inside functions and `if TYPE_CHECKING` too, and import_module("literal")."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax.parse(source)):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

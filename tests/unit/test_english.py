@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import syntax
 from pages import PAGES, ROOT
 
 BEGINS_WITH_A_RIDDLE = re.compile(r"(?:What|Who(?:se|m|ever)?|Where|Whether)\b")
@@ -40,7 +41,7 @@ def is_riddle(paragraph: str) -> bool:
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Line and text of each string of Python code that stands as a statement."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(syntax.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 

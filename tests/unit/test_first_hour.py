@@ -92,7 +92,7 @@ def _runs(pid: int) -> bool:
     """True if the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before it was opened, or before it was read
         return False
 
 

@@ -129,7 +129,7 @@ const PACKERS: [Packer; 32] = [
     pack::<28>, pack::<29>, pack::<30>, pack::<31>,
 ];
 
-/// Tokens whose bits fill whole bytes, whatever their number is.
+/// So many tokens fill whole bytes with any number of bits.
 const PACKED_AT_ONCE: usize = 16;
 
 /// Packs tokens of BITS bits. The compiler knows this number, so it unrolls the loop over 16 tokens: half the time.
