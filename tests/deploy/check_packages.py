@@ -80,6 +80,7 @@ FOREIGN_TO = {
     "client": WITHOUT_TORCH | {"llguidance", "numpy", "uvloop", "grpcio-reflection"},
     "events": WITHOUT_TORCH | {"llguidance", "tokenizers", "starlette", "ai-dynamo-runtime"},
     "gateway": WITHOUT_TORCH | {"llguidance", "pyzmq", "smg-grpc-proto"},
+    "lab": WITHOUT_TORCH | {"llguidance", "pyzmq", "starlette"},
     "shepherd": WITHOUT_TORCH | {"llguidance", "pyzmq", "smg"},
 }
 # Extras that are not installed here, and the reason.
@@ -276,8 +277,10 @@ def the_command_line_says_what_it_is(scratch: Scratch) -> None:
 
 
 def adapters_start(scratch: Scratch) -> None:
-    """`quire events` has its packages in quire-kv[events], `quire serve --shepherd` in quire-kv[shepherd]."""
-    events, shepherd = (Environment(scratch.folder / extra) for extra in ("events", "shepherd"))
+    """`quire events`, `quire lab` and `quire serve --shepherd` have their packages in the extras of these names."""
+    events, lab, shepherd = (Environment(scratch.folder / extra) for extra in ("events", "lab", "shepherd"))
+    if "h100-8b" not in run(lab.program("quire"), "lab", "presets"):
+        raise CheckFailed("quire lab presets does not answer as it should")
     if "Usage: quire events" not in run(events.program("quire"), "events", "--help"):
         raise CheckFailed("quire events --help does not answer as it should")
     command = [shepherd.program("quire"), "serve", *AS_WORKER_OF_SMG]
@@ -309,6 +312,7 @@ def what_is_missing_is_named(scratch: Scratch) -> None:
         ("client", ("serve",), "quire-kv[gateway]"),
         ("client", ("events",), "quire-kv[events]"),
         ("client", ("dynamo",), "quire-kv[dynamo]"),
+        ("client", ("lab", "presets"), "quire-kv[lab]"),
         ("gateway", ("serve", *AS_WORKER_OF_SMG), "quire-kv[shepherd]"),
         ("client", ("up", "--model", "some"), "quire-kv[cachemgr,gateway,worker]"),
     ):
