@@ -12,6 +12,7 @@ import click
 
 from quire.serving.addresses import Address, AddressError, parse_dial_address, parse_listen_address
 from quire.serving.logs import FORMATS, LEVELS
+from quire.serving.runtime_folder import default_cachemgr
 
 Flag = Callable[[Any], Any]
 
@@ -39,6 +40,18 @@ class AddressType(click.ParamType[Address]):
 FILE = click.Path(dir_okay=False, path_type=Path)
 LISTEN_ADDRESS = AddressType(parse_listen_address)
 DIAL_ADDRESS = AddressType(parse_dial_address)
+
+
+def cachemgr_option(**settings: Any) -> Flag:
+    """Return --cachemgr of a client: by default that of `quire up`. The settings are further ones of click.option."""
+    return option(
+        "--cachemgr",
+        default=default_cachemgr,
+        show_default=default_cachemgr(),
+        metavar="ADDRESS",
+        help="Address of cachemgr: unix:/path or host:port.",
+        **settings,
+    )
 
 
 def command_settings(prefix: str) -> dict[str, Any]:

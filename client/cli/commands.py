@@ -26,13 +26,14 @@ from quire.serving.flags import (
     LISTEN_ADDRESS,
     Flag,
     add_flags,
+    cachemgr_option,
     command_settings,
     dial_flags,
     option,
     options_of,
     server_flags,
 )
-from quire.serving.runtime_folder import default_cachemgr, serving_folder
+from quire.serving.runtime_folder import serving_folder
 
 # For each extra, a package that shows if it is installed.
 _MARKS = {
@@ -203,15 +204,7 @@ def _as_arguments(flag: str, value: str | tuple[str, ...] | bool | None) -> list
     return [part for each in values for part in (flag, each)]
 
 
-def _cachemgr_option(command: Any) -> Any:
-    return option(
-        "--cachemgr",
-        envvar="QUIRE_CACHEMGR",
-        default=default_cachemgr,
-        show_default=default_cachemgr(),
-        metavar="ADDRESS",
-        help="Address of cachemgr: unix:/path or host:port.",
-    )(command)
+_cachemgr_option = cachemgr_option(envvar="QUIRE_CACHEMGR")
 
 
 def _credentials_options(command: Any) -> Any:
@@ -325,58 +318,33 @@ def up(
     )
 
 
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run cachemgr alone.")
-@click.pass_context
-def cachemgr(ctx: click.Context) -> None:
-    """Run cachemgr; its flags are those of `quire cachemgr --help`."""
-    _require("cachemgr")
-    _become("quire.cachemgr", ctx.args)
-
-
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run a worker alone.")
-@click.pass_context
-def worker(ctx: click.Context) -> None:
-    """Run a worker; its flags are those of `quire worker --help`."""
-    _require("worker")
-    _become("quire.worker", ctx.args)
-
-
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run an HTTP gateway.")
-@click.pass_context
-def serve(ctx: click.Context) -> None:
-    """Run an HTTP gateway; its flags are those of `quire serve --help`."""
-    _require("gateway")
-    _become("quire.client.gateway", ctx.args)
-
-
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Publish KV events for routers.")
-@click.pass_context
-def events(ctx: click.Context) -> None:
-    """Publish KV events; its flags are those of `quire events --help`."""
-    _require("events")
-    _become("quire.client.kv_events", ctx.args)
-
-
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Run a backend of NVIDIA Dynamo.")
-@click.pass_context
-def dynamo(ctx: click.Context) -> None:
-    """Run a backend of NVIDIA Dynamo; its flags are those of `quire dynamo --help`."""
-    _require("dynamo")
-    _become("quire.client.dynamo", ctx.args)
-
-
-@quire.command(context_settings=_PASSED_ON, add_help_option=False, short_help="Try policies in virtual time.")
-@click.pass_context
-def lab(ctx: click.Context) -> None:
-    """Try schedulers, routers and eviction policies in virtual time; see `quire lab --help`."""
-    _require("lab")
-    _become("quire.client.lab", ctx.args)
-
-
 def _become(module: str, arguments: list[str]) -> NoReturn:
     """This process becomes the service, so signals and exit status are the service's own."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+_PROGRAMS = (
+    ("cachemgr", "cachemgr", "quire.cachemgr", "Run cachemgr alone."),
+    ("worker", "worker", "quire.worker", "Run a worker alone."),
+    ("serve", "gateway", "quire.client.gateway", "Run an HTTP gateway."),
+    ("events", "events", "quire.client.kv_events", "Publish KV events for routers."),
+    ("dynamo", "dynamo", "quire.client.dynamo", "Run a backend of NVIDIA Dynamo."),
+    ("lab", "lab", "quire.client.lab", "Try policies in virtual time."),
+)
+"""Commands that are programs of their own, which read all flags themselves: name, extra, module, help."""
+
+
+def _add_program(name: str, extra: str, module: str, text: str) -> None:
+    @quire.command(name, context_settings=_PASSED_ON, add_help_option=False, help=text)
+    @click.pass_context
+    def run(ctx: click.Context) -> None:
+        _require(extra)
+        _become(module, ctx.args)
+
+
+for _program in _PROGRAMS:
+    _add_program(*_program)
 
 
 @quire.command()

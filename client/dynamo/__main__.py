@@ -40,10 +40,9 @@ from quire.client.errors import EngineStopped, InvalidRequest, NotFound, OutOfRo
 from quire.client.kv_events.follower import PoolFollower
 from quire.client.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change
 from quire.serving.dialing import DialOptions
-from quire.serving.flags import DIAL_FLAGS, Flag, add_flags, command_settings, option
+from quire.serving.flags import DIAL_FLAGS, Flag, add_flags, cachemgr_option, command_settings, option
 from quire.serving.manual import ServerCommand
 from quire.serving.options import dial_options
-from quire.serving.runtime_folder import default_cachemgr
 
 log = logging.getLogger("quire.dynamo")
 
@@ -445,13 +444,7 @@ def check_versions() -> str | None:
 
 
 OWN_FLAGS: list[Flag] = [
-    option(
-        "--cachemgr",
-        default=default_cachemgr,
-        show_default=default_cachemgr(),
-        metavar="ADDRESS",
-        help="Address of cachemgr: unix:/path or host:port.",
-    ),
+    cachemgr_option(),
     option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool that is served."),
     option(
         "--model-path",

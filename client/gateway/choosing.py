@@ -12,11 +12,21 @@ So a pool that holds the prompt is chosen until its load exceeds another pool's 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 # A token that is only read by attention, beside one that is computed.
 _IN_USE_PART = 8
 # Tokens that a sample is expected to generate before any has ended.
 _FIRST_GUESS = 256.0
+
+
+class BlockCounts(Protocol):
+    """Blocks of a pool by their state, as in the message of this name."""
+
+    free_count: int
+    active_count: int
+    retired_count: int
+    cached_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,16 @@ class PoolUse:
     num_pending: int = 0
     num_expected: float = 0.0
     num_open: int = 0
+
+    def load(self, num_cached: int, counts: BlockCounts, block_size: int) -> PoolLoad:
+        """Return the load of the pool for a prompt, with the pool's own counts of its blocks."""
+        return PoolLoad(
+            num_cached=num_cached,
+            num_pending=self.num_pending,
+            num_expected=self.num_expected,
+            num_in_use=block_size * (counts.active_count + counts.retired_count),
+            num_available=block_size * (counts.free_count + counts.cached_count),
+        )
 
 
 class OpenRequest:

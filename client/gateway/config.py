@@ -9,8 +9,7 @@ from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.client.gateway.door import DoorLimits
 from quire.client.gateway.tools import ToolFormat
 from quire.serving.addresses import Address
-from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, option
-from quire.serving.runtime_folder import default_cachemgr
+from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
 
 _DEFAULTS = DoorLimits()
 
@@ -58,13 +57,7 @@ def _limit(flag: str, default: int, text: str) -> Flag:
 
 
 OWN_FLAGS: list[Flag] = [
-    option(
-        "--cachemgr",
-        default=default_cachemgr,
-        show_default=default_cachemgr(),
-        metavar="ADDRESS",
-        help="Address of cachemgr: unix:/path or host:port.",
-    ),
+    cachemgr_option(),
     option(
         "--served-model-name",
         multiple=True,

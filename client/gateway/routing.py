@@ -143,14 +143,7 @@ class _Member:
         return not self.lacks_worker or self.pool.epoch != self.away_epoch or now >= self.retry_at
 
     def load(self, cached: int, counts: pb.BlockCounts) -> PoolLoad:
-        block_size = self.pool.geometry.block_size_tokens
-        return PoolLoad(
-            num_cached=cached,
-            num_pending=self.use.num_pending,
-            num_expected=self.use.num_expected,
-            num_in_use=block_size * (counts.active_count + counts.retired_count),
-            num_available=block_size * (counts.free_count + counts.cached_count),
-        )
+        return self.use.load(cached, counts, self.pool.geometry.block_size_tokens)
 
 
 @dataclass(slots=True)

@@ -28,12 +28,11 @@ from quire.client.kv_events.publisher import LINGER_MS, PoolPublisher
 from quire.client.kv_events.replica import Change
 from quire.serving.addresses import MAX_PORT, Address, AddressError, TcpAddress, is_local
 from quire.serving.dialing import DialOptions
-from quire.serving.flags import DIAL_FLAGS, LISTEN_ADDRESS, Flag, add_flags, command_settings, option
+from quire.serving.flags import DIAL_FLAGS, LISTEN_ADDRESS, Flag, add_flags, cachemgr_option, command_settings, option
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import ServerOptions, dial_options, server_options
-from quire.serving.runtime_folder import default_cachemgr
 from quire.serving.security import Security
 from quire.serving.server import CannotStartError, StopSignals, run
 from quire.serving.systemd import ServiceManager
@@ -50,13 +49,7 @@ _WITHOUT = (
     *("--tls-cert", "--tls-key", "--tls-client-ca", "--token-listen", "--token-file"),
 )
 OWN_FLAGS: list[Flag] = [
-    option(
-        "--cachemgr",
-        default=default_cachemgr,
-        show_default=default_cachemgr(),
-        metavar="ADDRESS",
-        help="Address of cachemgr: unix:/path or host:port.",
-    ),
+    cachemgr_option(),
     option(
         "--pool",
         multiple=True,

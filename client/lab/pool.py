@@ -137,15 +137,7 @@ class SimulatedPool:
     @property
     def load(self) -> PoolLoad:
         """The same values that the gateway's router reads."""
-        counts = messages.counts_of(self._ledger)
-        size = self._fleet.block_size
-        return PoolLoad(
-            num_cached=self.num_cached,
-            num_pending=self.use.num_pending,
-            num_expected=self.use.num_expected,
-            num_in_use=size * (counts.active_count + counts.retired_count),
-            num_available=size * (counts.free_count + counts.cached_count),
-        )
+        return self.use.load(self.num_cached, messages.counts_of(self._ledger), self._fleet.block_size)
 
     # The engine.
 
