@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
+from deploy.tools import missing
 from integration import fleet
 from integration.dynamo_processes import (
     MODEL,
@@ -112,9 +113,7 @@ def dynamo() -> Iterator[Dynamo]:
         try:
             network = Network(folder, PORT)
         except OSError as error:
-            if os.environ.get("QUIRE_REQUIRE_FOREIGN") == "1":
-                raise
-            pytest.skip(str(error))
+            missing(f"a network ({error})", required_by="QUIRE_REQUIRE_FOREIGN", for_what="Dynamo's frontend")
         backends = {pool: Backend(network, folder, processes.address, pool, model_path) for pool in fleet.POOLS}
         frontend = Frontend(network, folder)
         try:

@@ -7,7 +7,6 @@ so it runs in a network of its own.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from deadlines import DEADLINE_S
+from deploy.tools import missing
 from integration.dynamo_processes import dynamo_python
 from integration.kv_events import EventsProcess, draw_prompt
 from integration.lone_cachemgr import SMALL_POOL, Bookkeeper, LoneCachemgr, Tenant
@@ -101,9 +101,7 @@ def network(folder: Path) -> Iterator[Network]:
     try:
         network = Network(folder, PORT)
     except OSError as error:
-        if os.environ.get("QUIRE_REQUIRE_FOREIGN") == "1":
-            raise
-        pytest.skip(str(error))
+        missing(f"a network ({error})", required_by="QUIRE_REQUIRE_FOREIGN", for_what="Dynamo's indexer")
     yield network
     network.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deadlines import DEADLINE_S
+from deploy.tools import missing
 from integration.network import Cable
 from integration.protocol_client import await_that
 from integration.test_equality import NUM_NEW, expected_tokens, make_prompts
@@ -65,9 +66,7 @@ def cable() -> Iterator[Cable]:
     try:
         made = Cable()
     except OSError as error:
-        if os.environ.get("QUIRE_REQUIRE_FOREIGN") == "1":
-            raise
-        pytest.skip(f"*** {error}: a worker on two machines NOT tested ***")
+        missing(f"a cable ({error})", required_by="QUIRE_REQUIRE_FOREIGN", for_what="a worker on two machines")
     yield made
     made.close()
 
