@@ -12,12 +12,16 @@ from typing import final
 from quire.cache.v1.cache_service_pb2 import PlanItem
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.errors import Refusal
+from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
 
 POLICIES: list[str]
 """Eviction policies."""
 
 DEFAULT_POLICY: str
+
+class WrongVictims(ValueError):
+    """An eviction policy in Python returned other blocks than `evict` must return."""
 
 LET_IN_S: float
 """The time that a held event loop gives every lease: pending renewals are read before it ends. Once for each renewal.
@@ -29,6 +33,8 @@ MAX_STEPS_IN_FLIGHT: int
 REMEMBERED_PLANS: int
 """Answers kept per lease for a repeated request_id."""
 
+MAX_LAYER_GROUPS: int
+"""Layer groups of a pool."""
 MAX_PLAN_ITEMS: int
 """Items of each kind in one plan, also if the pool has room for more sequences."""
 
@@ -49,9 +55,11 @@ MAX_EXPECTED_S: float
 LEAST_PRIORITY: int
 MOST_PRIORITY: int
 
-NUM_CLASSES: int
-NUM_TIMES: int
+NUM_CANDIDATES: int
 """Number of times that the default policy plans with."""
+
+def longest_sequence(geometry: Geometry) -> int:
+    """The longest sequence of a pool, in tokens."""
 
 def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
@@ -111,7 +119,17 @@ class SequenceView:
     @property
     def num_blocks(self) -> int: ...
     @property
-    def block_table(self) -> list[int]: ...
+    def block_table(self) -> list[int]:
+        """Its blocks, group by group."""
+
+    @property
+    def tables(self) -> list[tuple[int, int]]:
+        """By layer group: the entries that were let go, and the blocks; in the host tier, if it is offloaded."""
+
+    @property
+    def has_groups(self) -> bool:
+        """True if the pool has several layer groups, or one with a window."""
+
     @property
     def is_offloaded(self) -> bool: ...
     @property
@@ -228,8 +246,8 @@ class Explanation:
         """Number of leading blocks that are found."""
 
     @property
-    def missing(self) -> bytes | None:
-        """Prefix hash of the first block that is not found."""
+    def missing(self) -> tuple[int, int, bytes] | None:
+        """Index, layer group and prefix hash of the block without which no more is found."""
 
     @property
     def reason(self) -> str: ...
@@ -279,7 +297,7 @@ class Ledger:
         epoch: int,
         geometry: Geometry,
         *,
-        policy: str = ...,
+        policy: str | EvictionPolicy = ...,
         verify: bool = False,
         listeners: AbstractSet[Callable[[], None]] = ...,
         directory: Path | None = None,
@@ -287,7 +305,8 @@ class Ledger:
         """Empty books. `listeners` are called after every change; they must not call the ledger.
 
         With a directory, which must exist and be empty, changes are written to a store there. A store that fails, now
-        or later, is removed and logged, and the books continue without it. Raises KeyError for an unknown policy.
+        or later, is removed and logged, and the books continue without it. Raises KeyError for an unknown policy, and
+        ValueError for a directory with a policy that is an object.
         """
 
     @staticmethod
@@ -523,5 +542,5 @@ class Ledger:
     def state(self, but_last_step_of: str | None = None) -> str:
         """The state that a refusal leaves unchanged; `but_last_step_of`: without the last step of this lease."""
 
-    def set_retention(self, plan: list[tuple[int, int, float]], is_trusted: bool) -> None:
-        """Sets the default policy's plan: low and high place and share by class. For tests."""
+    def follow(self, candidate: int) -> None:
+        """Lets the default policy follow a candidate until it chooses one itself. For tests."""

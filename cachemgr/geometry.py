@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from quire.cachemgr import _core
+
+
+class LayerGroupKind(StrEnum):
+    """The positions that a layer's attention reads."""
+
+    FULL = "full"
+    """All before."""
+    SLIDING = "sliding"
+    """The last `window` positions."""
+    CHUNKED = "chunked"
+    """Those of the token's own chunk of `window` positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same positions."""
+
+    kind: LayerGroupKind
+    window: int
+    """Tokens of a window or of a chunk; 0 for FULL."""
+    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +48,15 @@ class Geometry:
     """A state per sequence that no block holds: nothing is shared by prefix."""
     num_host_blocks: int = 0
     """Blocks of the host tier; 0: no host tier."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """The full ones first. Empty: one full group with all layers."""
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence: the lesser of the model's context and the pool's blocks."""
-        return min(self.max_sequence_tokens, (self.num_blocks - 1) * self.block_size)
+        return _longest_sequence(self)
+
+
+@lru_cache(maxsize=64)
+def _longest_sequence(geometry: Geometry) -> int:
+    return _core.longest_sequence(geometry)

@@ -230,7 +230,7 @@ class Inspection:
         ledger = pool.ledger
         explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
         response = messages.encode_explanation(
-            explanation, len(request.token_ids), ledger.geometry.block_size, offset_s=self._pools.wall_clock_offset_s()
+            explanation, ledger.geometry.block_size, offset_s=self._pools.wall_clock_offset_s()
         )
         response.pool = ledger.pool
         if explanation.evicted_by is not None:

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cachemgr import statuses
 from quire.cachemgr._core import (
+    MAX_LAYER_GROUPS,
     MAX_REQUEST_ID_BYTES,
     MAX_SALT_BYTES,
     Explanation,
@@ -29,7 +30,7 @@ from quire.cachemgr._core import (
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
 from quire.serving.errors import to_message
 
 MAX_BLOCKS = 2**24
@@ -48,6 +49,11 @@ BLOCK_STATES = {
     BlockState.CACHED: cache_service_pb2.BLOCK_STATE_CACHED,
     BlockState.ACTIVE: cache_service_pb2.BLOCK_STATE_ACTIVE,
     BlockState.RETIRED: cache_service_pb2.BLOCK_STATE_RETIRED,
+}
+LAYER_GROUP_KINDS = {
+    LayerGroupKind.FULL: attach_pb2.LAYER_GROUP_KIND_FULL,
+    LayerGroupKind.SLIDING: attach_pb2.LAYER_GROUP_KIND_SLIDING,
+    LayerGroupKind.CHUNKED: attach_pb2.LAYER_GROUP_KIND_CHUNKED,
 }
 LEASE_STATES = {
     False: cache_service_pb2.LEASE_STATE_OPEN,
@@ -167,7 +173,32 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         model_fingerprint=message.model_fingerprint,
         has_recurrent_state=message.has_recurrent_state,
         num_host_blocks=message.host_block_count,
+        layer_groups=decode_layer_groups(message),
     )
+
+
+def decode_layer_groups(message: attach_pb2.PoolGeometry) -> tuple[LayerGroup, ...]:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    check_count("geometry.layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
+    kinds = {number: kind for kind, number in LAYER_GROUP_KINDS.items()}
+    groups: list[LayerGroup] = []
+    for index, group in enumerate(message.layer_groups):
+        name = f"geometry.layer_groups[{index}]"
+        kind = kinds.get(group.kind)
+        if kind is None:
+            raise CallRefused(invalid(f"{name}.kind", group.kind, "FULL, SLIDING or CHUNKED"))
+        if kind is not LayerGroupKind.FULL and message.has_recurrent_state:
+            raise CallRefused(invalid(f"{name}.kind", kind.upper(), "FULL in a model with has_recurrent_state"))
+        if kind is LayerGroupKind.FULL and groups and groups[-1].kind is not LayerGroupKind.FULL:
+            raise CallRefused(invalid(f"{name}.kind", "FULL", "SLIDING or CHUNKED, after a group of these kinds"))
+        least, most = (0, 0) if kind is LayerGroupKind.FULL else (1, 2**31 - 1)
+        if not least <= group.window_token_count <= most:
+            limit = f"{least} to {most} for {kind.upper()}"
+            raise CallRefused(invalid(f"{name}.window_token_count", group.window_token_count, limit))
+        if group.layer_count < 1:
+            raise CallRefused(invalid(f"{name}.layer_count", group.layer_count, "at least 1"))
+        groups.append(LayerGroup(kind, group.window_token_count, group.layer_count))
+    return tuple(groups)
 
 
 def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
@@ -182,6 +213,12 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
         model_fingerprint=geometry.model_fingerprint,
         has_recurrent_state=geometry.has_recurrent_state,
         host_block_count=geometry.num_host_blocks,
+        layer_groups=[
+            attach_pb2.LayerGroup(
+                kind=LAYER_GROUP_KINDS[group.kind], window_token_count=group.window, layer_count=group.num_layers
+            )
+            for group in geometry.layer_groups
+        ],
     )
 
 
@@ -246,6 +283,10 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         host_block_count=len(sequence.host_blocks),
         cache_use=cache_service_pb2.CacheUse.ValueType(sequence.cache_use),
         tenant=sequence.tenant,
+        group_block_tables=[
+            cache_service_pb2.GroupBlockTable(passed_block_count=num_passed, block_count=num_blocks)
+            for num_passed, num_blocks in (sequence.tables if with_blocks and sequence.has_groups else ())
+        ],
     )
 
 
@@ -271,16 +312,17 @@ def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2
 
 
 def encode_explanation(
-    explanation: Explanation, num_tokens: int, block_size: int, *, offset_s: float
+    explanation: Explanation, block_size: int, *, offset_s: float
 ) -> cache_service_pb2.ExplainPrefixResponse:
     """Without the pool, and without the evicting tenant and lease, which not every caller may see. `offset_s` makes
     wall clock times."""
-    num_usable = (num_tokens - 1) // block_size  # at least one token is left to compute
+    index, group, prefix_hash = explanation.missing or (explanation.num_blocks, 0, b"")
     response = cache_service_pb2.ExplainPrefixResponse(
-        cached_token_count=min(explanation.num_found, num_usable) * block_size,
+        cached_token_count=explanation.num_found * block_size,
         block_count=explanation.num_blocks,
-        missing_block_index=explanation.num_found,
-        missing_prefix_hash=explanation.missing or b"",
+        missing_block_index=index,
+        missing_prefix_hash=prefix_hash,
+        missing_layer_group=group,
         reason=MISS_REASONS[explanation.reason],
         stranded_block_count=explanation.num_stranded,
         other_tenant=explanation.other_tenant or "",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from quire.cache.v1.cache_service_pb2 import PoolStatistics
+from quire.cache.v1.cache_service_pb2 import LayerGroupStatistics, PoolStatistics
 from quire.cachemgr import messages
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Catalog
@@ -80,6 +80,30 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     ),
     "quire_kv_pinned_blocks": ("Cached blocks that are pinned.", lambda pool: pool.pinned_block_count),
 }
+GROUP_GAUGES: dict[str, tuple[str, Callable[[LayerGroupStatistics], int]]] = {
+    "quire_kv_layer_group_active_blocks": (
+        "Blocks of a layer group that sequences hold. Of pools with several groups.",
+        lambda group: group.active_block_count,
+    ),
+    "quire_kv_layer_group_findable_blocks": (
+        "Blocks of a layer group in the prefix cache, with and without a holder.",
+        lambda group: group.findable_block_count,
+    ),
+}
+GROUP_COUNTERS: dict[str, tuple[str, Callable[[LayerGroupStatistics], int]]] = {
+    "quire_cache_layer_group_blocks_found": (
+        "Blocks of a layer group that admissions and restores found in the prefix cache.",
+        lambda group: group.found_block_count,
+    ),
+    "quire_cache_layer_group_blocks_passed": (
+        "Block table entries of a layer group that were let go because no later token sees them.",
+        lambda group: group.passed_block_count,
+    ),
+    "quire_cache_layer_group_blocks_evicted": (
+        "Blocks of a layer group that were evicted.",
+        lambda group: group.evicted_block_count,
+    ),
+}
 
 
 def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallStatistics) -> Iterator[Metric]:
@@ -100,6 +124,7 @@ def metric_families(catalog: Catalog, servicer: ServicerStatistics, calls: CallS
         for pool, values in statistics.items():
             counter.add_metric([pool], value_of(values))
         yield counter
+    yield from layer_group_families(statistics)
     yield from outcome_families(statistics)
     yield from process_families(catalog.term, servicer, calls)
 
@@ -132,6 +157,18 @@ def block_families(statistics: Statistics) -> Iterator[Metric]:
         for place in HOST_STATES:
             host.add_metric([pool, place], getattr(values.host_block_counts, f"{place}_count"))
     yield from (blocks, host)
+
+
+def layer_group_families(statistics: Statistics) -> Iterator[Metric]:
+    """Metrics of each layer group, labelled by its index. A pool with one group has none."""
+    labels = ["pool", "layer_group"]
+    for families, numbers in ((GaugeMetricFamily, GROUP_GAUGES), (CounterMetricFamily, GROUP_COUNTERS)):
+        for name, (text, value_of) in numbers.items():
+            family = families(name, text, labels=labels)
+            for pool, values in statistics.items():
+                for index, group in enumerate(values.layer_groups):
+                    family.add_metric([pool, str(index)], value_of(group))
+            yield family
 
 
 def outcome_families(statistics: Statistics) -> Iterator[Metric]:

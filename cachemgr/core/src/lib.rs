@@ -5,7 +5,7 @@
 //!     store     changes as values, and the files that they are written to
 //!     wire      messages of protos/quire/cache/v1
 //!     errors    refusals and broken invariants
-//!     python    the Python bindings; no other module uses Python
+//!     python    the Python bindings, and eviction policies in Python; no other module uses Python
 //!
 //! No clock. No I/O and no threads outside of `store::files`.
 

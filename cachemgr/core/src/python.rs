@@ -2,6 +2,8 @@
 //!
 //! Token ids, sequence ids and counts are bytes, 4 each, little-endian: the format of `array.tobytes()`.
 
+mod eviction;
+
 use std::any::Any;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -14,23 +16,25 @@ use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
+use crate::books::Books;
 use crate::books::expiry::{LET_IN_S, page_key};
 use crate::books::explain::{Explanation, Miss};
-use crate::books::geometry::Geometry;
+use crate::books::geometry::{Geometry, MAX_LAYER_GROUPS};
 use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
 use crate::books::looking::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, RefusedItem, StepPlan};
 use crate::books::resetting::Reset;
-use crate::books::sequences::Row;
+use crate::books::sequences::{Row, Sequence};
 use crate::cache::accounts::Share;
+use crate::cache::groups::Span;
 use crate::cache::host::HostBlockId;
 use crate::cache::losses::Cause;
-use crate::cache::policies::POLICIES;
+use crate::cache::policies::{POLICIES, Policy};
 use crate::cache::pool::BlockState;
 use crate::cache::prefix::{BlockId, Hash};
-use crate::cache::retention::Choice;
 use crate::cache::tenants::TenantId;
+use crate::cache::trial::NUM_CANDIDATES;
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
@@ -40,6 +44,8 @@ use crate::wire::answers::{
     encode_statistics, item_number,
 };
 use crate::wire::{bounds, messages, requests};
+
+use eviction::{PolicyChoice, PolicyError, PyPolicy};
 
 /// A refusal or a broken book as the exception that Python knows.
 fn to_python(py: Python<'_>, failure: Failure) -> PyErr {
@@ -71,7 +77,10 @@ fn lease_not_found(py: Python<'_>, lease_id: &str) -> PyErr {
 /// The sizes in a Python Geometry.
 fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
     let size = |name: &str| geometry.getattr(name)?.extract();
+    let spans = geometry.getattr("layer_groups")?.try_iter()?.map(|group| span_of(&group?));
+    let groups = spans.collect::<PyResult<Vec<Span>>>()?;
     Ok(Geometry {
+        groups: if groups.is_empty() { vec![Span::Full] } else { groups },
         block_size: size("block_size")?,
         num_blocks: size("num_blocks")?,
         num_host_blocks: size("num_host_blocks")?,
@@ -81,6 +90,17 @@ fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
         model_fingerprint: geometry.getattr("model_fingerprint")?.extract::<String>()?.into_bytes(),
         has_recurrent_state: geometry.getattr("has_recurrent_state")?.extract()?,
     })
+}
+
+/// The span of a Python LayerGroup.
+fn span_of(group: &Bound<'_, PyAny>) -> PyResult<Span> {
+    let size: usize = group.getattr("window")?.extract()?;
+    match group.getattr("kind")?.extract::<String>()?.as_str() {
+        "full" => Ok(Span::Full),
+        "sliding" if size > 0 => Ok(Span::Sliding(size)),
+        "chunked" if size > 0 => Ok(Span::Chunked(size)),
+        kind => Err(PyValueError::new_err(format!("no layer group is of kind {kind:?} with {size} tokens"))),
+    }
 }
 
 fn ids(bytes: &[u8]) -> PyResult<Vec<i32>> {
@@ -183,10 +203,16 @@ struct SequenceView {
     sampled_position: i64,
     /// The most tokens it will ever have, guaranteed; 0: best effort.
     reserved_tokens: usize,
+    /// Of all layer groups, as the next three.
     num_blocks: usize,
+    /// Group by group.
     block_table: Vec<BlockId>,
     is_offloaded: bool,
     host_blocks: Vec<HostBlockId>,
+    /// By layer group, the entries that were let go and the blocks, in the host tier if it is offloaded.
+    tables: Vec<(usize, usize)>,
+    /// The pool has several layer groups, or one with a window.
+    has_groups: bool,
     /// The number of a CacheUse.
     cache_use: i32,
 }
@@ -248,7 +274,8 @@ struct PyReset(Reset);
 struct PyExplanation {
     num_blocks: usize,
     num_found: usize,
-    missing: Option<Hash>,
+    /// Index, layer group and prefix hash.
+    missing: Option<(usize, u8, Hash)>,
     reason: &'static str,
     lost_at: Option<f64>,
     evicted_by: Option<(String, String)>,
@@ -276,6 +303,8 @@ struct PyLedger {
     verify: bool,
     /// The functions that are called after every change.
     listeners: Py<PyAny>,
+    /// The first error of an eviction policy in Python, if the books have one.
+    policy_error: PolicyError,
 }
 
 impl PyLedger {
@@ -291,7 +320,10 @@ impl PyLedger {
             let log = py.import("logging")?.call_method1("getLogger", ("quire.cachemgr",))?;
             log.call_method1("error", ("state given up, a restart will begin new epochs: %s", loss))?;
         }
-        changed.map_err(|failure| to_python(py, failure))
+        match self.policy_error.take() {
+            Some(error) => Err(error),
+            None => changed.map_err(|failure| to_python(py, failure)),
+        }
     }
 
     /// As above, and wakes the streams that wait for a change.
@@ -382,13 +414,22 @@ impl PyLedger {
             num_promised: sequence.num_promised(),
             sampled_position: position(sequence.sampled_position),
             reserved_tokens: sequence.reserved_tokens,
-            num_blocks: sequence.block_table.len(),
-            block_table: sequence.block_table.clone(),
+            num_blocks: sequence.blocks().count(),
+            block_table: sequence.blocks().collect(),
+            tables: tables_of(sequence),
+            has_groups: sequence.tables.len() > 1 || self.stored.books().geometry().has_windows(),
             is_offloaded: sequence.is_offloaded(),
             host_blocks: sequence.host_blocks.clone().unwrap_or_default(),
             cache_use: cache_use_number(sequence.cache_use),
         }
     }
+}
+
+/// See SequenceView.
+fn tables_of(sequence: &Sequence) -> Vec<(usize, usize)> {
+    let held = |group: usize| sequence.tables[group].blocks().len();
+    let count = |group: usize| if sequence.is_offloaded() { sequence.host_counts[group] } else { held(group) };
+    sequence.tables.iter().enumerate().map(|(group, table)| (table.num_passed(), count(group))).collect()
 }
 
 /// Blocks: floor, quota, limit and pin budget.
@@ -402,7 +443,7 @@ impl PyLedger {
         PinView {
             pin_id: pin.id,
             tenant: self.tenant(pin.tenant),
-            num_tokens: pin.blocks.len() * self.stored.books().geometry().block_size,
+            num_tokens: pin.num_blocks * self.stored.books().geometry().block_size,
             until: pin.until,
         }
     }
@@ -426,29 +467,43 @@ impl PyLedger {
 
 #[pymethods]
 impl PyLedger {
-    /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist.
+    /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist. The policy
+    /// is a name, or an object with the methods of cachemgr/eviction.py.
     #[new]
-    #[pyo3(signature = (pool, epoch, geometry, *, policy = POLICIES[0], verify = false, listeners = None, directory = None))]
+    #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None))]
     fn new(
         py: Python<'_>,
         pool: &str,
         epoch: i64,
         geometry: Bound<'_, PyAny>,
-        policy: &str,
+        policy: PolicyChoice,
         verify: bool,
         listeners: Option<Py<PyAny>>,
         directory: Option<PathBuf>,
     ) -> PyResult<PyLedger> {
-        let begin = Change::Begin { geometry: Cow::Owned(geometry_of(&geometry)?), policy: policy.into() };
-        let books = begin.begin().ok_or_else(|| PyKeyError::new_err(policy.to_string()))?;
+        let sizes = geometry_of(&geometry)?;
+        let policy_error = PolicyError::default();
+        let (books, begin) = match policy {
+            PolicyChoice::Named(name) => {
+                let begin = Change::Begin { geometry: Cow::Owned(sizes), policy: name.clone().into() };
+                (begin.begin().ok_or_else(|| PyKeyError::new_err(name))?, Some(begin))
+            }
+            PolicyChoice::Given(object) => {
+                let policy = PyPolicy::new(object, sizes.num_blocks, policy_error.clone());
+                (Books::with_policy(sizes, Policy::Given(Box::new(policy))), None)
+            }
+        };
         let mut ledger = PyLedger {
             stored: StoredBooks::new(pool, epoch, books, None),
             geometry: geometry.unbind(),
             verify,
             listeners: listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind()),
+            policy_error,
         };
-        if let Some(directory) = directory {
-            ledger.changing(py, |books| books.begin_store(&directory, &begin))?;
+        match (directory, begin) {
+            (Some(directory), Some(begin)) => ledger.changing(py, |books| books.begin_store(&directory, &begin))?,
+            (Some(_), None) => return Err(PyValueError::new_err("books with a policy in Python can't be stored")),
+            (None, _) => {}
         }
         Ok(ledger)
     }
@@ -471,7 +526,8 @@ impl PyLedger {
         let (mut books, store) = recovered.map_err(PyOSError::new_err)?;
         books.resume(now);
         let listeners = listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind());
-        Ok(PyLedger { stored: StoredBooks::new(pool, epoch, books, Some(store)), geometry, verify, listeners })
+        let stored = StoredBooks::new(pool, epoch, books, Some(store));
+        Ok(PyLedger { stored, geometry, verify, listeners, policy_error: PolicyError::default() })
     }
 
     #[getter]
@@ -684,12 +740,7 @@ impl PyLedger {
     /// State, references, pins and prefix hash of a block.
     fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
         let pool = self.stored.books().pool();
-        (
-            pool.state(block_id).name(),
-            pool.ref_count(block_id),
-            pool.pin_count(block_id),
-            pool.index().hash(block_id).copied(),
-        )
+        (pool.state(block_id).name(), pool.ref_count(block_id), pool.pin_count(block_id), pool.prefix_hash(block_id))
     }
 
     // -- tenants ------------------------------------------------------------------------------------------------------
@@ -941,13 +992,12 @@ impl PyLedger {
         self.stored.books().pool().parked_blocks()
     }
 
-    /// Sets the default policy's plan: low and high place and share by class. For tests.
-    fn set_retention(&mut self, plan: Vec<(usize, usize, f64)>, is_trusted: bool) -> PyResult<()> {
-        let Some(lineage) = self.stored.books_mut().pool_mut().policy().lineage() else {
-            return Err(PyValueError::new_err("the policy does not plan"));
-        };
-        lineage.planner.plan = Some(plan.into_iter().map(|(low, high, share)| Choice { low, high, share }).collect());
-        lineage.planner.is_trusted = is_trusted;
+    /// Lets the default policy follow a candidate until it chooses one itself. For tests.
+    fn follow(&mut self, candidate: usize) -> PyResult<()> {
+        match self.stored.books_mut().pool_mut().policy().lineage() {
+            Some(lineage) if candidate < NUM_CANDIDATES => lineage.trial.followed = candidate,
+            _ => return Err(PyValueError::new_err("the policy has no such candidate")),
+        }
         Ok(())
     }
 }
@@ -967,13 +1017,21 @@ mod _core {
         crate::cache::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
     }
 
+    /// The longest sequence of a pool.
+    #[pyfunction]
+    fn longest_sequence(geometry: &Bound<'_, PyAny>) -> PyResult<usize> {
+        Ok(geometry_of(geometry)?.max_tokens())
+    }
+
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("POLICIES", POLICIES.to_vec())?;
+        module.add("WrongVictims", module.py().get_type::<eviction::WrongVictims>())?;
         module.add("DEFAULT_POLICY", POLICIES[0])?;
         module.add("LET_IN_S", LET_IN_S)?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
         module.add("REMEMBERED_PLANS", REMEMBERED_PLANS)?;
+        module.add("MAX_LAYER_GROUPS", MAX_LAYER_GROUPS)?;
         module.add("MAX_PLAN_ITEMS", bounds::MAX_PLAN_ITEMS)?;
         module.add("MAX_PLAN_TOKENS", bounds::MAX_PLAN_TOKENS)?;
         module.add("MAX_FORKED_TOKENS", bounds::MAX_FORKED_TOKENS)?;
@@ -984,7 +1042,6 @@ mod _core {
         module.add("MAX_EXPECTED_S", bounds::MAX_EXPECTED_S)?;
         module.add("LEAST_PRIORITY", crate::cache::advice::LEAST_WORTH)?;
         module.add("MOST_PRIORITY", crate::cache::advice::MOST_WORTH)?;
-        module.add("NUM_CLASSES", crate::cache::retention::NUM_CLASSES)?;
-        module.add("NUM_TIMES", crate::cache::retention::NUM_TIMES)
+        module.add("NUM_CANDIDATES", NUM_CANDIDATES)
     }
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use crate::books::Books;
 use crate::books::room::Room;
 use crate::books::sequences::Sequence;
+use crate::books::tables::BlockTable;
 use crate::cache::prefix::{BlockId, Past};
 use crate::cache::tenants::TenantId;
 
@@ -26,6 +27,7 @@ impl Books {
         self.pool.audit(blocks, &mut wrong);
         self.check_references(blocks, &mut wrong);
         self.check_owners(blocks, &mut wrong);
+        self.check_tables(blocks, &mut wrong);
         self.check_pins(blocks, &mut wrong);
         self.check_sharing(blocks, &mut wrong);
         self.check_unpublished(blocks, &mut wrong);
@@ -60,16 +62,18 @@ impl Books {
     /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
     fn audit_host(&self, wrong: &mut Vec<String>) {
         let blocks = 0..self.host.len() as BlockId;
-        let holders = occurrences(&blocks, self.sequences().filter_map(|sequence| sequence.host_blocks.as_ref()));
+        let holders = occurrences(&blocks, self.sequences().filter_map(|sequence| sequence.host_blocks.as_deref()));
         let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host));
+        let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host).map(Vec::as_slice));
         self.host.audit(&holders, &steps, wrong);
         for sequence in self.sequences().filter(|sequence| sequence.is_offloaded()) {
-            let num_host_blocks = sequence.host_blocks.as_ref().map_or(0, Vec::len);
-            if !sequence.block_table.is_empty()
-                || num_host_blocks < self.geometry.num_blocks_for(sequence.num_scheduled)
-            {
-                let (seq_id, num_blocks) = (sequence.seq_id, sequence.block_table.len());
+            let (num_host_blocks, num_blocks) =
+                (sequence.host_blocks.as_ref().map_or(0, Vec::len), sequence.blocks().count());
+            let end = self.geometry.num_blocks_for(sequence.num_scheduled);
+            let mut counts = sequence.tables.iter().zip(&sequence.host_counts);
+            let is_short = counts.any(|(table, count)| table.num_passed() + count < end);
+            if num_blocks > 0 || is_short || sequence.host_counts.iter().sum::<usize>() != num_host_blocks {
+                let seq_id = sequence.seq_id;
                 wrong.push(format!("sequence {seq_id} has {num_host_blocks} host blocks and {num_blocks} of the pool"));
             }
         }
@@ -105,7 +109,8 @@ impl Books {
 
     /// I2: as many references as table entries.
     fn check_references(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
-        let holders = occurrences(blocks, self.sequences().map(|sequence| &sequence.block_table));
+        let tables = self.sequences().flat_map(|sequence| &sequence.tables);
+        let holders = occurrences(blocks, tables.map(BlockTable::blocks));
         for (block, holders) in blocks.clone().zip(holders) {
             let references = self.pool.ref_count(block);
             if references != holders {
@@ -117,10 +122,39 @@ impl Books {
     /// A sequence's blocks are of its tenant.
     fn check_owners(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         for sequence in self.sequences() {
-            let held = sequence.block_table.iter().filter(|block| blocks.contains(block));
-            for block in held.filter(|block| self.pool.owner(**block) != Some(sequence.tenant)) {
+            let held = sequence.blocks().filter(|block| blocks.contains(block));
+            for block in held.filter(|block| self.pool.owner(*block) != Some(sequence.tenant)) {
                 let (seq_id, tenant) = (sequence.seq_id, sequence.tenant);
                 wrong.push(format!("block {block} of sequence {seq_id} is not of its tenant {tenant}"));
+            }
+        }
+    }
+
+    /// A table has blocks of its layer group, from the first one on that the next token sees to the last one that is
+    /// scheduled.
+    fn check_tables(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        if !self.geometry.has_windows() {
+            return;
+        }
+        for sequence in self.sequences() {
+            let num_scheduled = self.geometry.num_blocks_for(sequence.num_scheduled);
+            for ((group, span), table) in self.geometry.groups().zip(&sequence.tables) {
+                let (seq_id, first) = (sequence.seq_id, self.geometry.first_needed(span, sequence.num_computed));
+                let held = table.blocks().iter().filter(|block| blocks.contains(block));
+                for block in held.filter(|block| self.pool.groups().of(**block) != group) {
+                    let other = self.pool.groups().of(*block);
+                    wrong.push(format!("block {block} of sequence {seq_id} in group {group} is of group {other}"));
+                }
+                if table.num_passed() > first {
+                    let num_passed = table.num_passed();
+                    wrong.push(format!(
+                        "sequence {seq_id} sees blocks from {first} on in group {group}, and let {num_passed} go"
+                    ));
+                }
+                if !sequence.is_offloaded() && table.end() < num_scheduled {
+                    let end = table.end();
+                    wrong.push(format!("sequence {seq_id} has {end} of {num_scheduled} blocks in group {group}"));
+                }
             }
         }
     }
@@ -128,8 +162,8 @@ impl Books {
     /// A sequence that publishes nothing has no block that can be found, or could be.
     fn check_unpublished(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         for sequence in self.sequences().filter(|sequence| !sequence.cache_use.writes()) {
-            let held = sequence.block_table.iter().filter(|block| blocks.contains(block));
-            for block in held.filter(|block| self.pool.index().past(**block) != Past::None) {
+            let held = sequence.blocks().filter(|block| blocks.contains(block));
+            for block in held.filter(|block| self.pool.index().past(*block) != Past::None) {
                 wrong.push(format!(
                     "block {block} of sequence {}, which publishes nothing, was published",
                     sequence.seq_id
@@ -140,7 +174,7 @@ impl Books {
 
     fn check_pins(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let steps = occurrences(blocks, in_flight.flat_map(|step| &step.pinned));
+        let steps = occurrences(blocks, in_flight.flat_map(|step| &step.pinned).map(Vec::as_slice));
         for (block, steps) in blocks.clone().zip(steps) {
             let pins = self.pool.pin_count(block);
             if pins != steps {
@@ -166,7 +200,8 @@ impl Books {
         for sequence in self.sequences() {
             let num_filled = sequence.num_known().min(sequence.num_scheduled);
             let mut agreed: Option<(u64, usize)> = None; // with which sequence, up to which token
-            for (index, &block) in sequence.blocks_of(num_filled, size).iter().enumerate().rev() {
+            let is_filled = |(index, _): &(usize, BlockId)| index * size < num_filled;
+            for (index, block) in sequence.tables.iter().flat_map(|table| table.entries().rev()).filter(is_filled) {
                 if !is_shared(&block) {
                     continue;
                 }
@@ -216,7 +251,7 @@ impl Books {
 }
 
 /// The number of occurrences of each block of a range in these lists.
-fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<BlockId>>) -> Vec<u32> {
+fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a [BlockId]>) -> Vec<u32> {
     let mut times = vec![0; blocks.len()];
     for list in lists {
         for block in list {
@@ -230,10 +265,10 @@ fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a Vec<
 
 /// All fields of a sequence except cached hashes.
 fn bounds(sequence: &Sequence) -> impl Debug {
-    let Sequence { seq_id, number, tenant, root, block_table, tokens, released, .. } = sequence;
+    let Sequence { seq_id, number, tenant, root, tables, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
     let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_withheld, sequence.cache_use);
-    let tables = (block_table, &sequence.host_blocks, tokens, root, sequence.last_hash());
+    let tables = (tables, &sequence.host_blocks, &sequence.host_counts, tokens, root, sequence.last_hash());
     (
         seq_id,
         number,
@@ -274,7 +309,7 @@ mod tests {
     fn share_the_first_block(bench: &mut Bench) {
         bench.0.pool.acquire(&[1], 1).unwrap();
         bench.0.pool.release(&[3]).unwrap();
-        bench.sequence(2).block_table[0] = 1;
+        bench.sequence(2).tables[0].replace(0, 1);
     }
 
     #[test]
@@ -291,8 +326,8 @@ mod tests {
     fn every_wrong_book_is_told() {
         type Damage = fn(&mut Bench);
         let damages: [(Damage, &[&str]); 13] = [
-            (|bench| bench.sequence(1).block_table.push(1), &["block 1 is in 2 tables and has 1 references"]),
-            (|bench| bench.sequence(2).block_table.truncate(1), &["block 4 is in 0 tables and has 1 references"]),
+            (|bench| bench.sequence(1).tables[0].extend(vec![1]), &["block 1 is in 2 tables and has 1 references"]),
+            (|bench| bench.sequence(2).tables[0].truncate(1), &["block 4 is in 0 tables and has 1 references"]),
             (
                 |bench| step(bench, 1).pinned.push(vec![7, 1]),
                 &["block 1 is pinned by 1 steps and has 0 pins", "block 7 is pinned by 1 steps and has 0 pins"],
@@ -317,7 +352,7 @@ mod tests {
             (
                 |bench| {
                     bench.offload(1);
-                    bench.sequence(1).block_table.push(8);
+                    bench.sequence(1).tables[0].extend(vec![8]);
                 },
                 &[
                     "block 8 is in 1 tables and has 0 references",
@@ -470,7 +505,9 @@ mod tests {
         bench.admit(1, &[1, 1, 1, 1]);
         bench.fork(1, &[2], 4);
         bench.settle();
-        bench.sequence(2).block_table.swap(0, 1);
+        let [first, second] = [0, 1].map(|index| bench.sequence(2).table(0).block(index));
+        bench.sequence(2).tables[0].replace(0, second);
+        bench.sequence(2).tables[0].replace(1, first);
         bench.sequence(2).num_scheduled = 4;
         let mut told = bench.0.violations();
         told.sort();
@@ -485,7 +522,7 @@ mod tests {
             |bench| drop(bench.extend(1, 1, &[])),
             |bench| drop(bench.admit(3, &[7])),
             |bench| drop(bench.release(&[1])),
-            |bench| drop(bench.0.pool.allocate(1, &ASKER).unwrap()),
+            |bench| drop(bench.0.pool.allocate(1, 0, &ASKER).unwrap()),
             |bench| bench.0.pool.acquire(&[1], 1).unwrap(),
             |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
             |bench| bench.0.open_lease("c", b"", 30.0),

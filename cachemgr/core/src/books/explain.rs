@@ -1,7 +1,9 @@
 //! Why a prefix is not found.
 
 use crate::books::Books;
+use crate::books::hits::Prefix;
 use crate::books::sequences::Row;
+use crate::cache::groups::{Group, identity};
 use crate::cache::losses::Loss;
 use crate::cache::prefix::{Hash, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
@@ -26,10 +28,10 @@ pub enum Miss {
 pub struct Explanation {
     /// Full blocks of the tokens.
     pub num_blocks: usize,
-    /// Number of leading blocks that are found: the index of the first that is not.
+    /// Number of leading blocks that an admission would find.
     pub num_found: usize,
-    /// Prefix hash of that one.
-    pub missing: Option<Hash>,
+    /// Index, layer group and prefix hash of the block without which no more is found.
+    pub missing: Option<(usize, Group, Hash)>,
     pub miss: Miss,
     /// Cached blocks after it.
     pub num_stranded: usize,
@@ -46,20 +48,24 @@ impl Books {
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
-        let (num_blocks, num_found) = (hashes.len(), self.pool.index().find(&hashes).len());
-        let Some(&missing) = hashes.get(num_found) else {
+        let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
+        let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
+        let num_found = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
+        let num_blocks = hashes.len();
+        let Some((index, group)) = prefix.first_missing() else {
             return Explanation { num_blocks, num_found, missing: None, miss: Miss::None, num_stranded: 0 };
         };
-        let num_stranded =
-            hashes[num_found + 1..].iter().filter(|hash| self.pool.index().lookup(hash).is_some()).count();
-        let miss = if self.is_being_computed(&root, num_found, &missing) {
+        let missing = hashes[index];
+        let is_known = |hash: &&Hash| self.pool.index().lookup(&identity(hash, group)).is_some();
+        let num_stranded = hashes[index + 1..].iter().filter(is_known).count();
+        let miss = if self.is_being_computed(&root, index, &missing) {
             Miss::BeingComputed
-        } else if let Some(loss) = self.pool.losses().find(&missing) {
+        } else if let Some(loss) = self.pool.losses().find(&identity(&missing, group)) {
             Miss::Lost(*loss)
         } else {
-            self.find_elsewhere(&tokens[..(num_found + 1) * size], &root, tenant, with_other_tenants)
+            self.find_elsewhere(&tokens[..(index + 1) * size], &root, tenant, with_other_tenants)
         };
-        Explanation { num_blocks, num_found, missing: Some(missing), miss, num_stranded }
+        Explanation { num_blocks, num_found, missing: Some((index, group, missing)), miss, num_stranded }
     }
 
     /// True if a step in flight fills a block at this index of a table with this content.
@@ -167,7 +173,7 @@ mod tests {
         bench.0.pool.drop_cached(1, 2, 9.0);
         let holed = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
         assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 0, 2));
-        let missing = holed.missing.unwrap();
+        let (_, _, missing) = holed.missing.unwrap();
         assert_eq!(holed.miss, Miss::Lost(Loss { hash: missing, at: 9.0, cause: Cause::Reset }));
         let other = bench.0.explain(&[1, 2, 9, 9, 5, 6], b"", b"alice", false);
         assert_eq!((other.num_found, other.num_stranded), (0, 0));

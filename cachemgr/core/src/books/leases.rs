@@ -10,6 +10,7 @@ use crate::books::plans::StepPlan;
 use crate::books::room::update_reservation;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
+use crate::cache::groups::Group;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, root_hash};
 use crate::cache::tenants::{TenantId, Tenants};
@@ -33,7 +34,9 @@ pub struct Lease {
     pub known_step: u64,
     pub in_flight: VecDeque<StepInFlight>,
     /// Table entries changed since the last plan; the next grant carries them.
-    pub table_changes: Vec<(Row, usize)>,
+    pub table_changes: Vec<(Row, Group, usize)>,
+    /// In a pool with windows, sequences with tokens computed since the last plan: it takes what they have passed.
+    pub computed: Vec<Row>,
     /// Sequences with a reservation.
     pub reserved: Vec<Row>,
     /// The root used last, by tenant and salt.

@@ -85,7 +85,7 @@ impl Books {
     fn held_by(&self, lease_id: &str, first: BlockId, end: BlockId) -> Vec<bool> {
         let mut held = vec![false; end.saturating_sub(first) as usize];
         let rows = self.leases.get(lease_id).into_iter().flat_map(|lease| lease.sequences.values());
-        for block in rows.flat_map(|row| &self.table.get(*row).block_table) {
+        for block in rows.flat_map(|row| self.table.get(*row).blocks()) {
             if let Some(held) = held.get_mut(block.wrapping_sub(first) as usize) {
                 *held = true;
             }
@@ -104,10 +104,11 @@ impl Books {
             state: number_of(pool.state(block)),
             reference_count: pool.ref_count(block) as i32,
             pin_count: pool.pin_count(block) as i32,
-            prefix_hash: pool.index().hash(block).map(|hash| hash.to_vec()).unwrap_or_default(),
+            prefix_hash: pool.prefix_hash(block).map(|hash| hash.to_vec()).unwrap_or_default(),
             tenant: String::from_utf8_lossy(self.tenants.name(owner)).into_owned(),
             priority: pool.level(block).into(),
             prefix_pin_count: pool.keep_count(block) as i32,
+            layer_group: pool.groups().of(block).into(),
         }
     }
 
@@ -272,7 +273,7 @@ mod tests {
         let num_usable = 2 * MAX_SCANNED as usize + 10;
         let mut bench = bench("lru", num_usable);
         admit(&mut bench, "a", 1, &[1]);
-        bench.0.pool.allocate(num_usable - 2, &crate::cache::pool::tests::ASKER).unwrap();
+        bench.0.pool.allocate(num_usable - 2, 0, &crate::cache::pool::tests::ASKER).unwrap();
         admit(&mut bench, "a", 2, &[1]);
         let filter = BlockFilter { lease_id: Some("a"), ..ALL };
         assert_eq!(bench.0.list_blocks(0, 9, &filter), (vec![1], Some(1 + MAX_SCANNED)));
@@ -472,7 +473,7 @@ mod tests {
         settle(&mut bench, "a");
         let num_known = |bench: &Bench| (1..9).filter(|block| bench.0.pool.contents().get(*block).is_some()).count();
         assert_eq!(num_known(&bench), 3);
-        bench.0.pool.allocate(bench.0.pool.num_allocatable(), &crate::cache::pool::tests::ASKER).unwrap();
+        bench.0.pool.allocate(bench.0.pool.num_allocatable(), 0, &crate::cache::pool::tests::ASKER).unwrap();
         assert_eq!(num_known(&bench), 1, "of the block that is held");
         settle(&mut bench, "b");
         assert_eq!(num_known(&bench), 3);

@@ -7,6 +7,7 @@ pub mod counters;
 pub mod expiry;
 pub mod explain;
 pub mod geometry;
+pub mod hits;
 pub mod leases;
 pub mod leasing;
 pub mod looking;
@@ -19,6 +20,7 @@ pub mod room;
 pub mod sequences;
 pub mod settle;
 pub mod steps;
+pub mod tables;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -28,6 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::books::counters::Counters;
 use crate::books::expiry::{ExpiryQueue, LeaseOrder, page_key};
 use crate::books::geometry::Geometry;
+use crate::books::hits::{Hit, Prefix};
 use crate::books::leases::{Lease, RequestKey};
 use crate::books::pins::Pins;
 use crate::books::planner::{Owner, StepPlanner};
@@ -35,7 +38,9 @@ use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
+use crate::books::tables::BlockTable;
 use crate::cache::accounts::Share;
+use crate::cache::groups::Span;
 use crate::cache::host::HostPool;
 use crate::cache::policies::Policy;
 use crate::cache::pool::BlockPool;
@@ -82,9 +87,15 @@ pub struct Books {
 impl Books {
     /// None if there is no eviction policy of this name.
     pub fn new(geometry: Geometry, policy: &str) -> Option<Books> {
+        // The policy that learns knows chains of one table.
+        let policy = if geometry.has_windows() { "lru" } else { policy };
         let policy = Policy::named(policy, geometry.num_blocks)?;
+        Some(Books::with_policy(geometry, policy))
+    }
+
+    pub fn with_policy(geometry: Geometry, policy: Policy) -> Books {
         let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
-        let pool = BlockPool::new(geometry.num_blocks, policy);
+        let pool = BlockPool::new(geometry.num_blocks, &geometry.groups, policy);
         let mut books = Books {
             pool,
             host: HostPool::new(geometry.num_host_blocks),
@@ -100,7 +111,7 @@ impl Books {
             last_report: 0,
         };
         books.keep_contents(true);
-        Some(books)
+        books
     }
 
     /// Keeps the contents of the blocks that become findable from now on, or none. New books keep them.
@@ -245,18 +256,20 @@ impl Books {
         let tenant_id = self.enter_tenant(tenant);
         let Books { geometry, pool, .. } = &*self;
         let room = Room { geometry, pool, tenant: tenant_id };
-        let found = if admission.cache_use.reads() {
-            self.find_cached(&admission.tokens, &admission.salt, tenant)
-        } else {
-            Vec::new()
-        };
-        let num_parked = pool.num_parked(&found);
-        let needed = geometry.num_blocks_for(admission.tokens.len().max(admission.reserved_tokens)) - found.len();
+        let num_tokens = admission.tokens.len();
+        let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
+        let hit = self.find_cached(looked_up, &admission.salt, tenant);
+        let num_cached_tokens = hit.num_blocks * geometry.block_size;
+        let num_parked = pool.num_parked(&hit.blocks());
+        let num_left = num_tokens - num_cached_tokens.min(num_tokens);
+        let most = if admission.max_compute > 0 { num_left.min(admission.max_compute) } else { num_left };
+        let ends = geometry.ends_of_tables(num_tokens, num_cached_tokens + most);
+        let needed = hit.num_missing(&ends) + geometry.num_to_come(admission.reserved_tokens, &ends);
         let refusal = room
             .refuse_impossible(admission)
             .or_else(|| refuse_no_row(admission.seq_id, &self.table, geometry))
             .or_else(|| room.refuse(admission.seq_id, needed, num_parked, reserve));
-        let (num_cached_tokens, available) = (found.len() * geometry.block_size, room.num_available(num_parked));
+        let available = room.num_available(num_parked);
         AdmissionCheck { num_cached_tokens, needed, available, refusal }
     }
 
@@ -341,27 +354,33 @@ impl Books {
 
     /// Tokens that an admission would find in the cache; takes nothing.
     pub fn num_cached_tokens(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> usize {
-        self.find_cached(tokens, salt, tenant).len() * self.geometry.block_size
+        self.find_cached(tokens, salt, tenant).num_blocks * self.geometry.block_size
     }
 
-    /// The blocks that an admission would find in the cache, in order. Cost: hashes of these and of one piece more.
-    fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Vec<BlockId> {
+    /// Returns the hit that an admission would have in the cache. Cost: hashes of the known blocks of the first layer
+    /// group, if that is a full one, and of one piece more.
+    fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Hit {
         let size = self.geometry.block_size;
         let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
         let num_full = num_usable.min(self.geometry.max_tokens()) / size;
         let mut parent = root_hash(tenant, salt, &self.geometry.model_fingerprint);
-        let (mut found, mut hashes) = (Vec::new(), Vec::new());
+        let (mut hashes, begins_full) = (Vec::new(), self.geometry.groups[0].is_full());
+        let mut found = Vec::new();
         for piece in tokens[..num_full * size].chunks(size * LOOKED_UP_AT_ONCE) {
-            hashes.clear();
+            let before = hashes.len();
             chain_hashes(parent, piece, size, &mut hashes);
-            let before = found.len();
-            found.append(&mut self.pool.index().find(&hashes));
-            if found.len() - before < hashes.len() {
-                break;
+            if begins_full {
+                found.append(&mut self.pool.index().find(&hashes[before..]));
+                if found.len() < hashes.len() {
+                    break;
+                }
             }
             parent = hashes[hashes.len() - 1];
         }
-        found
+        if self.geometry.groups == [Span::Full] {
+            return Hit { num_blocks: found.len(), tables: vec![BlockTable::new(0, found)] };
+        }
+        Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes }.find()
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -374,14 +393,15 @@ impl Books {
         let sequences = || self.rows().map(|row| held(&row));
         let mut fills: HashMap<BlockId, usize> = HashMap::new(); // of the blocks that a holder does not fill
         for (sequence, num_tokens) in sequences() {
-            for (index, block) in sequence.block_table.iter().enumerate().skip(num_tokens / size) {
-                let fill = fills.entry(*block).or_default();
+            let entries = sequence.tables.iter().flat_map(|table| table.entries());
+            for (index, block) in entries.filter(|(index, _)| *index >= num_tokens / size) {
+                let fill = fills.entry(block).or_default();
                 *fill = num_tokens.saturating_sub(index * size).max(*fill);
             }
         }
         if fills.keys().any(|block| self.pool.ref_count(*block) > 1) {
             for (sequence, num_tokens) in sequences() {
-                for block in sequence.block_table.iter().take(num_tokens / size) {
+                for block in &sequence.blocks_of(num_tokens / size * size, size) {
                     fills.entry(*block).and_modify(|fill| *fill = size);
                 }
             }
@@ -433,6 +453,7 @@ pub(crate) mod tests {
             vocab_size: 100,
             model_fingerprint: b"f".to_vec(),
             has_recurrent_state: false,
+            groups: vec![Span::Full],
         }
     }
 
@@ -447,6 +468,11 @@ pub(crate) mod tests {
         /// For a model with a state per sequence.
         pub(crate) fn with_states(num_usable: usize) -> Bench {
             Bench::of(Geometry { has_recurrent_state: true, ..geometry(num_usable) }, "lru")
+        }
+
+        /// For a model with layer groups.
+        pub(crate) fn with_groups(num_usable: usize, groups: &[Span]) -> Bench {
+            Bench::of(Geometry { groups: groups.to_vec(), ..geometry(num_usable) }, "lru")
         }
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {
@@ -523,7 +549,7 @@ pub(crate) mod tests {
         }
 
         pub(crate) fn blocks(&self, seq_id: i32) -> Vec<BlockId> {
-            self.0.table.get(self.row(seq_id)).block_table.clone()
+            self.0.table.get(self.row(seq_id)).blocks().collect()
         }
 
         pub(crate) fn sequence(&mut self, seq_id: i32) -> &mut Sequence {
@@ -754,19 +780,31 @@ pub(crate) mod tests {
         for row in books.leases.values().flat_map(|lease| lease.sequences.values()) {
             let sequence = books.table.get(*row);
             let num_tokens = sequence.num_known().max(sequence.num_scheduled);
-            for (index, block) in sequence.block_table.iter().enumerate() {
+            for (index, block) in sequence.tables.iter().flat_map(|table| table.entries()) {
                 let fill = num_tokens.saturating_sub(2 * index).min(2);
-                fills[*block as usize] = fill.max(fills[*block as usize]);
+                fills[block as usize] = fill.max(fills[block as usize]);
             }
         }
         fills.into_iter().sum()
     }
 
+    /// The layer groups of models.
+    const SHAPES: [&[Span]; 5] = [
+        &[Span::Full],
+        &[Span::Full, Span::Sliding(3)],
+        &[Span::Sliding(4)],
+        &[Span::Full, Span::Sliding(1), Span::Chunked(4)],
+        &[Span::Full, Span::Full, Span::Sliding(5), Span::Sliding(5)],
+    ];
+
     #[test]
     fn whatever_is_asked_the_books_are_right() {
         let mut reasons = BTreeSet::new();
-        for (seed, policy) in (0..40).flat_map(|seed| POLICIES.map(|policy| (seed, policy))) {
-            let (mut bench, mut random) = (Bench::with_policy(policy, 12), Random(seed));
+        let shapes = SHAPES.into_iter().flat_map(|groups| POLICIES.map(|policy| (policy, groups)));
+        let shapes: Vec<_> = shapes.filter(|(policy, groups)| groups.len() == 1 || *policy == "lru").collect();
+        for (seed, (policy, groups)) in (0..40).flat_map(|seed| shapes.iter().map(move |shape| (seed, *shape))) {
+            let of_groups = Geometry { groups: groups.to_vec(), ..geometry(12) };
+            let (mut bench, mut random) = (Bench::of(of_groups, policy), Random(seed));
             let (with_shares, mut now) = (seed % 2 == 1, 0.0);
             for (lease_id, tenant) in [("a", b"x"), ("b", b"x"), ("c", b"y")] {
                 bench.0.close_lease(lease_id).unwrap();
@@ -801,7 +839,7 @@ pub(crate) mod tests {
                 assert_eq!(bench.0.num_held_tokens(), num_held_tokens(&bench.0));
                 findable.extend((1..13).filter(|block| bench.0.pool().index().is_findable(*block)));
             }
-            assert!(findable.len() > 4, "it gets somewhere: {findable:?}");
+            assert!(findable.len() > 4, "it gets somewhere: {findable:?} {groups:?}");
             ["a", "b", "c"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
             bench.0.advance(now + 1e6).unwrap();
             assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::books::Books;
+use crate::books::hits::Prefix;
 use crate::books::pins::{Pin, PinId, Pins};
 use crate::cache::advice::{Millis, millis};
 use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
@@ -24,14 +25,15 @@ impl Books {
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes: Vec<Hash> = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
-        let blocks = self.pool.index().find(&hashes);
-        if blocks.is_empty() {
+        let hit = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes }.find();
+        let (num_blocks, blocks) = (hit.num_blocks, hit.blocks().into_owned());
+        if num_blocks == 0 {
             let message = format!("no full block of these {} tokens is cached", tokens.len());
             return Ok(Err(Refusal::new(Reason::PrefixNotCached, message)));
         }
         let tenant = self.enter_tenant(tenant);
         let mut id = PinId::default();
-        id.copy_from_slice(&hashes[blocks.len() - 1][..16]);
+        id.copy_from_slice(&hashes[num_blocks - 1][..16]);
         let known = self.pins.remove(&id);
         if known.is_none() {
             if let Some(refusal) = self.refuse_pin(tenant, &blocks) {
@@ -39,7 +41,7 @@ impl Books {
             }
             self.pool.keep(&blocks);
         }
-        let pin = Pin { id, tenant, blocks, until };
+        let pin = Pin { id, tenant, num_blocks, blocks, until };
         self.pins.insert(pin.clone());
         Ok(Ok(pin))
     }

@@ -16,7 +16,9 @@ pub type PinId = [u8; 16];
 pub struct Pin {
     pub id: PinId,
     pub tenant: TenantId,
-    /// In table order.
+    /// Blocks of the prefix.
+    pub num_blocks: usize,
+    /// Those that its next token sees, group by group in table order.
     pub blocks: Vec<BlockId>,
     /// Seconds of the caller's clock.
     pub until: f64,

@@ -1,11 +1,12 @@
 //! Plans one step of one lease: applies a request's items to the books, one by one, each atomically.
 //!
-//! Order: releases, offloads, trims, forks, extends, restores, admissions. Forks come before extends, so that a block that
-//! is shared from now on is not written by its old holder in the same step.
+//! Order: releases, offloads, blocks behind windows, trims, forks, extends, restores, admissions. Forks come before extends,
+//! so that a block that is shared from now on is not written by its old holder in the same step.
 //!
 //! Events that free a block, and the step until which it stays retired (n is the step being planned):
 //!
-//!     a sequence that is released, a trimmed tail      the last step in flight before n
+//!     a sequence that is released, a trimmed tail,
+//!     blocks that a sequence has passed                the last step in flight before n
 //!     the source of a copy done at the start of n      n: within the pool, to the host tier and from there
 //!     nothing in flight                                not at all
 
@@ -13,6 +14,7 @@ use std::collections::HashMap;
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
+use crate::books::hits::{Hit, Prefix};
 use crate::books::leases::Lease;
 use crate::books::plans::{
     Admission, CacheUse, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest,
@@ -21,7 +23,9 @@ use crate::books::plans::{
 use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
+use crate::books::tables::{BlockTable, tail_first};
 use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
+use crate::cache::groups::{Group, Span, identity};
 use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, Hash, Past, chain_hashes, digest_of};
@@ -95,6 +99,7 @@ impl<'a> StepPlanner<'a> {
             let answer = self.offload(*seq_id)?;
             self.answer(PlanItem::Offload, *seq_id, answer);
         }
+        self.pass_windows()?;
         self.write_changed_entries();
         for trim in &request.trims {
             let answer = self.trim(trim)?;
@@ -133,9 +138,15 @@ impl<'a> StepPlanner<'a> {
         i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())
     }
 
-    /// Positions before this one can't be computed again: the model's state before them is lost.
-    fn oldest_state(&self, sequence: &Sequence) -> usize {
-        if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 }
+    /// Positions before this one can't be computed again: the model's state before them is lost, or blocks that they see.
+    fn least_position(&self, sequence: &Sequence) -> usize {
+        let oldest = if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 };
+        if !self.geometry.has_windows() {
+            return oldest;
+        }
+        let least_in =
+            |(span, table): (&Span, &BlockTable)| span.first_beyond(table.num_passed() * self.geometry.block_size);
+        self.geometry.groups.iter().zip(&sequence.tables).map(least_in).fold(oldest, usize::max)
     }
 
     /// The row of a sequence in the pool. Refused if there is none, or if it is in the host tier.
@@ -163,7 +174,7 @@ impl<'a> StepPlanner<'a> {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
-        let num_found = sequence.num_cached / self.geometry.block_size;
+        let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).len();
         let host_blocks = sequence.host_blocks.as_mut().map(std::mem::take).unwrap_or_default();
         self.plan.released_ids.push(sequence.seq_id);
         let blocks = self.end(row);
@@ -238,11 +249,37 @@ impl<'a> StepPlanner<'a> {
         }
     }
 
+    /// Lets the blocks go that no later token of a sequence sees. The last computed token may be computed again.
+    fn pass_windows(&mut self) -> Result<()> {
+        for row in std::mem::take(&mut self.lease.computed) {
+            let is_there = |sequence: &&Sequence| {
+                self.lease.sequences.get(&sequence.seq_id) == Some(&row) && !sequence.is_offloaded()
+            };
+            let Some(sequence) = self.table.find(row).filter(is_there) else { continue };
+            let (seq_id, position) = (sequence.seq_id, sequence.num_computed.saturating_sub(1));
+            let mut passed = Vec::new();
+            for (group, span) in self.geometry.groups() {
+                let table = &mut self.table.get_mut(row).tables[usize::from(group)];
+                let blocks = table.pass(self.geometry.first_needed(span, position));
+                if !blocks.is_empty() {
+                    self.plan.pass(seq_id, group, table.num_passed());
+                    self.pool.groups_mut().count(group, |counters| counters.num_passed += blocks.len() as u64);
+                    passed.extend(blocks);
+                }
+            }
+            if !passed.is_empty() {
+                self.let_go(passed)?;
+                self.update_reservation(row);
+            }
+        }
+        Ok(())
+    }
+
     fn write_changed_entries(&mut self) {
-        for (row, index) in std::mem::take(&mut self.lease.table_changes) {
+        for (row, group, index) in std::mem::take(&mut self.lease.table_changes) {
             let sequence = self.table.get(row);
-            if !sequence.released && index < sequence.block_table.len() {
-                self.plan.write(sequence.seq_id, index, &sequence.block_table[index..=index]);
+            if let Some(block) = sequence.table(group).get(index).filter(|_| !sequence.released) {
+                self.plan.write(sequence.seq_id, group, index, &[block]);
             }
         }
     }
@@ -254,7 +291,7 @@ impl<'a> StepPlanner<'a> {
         };
         let block_size = self.geometry.block_size;
         let sequence = self.table.get(row);
-        let least = self.oldest_state(sequence).max(1);
+        let least = self.least_position(sequence).max(1);
         refuse_if!(refuse_position(trim.seq_id, trim.num_tokens, least, sequence.num_tokens));
         let num_tokens = trim.num_tokens as usize;
         let has_reservation = sequence.reserved_tokens > 0;
@@ -265,9 +302,9 @@ impl<'a> StepPlanner<'a> {
         }
         let sequence = self.table.get_mut(row);
         sequence.truncate(num_tokens, block_size, self.pool.index());
-        let num_kept = if has_reservation { sequence.block_table.len() } else { num_tokens.div_ceil(block_size) };
+        let num_kept = if has_reservation { usize::MAX } else { num_tokens.div_ceil(block_size) };
         let tail_first = sequence.blocks_tail_first(num_kept);
-        sequence.block_table.truncate(num_kept);
+        sequence.tables.iter_mut().for_each(|table| table.truncate(num_kept));
         for step in &mut self.lease.in_flight {
             step.cut(row, num_tokens, block_size);
         }
@@ -287,7 +324,7 @@ impl<'a> StepPlanner<'a> {
             Err(refusal) => Some(refusal),
             Ok(row) => {
                 let sequence = self.table.get(row);
-                let least = self.oldest_state(sequence) + 1;
+                let least = self.least_position(sequence) + 1;
                 refuse_position(fork.parent_id, fork.num_tokens, least, sequence.num_tokens)
                     .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize))
             }
@@ -309,7 +346,7 @@ impl<'a> StepPlanner<'a> {
         {
             let parent = self.table.get_mut(row);
             let shared = parent.blocks_of(fork.num_tokens as usize, self.geometry.block_size);
-            self.pool.acquire(shared, num_children)?;
+            self.pool.acquire(&shared, num_children)?;
             parent.num_writable = 0;
             self.counters.forks += u64::from(num_children);
             self.update_reservation(row);
@@ -320,8 +357,9 @@ impl<'a> StepPlanner<'a> {
     /// A sequence with a reservation that shares blocks will have to copy those that it writes: these have to be there.
     fn refuse_unguaranteed(&self, row: Row, num_tokens: usize) -> Option<Refusal> {
         let sequence = self.table.get(row);
-        let shared = sequence.blocks_of(num_tokens, self.geometry.block_size);
-        let needed = self.num_newly_at_risk(row, shared);
+        let end = self.geometry.num_blocks_for(num_tokens);
+        let shared: Vec<BlockTable> = sequence.tables.iter().map(|table| table.beginning(end)).collect();
+        let needed = self.num_newly_at_risk(row, &shared);
         self.room_for(sequence.tenant).refuse(sequence.seq_id.into(), needed, 0, 0)
     }
 
@@ -422,42 +460,61 @@ impl<'a> StepPlanner<'a> {
         refuse_foreign_tokens(seq_id.into(), append, self.geometry)
     }
 
-    /// Blocks of the sequence's own from its next position to `end`, and a table long enough for `num_tokens`.
+    /// Blocks of the sequence's own from its next position to `end`, and tables long enough for `num_tokens`.
     ///
     /// A block that is shared or published is replaced, by a copy if slots before the next position count. Refused,
     /// with nothing changed, if there are too few blocks.
     fn make_writable(&mut self, row: Row, end: usize, num_tokens: usize) -> Answer {
+        let geometry = self.geometry;
         let sequence = self.table.get(row);
-        let (seq_id, start, length) = (sequence.seq_id, sequence.num_scheduled, sequence.block_table.len());
-        let asker = self.asker_for(sequence.tenant);
-        let (block_size, num_blocks) = (self.geometry.block_size, self.geometry.num_blocks_for(end));
-        let written = start / block_size..num_blocks.min(length);
-        let is_foreign = |index: &usize| !self.pool.is_writable(sequence.block_table[*index]);
-        let (foreign, own): (Vec<usize>, Vec<usize>) = written.partition(is_foreign);
-        let num_fresh = foreign.len() + self.geometry.num_blocks_for(num_tokens).saturating_sub(length);
-        let num_unreserved = num_fresh.saturating_sub(sequence.num_reserved);
-        refuse_if!(self.room_for(asker.tenant).refuse(seq_id.into(), num_unreserved, 0, 0));
-        for block in own.into_iter().map(|index| sequence.block_table[index]).collect::<Vec<_>>() {
-            if self.pool.pin_count(block) > 0 {
-                self.forget_claims(block);
-            }
-        }
-        let mut fresh = self.pool.allocate(num_fresh, &asker)?;
-        self.advise_tail(row, &fresh);
-        let added = fresh.split_off(foreign.len());
-        for (index, target) in foreign.into_iter().zip(fresh) {
-            self.replace(row, index, target, index * block_size < start)?;
-        }
-        if !added.is_empty() {
-            self.plan.write(seq_id, length, &added);
+        let (seq_id, first, num_reserved) =
+            (sequence.seq_id, sequence.num_scheduled / geometry.block_size, sequence.num_reserved);
+        let (tenant, num_blocks) = (sequence.tenant, geometry.num_blocks_for(end));
+        let num_fresh_in = |(span, table): (&Span, &BlockTable)| {
+            let written = table.range(first..num_blocks).iter();
+            let num_foreign = written.filter(|block| !self.pool.is_writable(**block)).count();
+            num_foreign + geometry.end_of_table(*span, num_tokens, end).saturating_sub(table.end())
+        };
+        let num_fresh: usize = geometry.groups.iter().zip(&sequence.tables).map(num_fresh_in).sum();
+        refuse_if!(self.room_for(tenant).refuse(seq_id.into(), num_fresh.saturating_sub(num_reserved), 0, 0));
+        for (group, span) in geometry.groups() {
+            self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;
         }
         let sequence = self.table.get_mut(row);
-        sequence.block_table.extend(added);
-        sequence.num_writable = self.geometry.num_slots(num_blocks, sequence.reserved_tokens);
+        sequence.num_writable = geometry.num_slots(num_blocks, sequence.reserved_tokens);
         if num_fresh > 0 {
             self.update_reservation(row);
         }
         Ok(Ok(()))
+    }
+
+    /// As above for one layer group, with blocks to be written up to index `num_blocks` of a table up to index `end`.
+    /// There is room.
+    fn make_table_writable(&mut self, row: Row, group: Group, num_blocks: usize, end: usize) -> Result<()> {
+        let block_size = self.geometry.block_size;
+        let sequence = self.table.get(row);
+        let (start, table, asker) = (sequence.num_scheduled, sequence.table(group), self.asker_for(sequence.tenant));
+        let (seq_id, length) = (sequence.seq_id, table.end());
+        let written = start / block_size..num_blocks.min(length);
+        let (foreign, own): (Vec<usize>, Vec<usize>) =
+            written.partition(|index| !self.pool.is_writable(table.block(*index)));
+        for block in own.into_iter().map(|index| table.block(index)).collect::<Vec<_>>() {
+            if self.pool.pin_count(block) > 0 {
+                self.forget_claims(block);
+            }
+        }
+        let num_fresh = foreign.len() + end.saturating_sub(length);
+        let mut fresh = self.pool.allocate(num_fresh, group, &asker)?;
+        self.advise_tail(row, &fresh);
+        let added = fresh.split_off(foreign.len());
+        for (index, target) in foreign.into_iter().zip(fresh) {
+            self.replace(row, group, index, target, index * block_size < start)?;
+        }
+        if !added.is_empty() {
+            self.plan.write(seq_id, group, length, &added);
+        }
+        self.table.get_mut(row).tables[usize::from(group)].extend(added);
+        Ok(())
     }
 
     fn advise_tail(&mut self, row: Row, fresh: &[BlockId]) {
@@ -472,8 +529,8 @@ impl<'a> StepPlanner<'a> {
         let steps = || self.lease.in_flight.iter().chain([&self.step]);
         let released: Vec<Row> = steps().flat_map(|step| step.released_rows.iter().copied()).collect();
         for row in released {
-            let position = self.table.get(row).block_table.iter().position(|held| *held == block);
-            if let Some(index) = position {
+            let mut entries = self.table.get(row).tables.iter().flat_map(|table| table.entries());
+            if let Some((index, _)) = entries.find(|(_, held)| *held == block) {
                 for step in self.lease.in_flight.iter_mut().chain([&mut self.step]) {
                     step.limit(row, index, self.geometry.block_size);
                 }
@@ -481,11 +538,11 @@ impl<'a> StepPlanner<'a> {
         }
     }
 
-    /// Copy-on-write of one block of the table; the old one stays pinned as long as a step may read it.
-    fn replace(&mut self, row: Row, index: usize, target: BlockId, is_copied: bool) -> Result<()> {
+    /// Copy-on-write of one block of a table; the old one stays pinned as long as a step may read it.
+    fn replace(&mut self, row: Row, group: Group, index: usize, target: BlockId, is_copied: bool) -> Result<()> {
         let sequence = self.table.get_mut(row);
-        let source = std::mem::replace(&mut sequence.block_table[index], target);
-        self.plan.write(sequence.seq_id, index, &[target]);
+        let source = sequence.tables[usize::from(group)].replace(index, target);
+        self.plan.write(sequence.seq_id, group, index, &[target]);
         if !is_copied {
             return self.let_go(vec![source]);
         }
@@ -535,15 +592,19 @@ impl<'a> StepPlanner<'a> {
             Err(refusal) => return Ok(Err(refusal)),
         };
         let sequence = self.table.get(row);
-        let num_copied = self.geometry.num_blocks_for(sequence.num_scheduled).max(1);
+        let end = self.geometry.num_blocks_for(sequence.num_scheduled).max(1);
+        let sources: Vec<&[BlockId]> = sequence.tables.iter().map(|table| table.range(0..end)).collect();
+        let host_counts: Vec<usize> = sources.iter().map(|blocks| blocks.len()).collect();
+        let num_copied = host_counts.iter().sum();
         refuse_if!(self.host.refuse(seq_id, num_copied));
         let host_blocks = self.host.allocate(num_copied)?;
         self.plan.offloaded_ids.push(sequence.seq_id);
-        self.plan.offload_sources.extend_from_slice(&sequence.block_table[..num_copied]);
+        sources.iter().for_each(|blocks| self.plan.offload_sources.extend_from_slice(blocks));
         self.plan.offload_targets.extend_from_slice(&host_blocks);
         self.counters.offloads += 1;
         self.counters.offloaded_blocks += num_copied as u64;
-        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(host_blocks, self.pool.index()));
+        let (num_tokens, offloaded) =
+            (sequence.num_tokens, sequence.offload(host_blocks, host_counts, self.pool.index()));
         let blocks = self.end(row);
         let heir = self.table.enter(offloaded);
         self.lease.sequences.insert(seq_id as i32, heir);
@@ -573,23 +634,30 @@ impl<'a> StepPlanner<'a> {
         refuse_if!(self.refuse_over_budget(seq_id));
         let mut hashes = Vec::new();
         chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
-        let found = self.pool.index().find(&hashes[..self.num_sharable(num_tokens, sequence.cache_use)]);
-        let cache_use = sequence.cache_use;
-        let (num_found, num_now) = (found.len(), geometry.num_blocks_for(num_tokens));
-        let num_guaranteed = geometry.num_blocks_for(sequence.reserved_tokens).saturating_sub(num_now);
-        let num_needed = num_now - num_found;
+        let (cache_use, reserved_tokens) = (sequence.cache_use, sequence.reserved_tokens);
+        let hit = self.find_for_restore(sequence, &hashes[..self.num_sharable(num_tokens, cache_use)]);
+        let num_scheduled = sequence.num_scheduled.max(hit.num_blocks * geometry.block_size);
+        let num_left = self.num_within(num_tokens - num_scheduled, restore.max_compute);
+        let ends = geometry.ends_of_tables(num_tokens, num_scheduled + num_left);
+        let found = hit.blocks();
+        let num_needed = hit.num_missing(&ends);
+        let num_guaranteed = geometry.num_to_come(reserved_tokens, &ends);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(asker.tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
+        self.count_found(&hit);
         self.pool.acquire(&found, 1)?;
-        let fresh = self.pool.allocate(num_needed, &asker)?;
+        let (num_found, firsts) = (hit.num_blocks, hit.tables.iter().map(BlockTable::end).collect::<Vec<_>>());
+        let tables = self.allocate_tables(hit.tables, &ends, &asker)?;
         if cache_use.writes() {
-            self.pool.enter_admission(&found, &fresh, &hashes);
+            self.enter_admission(&tables[0], num_found, &hashes);
         }
-        self.advise_tail(row, &fresh);
-        self.copy_back(row, num_found, &fresh)?;
+        for (table, first) in tables.iter().zip(&firsts) {
+            self.advise_tail(row, table.range(*first..usize::MAX));
+        }
+        self.copy_back(row, &tables, &firsts)?;
         let sequence = self.table.get_mut(row);
-        sequence.restore([found, fresh].concat(), num_found, &hashes, geometry.block_size);
-        self.plan.write(sequence.seq_id, 0, &sequence.block_table);
+        sequence.restore(tables, num_found, &hashes, geometry.block_size);
+        sequence.write_to(&mut self.plan);
         self.plan.restored_ids.push(sequence.seq_id);
         self.plan.restored_counts.push(sequence.num_scheduled as u32);
         self.counters.restores += 1;
@@ -600,15 +668,47 @@ impl<'a> StepPlanner<'a> {
         Ok(Ok(()))
     }
 
-    /// Copies the computed blocks after the first `num_found` to fresh ones. All host blocks of the sequence are free
-    /// when the step has ended.
-    fn copy_back(&mut self, row: Row, num_found: usize, fresh: &[BlockId]) -> Result<()> {
+    /// Returns the blocks that a sequence in the host tier takes from the index. If the longest prefix ends before the
+    /// content of the host tier, the blocks of windowed groups all come from there, and so a prefix of the full groups is
+    /// enough.
+    fn find_for_restore(&self, sequence: &Sequence, hashes: &[Hash]) -> Hit {
+        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes };
+        let mut hit = prefix.find_full();
+        if !self.geometry.has_windows() {
+            return hit;
+        }
+        let whole = prefix.limit_to_windows(hit.clone());
+        if whole.num_blocks * self.geometry.block_size >= sequence.num_scheduled {
+            return whole;
+        }
+        hit.num_blocks = hit.num_blocks.min(sequence.num_scheduled / self.geometry.block_size);
+        for (table, (span, known)) in hit.tables.iter_mut().zip(self.geometry.groups.iter().zip(&sequence.tables)) {
+            if span.is_full() {
+                table.truncate(hit.num_blocks);
+            } else {
+                *table = BlockTable::new(known.num_passed(), Vec::new());
+            }
+        }
+        hit
+    }
+
+    /// Copies the computed blocks that were not found, in each table from an index of `firsts` on, to fresh ones. All host
+    /// blocks of the sequence are free when the step has ended.
+    fn copy_back(&mut self, row: Row, tables: &[BlockTable], firsts: &[usize]) -> Result<()> {
         let host_blocks = self.table.take_host_blocks(row).unwrap_or_default();
-        let num_valid = self.geometry.num_blocks_for(self.table.get(row).num_scheduled);
-        let sources = &host_blocks[num_found.min(num_valid)..num_valid];
-        self.plan.restore_sources.extend_from_slice(sources);
-        self.plan.restore_targets.extend_from_slice(&fresh[..sources.len()]);
-        self.counters.restored_blocks += sources.len() as u64;
+        let sequence = self.table.get(row);
+        let end = self.geometry.num_blocks_for(sequence.num_scheduled);
+        let mut num_before = 0; // host blocks of the groups before
+        for (group, (table, first)) in tables.iter().zip(firsts).enumerate() {
+            let num_passed = sequence.tables[group].num_passed();
+            if *first < end {
+                let sources = &host_blocks[num_before + first - num_passed..num_before + end - num_passed];
+                self.plan.restore_sources.extend_from_slice(sources);
+                self.plan.restore_targets.extend_from_slice(table.range(*first..end));
+                self.counters.restored_blocks += sources.len() as u64;
+            }
+            num_before += sequence.host_counts[group];
+        }
         self.host.retire(&host_blocks)?;
         self.step.pinned_in_host.push(host_blocks);
         Ok(())
@@ -629,28 +729,32 @@ impl<'a> StepPlanner<'a> {
         let mut hashes = Vec::new();
         chain_hashes(root, tokens, geometry.block_size, &mut hashes);
         let (cache_use, num_sharable) = (admission.cache_use, self.num_sharable(tokens.len(), admission.cache_use));
-        let (found, num_published) = self.find_prefix(&hashes[..num_sharable]);
-        let num_needed = geometry.num_blocks_for(tokens.len()) - found.len();
-        let num_guaranteed = self.num_guaranteed(admission, &found, num_published);
+        let (hit, num_published) = self.find_prefix(&hashes[..num_sharable]);
+        let num_found = hit.num_blocks;
+        let num_cached = num_found * geometry.block_size;
+        let num_left = self.num_within(tokens.len() - num_cached, admission.max_compute);
+        let ends = geometry.ends_of_tables(tokens.len(), num_cached + num_left);
+        let found = hit.blocks();
+        let num_needed = hit.num_missing(&ends);
+        let num_guaranteed = self.num_guaranteed(admission.reserved_tokens, &ends, &hit, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
-        let num_recomputed = self.pool.losses().num_evicted(&hashes[found.len()..num_sharable]);
+        let num_recomputed = self.pool.losses().num_evicted(&hashes[num_found..num_sharable]);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
+        self.count_found(&hit);
         self.pool.acquire(&found, 1)?;
-        let fresh = self.pool.allocate(num_needed, &self.asker_for(tenant))?;
+        let tables = self.allocate_tables(hit.tables, &ends, &self.asker_for(tenant))?;
         if cache_use.writes() {
             self.pool.enter_root(&root, tenant, &admission.salt);
-            self.pool.enter_admission(&found, &fresh, &hashes);
+            self.enter_admission(&tables[0], num_found, &hashes);
         }
-        let num_found = found.len();
-        let block_table = [found, fresh].concat();
-        let num_writable = geometry.num_slots(block_table.len(), admission.reserved_tokens);
+        let num_writable = geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens);
         let mut sequence = Sequence::begin(
             seq_id as i32,
             tenant,
             root,
             tokens.clone(),
-            block_table,
+            tables,
             &hashes,
             num_found,
             num_published,
@@ -658,7 +762,7 @@ impl<'a> StepPlanner<'a> {
         );
         sequence.num_writable = num_writable;
         sequence.reserved_tokens = admission.reserved_tokens;
-        sequence.tail_advice = self.advise(&admission.retention, &sequence.block_table);
+        sequence.tail_advice = self.advise(&admission.retention, &sequence.tables);
         sequence.salt = admission.salt.clone();
         sequence.cache_use = cache_use;
         let row = self.enter(sequence);
@@ -670,24 +774,50 @@ impl<'a> StepPlanner<'a> {
         Ok(Ok(()))
     }
 
+    /// Extends tables by fresh blocks up to these indexes. There is room.
+    fn allocate_tables(
+        &mut self,
+        mut tables: Vec<BlockTable>,
+        ends: &[usize],
+        asker: &Asker,
+    ) -> Result<Vec<BlockTable>> {
+        for (group, (table, end)) in tables.iter_mut().zip(ends).enumerate() {
+            table.extend(self.pool.allocate(end - table.end(), group as Group, asker)?);
+        }
+        Ok(tables)
+    }
+
+    /// Tells the eviction policy the blocks of a sequence's first table, of which so many were found.
+    fn enter_admission(&mut self, table: &BlockTable, num_found: usize, hashes: &[Hash]) {
+        self.pool.enter_admission(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
+    }
+
+    fn count_found(&mut self, hit: &Hit) {
+        if self.pool.groups().are_several() {
+            for ((group, _), table) in self.geometry.groups().zip(&hit.tables) {
+                let num_found = table.blocks().len() as u64;
+                self.pool.groups_mut().count(group, |counters| counters.num_found += num_found);
+            }
+        }
+    }
+
     /// Blocks that must be allocatable beside those that are allocated now: for the future tokens of a sequence with a
     /// reservation, and for the blocks that it shares with others before they are computed, in case that fails; the
     /// same for these others.
-    fn num_guaranteed(&self, admission: &Admission, found: &[BlockId], num_published: usize) -> usize {
-        let mut num_guaranteed = 0;
-        if admission.reserved_tokens > 0 {
-            let (num_now, num_most) = (admission.tokens.len(), admission.reserved_tokens);
-            num_guaranteed = self.geometry.num_blocks_for(num_most) - self.geometry.num_blocks_for(num_now);
-            num_guaranteed += found.len() - num_published;
-        }
-        if found.len() == num_published {
+    fn num_guaranteed(&self, reserved_tokens: usize, ends: &[usize], hit: &Hit, num_published: usize) -> usize {
+        let mut num_guaranteed = self.geometry.num_to_come(reserved_tokens, ends);
+        if hit.num_blocks == num_published {
             return num_guaranteed;
         }
+        if reserved_tokens > 0 {
+            let unpublished = |table: &BlockTable| table.range(num_published..usize::MAX).len();
+            num_guaranteed += hit.tables.iter().map(unpublished).sum::<usize>();
+        }
         let rows = self.lease.reserved.iter();
-        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, found)).sum::<usize>()
+        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, &hit.tables)).sum::<usize>()
     }
 
-    fn num_newly_at_risk(&self, row: Row, shared: &[BlockId]) -> usize {
+    fn num_newly_at_risk(&self, row: Row, shared: &[BlockTable]) -> usize {
         let sequence = self.table.get(row);
         self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared)
     }
@@ -695,14 +825,14 @@ impl<'a> StepPlanner<'a> {
     /// Enters the advice for a sequence's blocks; returns the advice for its later blocks.
     ///
     /// A range gets at least the level of the ranges after it: a chain without its head is useless.
-    fn advise(&mut self, retention: &[Retention], block_table: &[BlockId]) -> Option<Advice> {
+    fn advise(&mut self, retention: &[Retention], tables: &[BlockTable]) -> Option<Advice> {
         let size = self.geometry.block_size;
         let mut end = 0;
         let mut ranges: Vec<(usize, usize, &Retention)> = Vec::with_capacity(retention.len());
         for range in retention {
             let first = end / size;
             end = if range.num_tokens == 0 { usize::MAX } else { end.saturating_add(range.num_tokens) };
-            ranges.push((first.min(block_table.len()), (end / size).min(block_table.len()), range));
+            ranges.push((first, end / size, range));
         }
         let mut least = Advice { level: LEAST_WORTH, until: FOREVER };
         let mut tail = None;
@@ -710,8 +840,7 @@ impl<'a> StepPlanner<'a> {
             let until = range.ttl.map_or(FOREVER, |ttl| millis(self.now + ttl));
             let own = Advice { level: range.level, until };
             least = if own.level >= least.level { own } else { least };
-            let tail_first: Vec<BlockId> = block_table[first..end].iter().rev().copied().collect();
-            self.pool.advise(&tail_first, least);
+            self.pool.advise(&tail_first(tables, first..end), least);
             if range.num_tokens == 0 {
                 tail = Some(least);
             }
@@ -719,19 +848,32 @@ impl<'a> StepPlanner<'a> {
         tail
     }
 
-    /// The longest known prefix: its blocks, and the number of those in the index; steps in flight fill the rest.
+    /// The longest known prefix, and the number of its blocks in the index; steps in flight fill the rest.
     ///
     /// `hashes` are those of the blocks that may be found.
-    fn find_prefix(&mut self, hashes: &[Hash]) -> (Vec<BlockId>, usize) {
-        let mut found = self.pool.index().find(hashes);
-        let num_published = found.len();
+    fn find_prefix(&mut self, hashes: &[Hash]) -> (Hit, usize) {
+        let mut hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes }.find();
+        let num_published = hit.num_blocks;
         for (index, hash) in hashes.iter().enumerate().skip(num_published) {
-            match self.pool.index().lookup(hash).or_else(|| self.find_filled(index, hash)) {
-                Some(block) if self.is_shareable(block) => found.push(block),
-                _ => break,
-            }
+            let Some(blocks) = self.find_shareable(index, hash) else { break };
+            hit.tables.iter_mut().zip(blocks).for_each(|(table, block)| table.push(block));
+            hit.num_blocks += 1;
         }
-        (found, num_published)
+        (hit, num_published)
+    }
+
+    /// The blocks of all groups at this index of a table, known or being filled by a step in flight of the lease.
+    fn find_shareable(&mut self, index: usize, hash: &Hash) -> Option<Vec<BlockId>> {
+        let mut blocks = Vec::with_capacity(self.geometry.groups.len());
+        for (group, _) in self.geometry.groups() {
+            let known = self.pool.index().lookup(&identity(hash, group));
+            let block = known.or_else(|| self.find_filled(index, group, hash))?;
+            if !self.is_shareable(block) {
+                return None;
+            }
+            blocks.push(block);
+        }
+        Some(blocks)
     }
 
     /// Blocks of a prompt that may be found: at least one token is left to compute. None for a model with a state per
@@ -741,13 +883,14 @@ impl<'a> StepPlanner<'a> {
         if is_read { (num_tokens - 1) / self.geometry.block_size } else { 0 }
     }
 
-    /// The block at this index of a table that a step in flight of the lease, or this one, fills: the first such block.
-    fn find_filled(&mut self, index: usize, hash: &Hash) -> Option<BlockId> {
+    /// The block at this index of a group's table that a step in flight of the lease, or this one, fills: the first such
+    /// block.
+    fn find_filled(&mut self, index: usize, group: Group, hash: &Hash) -> Option<BlockId> {
         let steps = self.lease.in_flight.iter().chain([&self.step]);
         for fill in steps.flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index)) {
             let sequence = self.table.get_mut(fill.row);
             if sequence.hash_at(index, self.geometry.block_size) == hash {
-                return Some(sequence.block_table[index]);
+                return sequence.table(group).get(index);
             }
         }
         None
@@ -766,10 +909,15 @@ impl<'a> StepPlanner<'a> {
         self.schedule_within(row, num_known - start, max_compute);
     }
 
+    /// Of so many tokens, those that may be computed within the plan's budget and a limit (0: no limit).
+    fn num_within(&self, num_tokens: usize, max_compute: usize) -> usize {
+        let limits = [(max_compute > 0).then_some(max_compute), self.budget];
+        limits.into_iter().flatten().fold(num_tokens, usize::min)
+    }
+
     /// Schedules a sequence's next tokens, within the plan's budget and its own limit (0: no limit).
     fn schedule_within(&mut self, row: Row, num_tokens: usize, max_compute: usize) {
-        let limits = [(max_compute > 0).then_some(max_compute), self.budget];
-        let count = limits.into_iter().flatten().fold(num_tokens, usize::min);
+        let count = self.num_within(num_tokens, max_compute);
         self.budget = self.budget.map(|budget| budget - count);
         if count > 0 {
             self.schedule(row, count);
@@ -777,7 +925,7 @@ impl<'a> StepPlanner<'a> {
     }
 
     fn enter(&mut self, sequence: Sequence) -> Row {
-        self.plan.write(sequence.seq_id, 0, &sequence.block_table);
+        sequence.write_to(&mut self.plan);
         let seq_id = sequence.seq_id;
         let row = self.table.enter(sequence);
         self.lease.sequences.insert(seq_id, row);
@@ -1399,6 +1547,38 @@ mod tests {
         assert_eq!((host_counts(&bench), bench.0.pool().counts().retired), ((4, 0, 2), 2));
         bench.settle();
         assert_eq!(host_counts(&bench), (6, 0, 0));
+    }
+
+    // -- layer groups -------------------------------------------------------------------------------------------------
+
+    #[test]
+    fn an_entry_that_a_report_changed_is_not_written_if_it_is_passed() {
+        let mut bench = Bench::with_groups(20, &[Span::Full, Span::Sliding(1)]);
+        let request = || StepRequest { admissions: vec![admission(1, &[1, 2, 3, 4, 5])], ..StepRequest::default() };
+        bench.plan(request());
+        bench.plan_for("b", request());
+        bench.settle();
+        let report = bench.report("b");
+        bench.0.settle("b", &report).unwrap();
+        let plan = bench.plan_for("b", StepRequest::default());
+        assert_eq!((plan.passed_groups, plan.passed_counts), (vec![1], vec![2]));
+        assert_eq!((plan.write_groups, plan.write_first_indexes), (vec![], vec![0, 1]), "of the full group alone");
+        assert_eq!(plan.write_block_ids, bench.blocks(1)[..2], "those of the other lease");
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn each_group_comes_back_from_its_own_host_blocks() {
+        let mut bench = Bench::with_groups(20, &[Span::Full, Span::Sliding(3)]);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        assert_eq!(bench.plan(StepRequest::default()).passed_counts, [1]);
+        let hosts = bench.offload(1).offload_targets;
+        bench.settle();
+        let plan = bench.restore(1);
+        assert_eq!((hosts.len(), &plan.restore_sources[..]), (5, &hosts[2..]), "two of the full group are cached");
+        assert_eq!(plan.restore_targets[..], bench.blocks(1)[2..5]);
+        assert_eq!(bench.0.violations(), [""; 0]);
     }
 
     // -- retention

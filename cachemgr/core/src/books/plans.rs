@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cache::advice::Level;
+use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockCounts, HostBlockId};
 use crate::cache::pool::BlockCounts;
 use crate::cache::prefix::BlockId;
@@ -176,6 +177,11 @@ pub struct StepPlan {
     pub write_first_indexes: Vec<u32>,
     pub write_block_counts: Vec<u32>,
     pub write_block_ids: Vec<BlockId>,
+    /// Empty if all writes are of group 0.
+    pub write_groups: Vec<u32>,
+    pub passed_seq_ids: Vec<i32>,
+    pub passed_groups: Vec<u32>,
+    pub passed_counts: Vec<u32>,
     pub copy_sources: Vec<BlockId>,
     pub copy_targets: Vec<BlockId>,
     pub offload_sources: Vec<BlockId>,
@@ -205,6 +211,8 @@ impl StepPlan {
         let numbers = [
             &self.write_first_indexes,
             &self.write_block_ids,
+            &self.write_groups,
+            &self.passed_counts,
             &self.copy_sources,
             &self.copy_targets,
             &self.offload_sources,
@@ -222,12 +230,23 @@ impl StepPlan {
         lists.fold(self.step_number, |all, list| all.rotate_left(7).wrapping_mul(PRIME) ^ list)
     }
 
-    /// Adds a block table write.
-    pub fn write(&mut self, seq_id: i32, first_index: usize, blocks: &[BlockId]) {
+    /// Adds a write to the block table of a layer group.
+    pub fn write(&mut self, seq_id: i32, group: Group, first_index: usize, blocks: &[BlockId]) {
+        if group > 0 || !self.write_groups.is_empty() {
+            self.write_groups.resize(self.write_seq_ids.len(), 0);
+            self.write_groups.push(group.into());
+        }
         self.write_seq_ids.push(seq_id);
         self.write_first_indexes.push(first_index as u32);
         self.write_block_counts.push(blocks.len() as u32);
         self.write_block_ids.extend_from_slice(blocks);
+    }
+
+    /// The first entries of a table, so many, are let go.
+    pub fn pass(&mut self, seq_id: i32, group: Group, num_passed: usize) {
+        self.passed_seq_ids.push(seq_id);
+        self.passed_groups.push(group.into());
+        self.passed_counts.push(num_passed as u32);
     }
 }
 

@@ -166,7 +166,7 @@ impl Reset {
             let origin = index.origin(at);
             let num_before = origin.index as usize;
             if num_before < stem.num_blocks {
-                break num_before + 1 == stem.num_blocks && index.hash(at) == Some(&stem.hash);
+                break num_before + 1 == stem.num_blocks && pool.prefix_hash(at) == Some(stem.hash);
             }
             if num_before == stem.num_blocks {
                 break origin.parent == stem.hash;
@@ -252,7 +252,7 @@ mod tests {
     #[test]
     fn what_is_behind_a_block_that_is_gone_does_not_come_back_with_it() {
         let mut bench = bench();
-        let middle = bench.0.find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"")[1];
+        let middle = bench.0.find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"").blocks()[1];
         bench.0.reset_prefix_cache(middle, middle + 1, 0.0).unwrap();
         let mut reset = bench.0.begin_reset(b"", Some(b"s"), &[1, 2]);
         assert_eq!(run(&mut bench, &mut reset), (4, 0));

@@ -3,6 +3,7 @@
 use crate::books::geometry::Geometry;
 use crate::books::plans::Admission;
 use crate::books::sequences::{Row, Sequence, SequenceTable};
+use crate::books::tables::BlockTable;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
@@ -24,15 +25,19 @@ impl Room<'_> {
             return Some(invalid("admissions.reserved_token_count", reserved, limit).with("sequence_id", seq_id));
         }
         refuse_empty(seq_id, num_tokens)
-            .or_else(|| self.refuse_too_long(seq_id, num_tokens.max(reserved), 0))
+            .or_else(|| self.refuse_too_long(seq_id, num_tokens.max(reserved), reserved))
             .or_else(|| refuse_foreign_tokens(seq_id, &admission.tokens, self.geometry))
     }
 
     /// Refuses a sequence longer than it can ever be; `reserved` is its reservation, 0 if it has none.
     pub fn refuse_too_long(&self, seq_id: i64, num_tokens: usize, reserved: usize) -> Option<Refusal> {
+        let longest_in = |num_blocks| match reserved {
+            0 => self.geometry.max_tokens_in(num_blocks),
+            _ => self.geometry.max_reserved_in(num_blocks),
+        };
         let of_model = (self.geometry.max_sequence_tokens, "model");
-        let of_pool = ((self.geometry.num_blocks - 1) * self.geometry.block_size, "pool");
-        let of_tenant = (self.pool.accounts().most(self.tenant) * self.geometry.block_size, "tenant");
+        let of_pool = (longest_in(self.geometry.num_blocks - 1), "pool");
+        let of_tenant = (longest_in(self.pool.accounts().most(self.tenant)), "tenant");
         let of_itself = (if reserved > 0 { reserved } else { usize::MAX }, "reservation");
         let (limit, limited_by) =
             [of_model, of_pool, of_tenant, of_itself].into_iter().min_by_key(|(limit, _)| *limit)?;
@@ -82,9 +87,12 @@ impl Room<'_> {
             return 0;
         }
         let first = sequence.num_computed / self.geometry.block_size;
-        let at_risk = sequence.block_table.iter().skip(first).filter(|block| self.is_at_risk(**block)).count();
         let num_most = self.geometry.num_blocks_for(sequence.reserved_tokens);
-        num_most.saturating_sub(sequence.block_table.len()) + at_risk
+        let needed_in = |table: &BlockTable| {
+            let at_risk = table.range(first..usize::MAX).iter().filter(|block| self.is_at_risk(**block)).count();
+            num_most.saturating_sub(table.end()) + at_risk
+        };
+        sequence.tables.iter().map(needed_in).sum()
     }
 
     /// True if its holder might have to replace the block before writing it.
@@ -96,18 +104,23 @@ impl Room<'_> {
     pub fn num_at_risk_after(&self, sequence: &Sequence, num_tokens: usize) -> usize {
         let size = self.geometry.block_size;
         let cut = num_tokens.min(sequence.num_computed) / size..sequence.num_computed / size;
-        sequence.block_table[cut].iter().filter(|block| self.is_at_risk(**block)).count()
+        let at_risk =
+            |table: &BlockTable| table.range(cut.clone()).iter().filter(|block| self.is_at_risk(**block)).count();
+        sequence.tables.iter().map(at_risk).sum()
     }
 
-    /// Blocks from the first not computed on that others will share from now on: those of its table that only it holds
+    /// Blocks from the first not computed on that others will share from now on: those of its tables that only it holds
     /// so far.
-    pub fn num_newly_at_risk(&self, sequence: &Sequence, shared: &[BlockId]) -> usize {
+    pub fn num_newly_at_risk(&self, sequence: &Sequence, shared: &[BlockTable]) -> usize {
         if sequence.reserved_tokens == 0 {
             return 0;
         }
         let first = sequence.num_computed / self.geometry.block_size;
-        let own = sequence.block_table.iter().zip(shared).skip(first).filter(|(own, shared)| own == shared);
-        own.filter(|(own, _)| !self.is_at_risk(**own)).count()
+        let newly_at_risk = |(own, shared): (&BlockTable, &BlockTable)| {
+            let both = shared.entries().filter(|(index, block)| *index >= first && own.get(*index) == Some(*block));
+            both.filter(|(_, block)| !self.is_at_risk(*block)).count()
+        };
+        sequence.tables.iter().zip(shared).map(newly_at_risk).sum()
     }
 }
 

@@ -6,13 +6,15 @@
 //!                                          in flight        not run yet      by steps in flight
 //!
 //! Each bound is at most the next, except num_scheduled and num_known: a promised token may be scheduled, too. The
-//! table has blocks for all of them, except perhaps for the token sampled last, which gets its slot when it is
-//! scheduled.
+//! table of a full layer group has blocks for all of them, except perhaps for the token sampled last, which gets its slot
+//! when it is scheduled. The table of a windowed group has blocks for the scheduled ones that the next tokens see.
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::plans::CacheUse;
+use crate::books::plans::{CacheUse, StepPlan};
+use crate::books::tables::{BlockTable, tail_first};
 use crate::cache::advice::Advice;
+use crate::cache::groups::{Group, identity};
 use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
 use crate::cache::tenants::TenantId;
@@ -32,7 +34,8 @@ pub struct Sequence {
     pub root: Hash,
     pub salt: Vec<u8>,
     pub cache_use: CacheUse,
-    pub block_table: Vec<BlockId>,
+    /// By layer group.
+    pub tables: Vec<BlockTable>,
     /// Those that are known.
     pub tokens: Vec<i32>,
     /// Known ones, and those being sampled.
@@ -60,8 +63,11 @@ pub struct Sequence {
     pub num_reserved: usize,
     /// The advice for the blocks that it will get.
     pub tail_advice: Option<Advice>,
-    /// Its blocks while it is in the host tier, without a block table; they hold its first tokens.
+    /// Its blocks while it is in the host tier, with no blocks in its tables: by group, from the first one on that was in
+    /// the table.
     pub host_blocks: Option<Vec<HostBlockId>>,
+    /// Of these, the number of each group.
+    pub host_counts: Vec<usize>,
     last_hash: Hash,   // of the last published block
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
@@ -73,7 +79,7 @@ impl Sequence {
         tenant: TenantId,
         root: Hash,
         tokens: Vec<i32>,
-        block_table: Vec<BlockId>,
+        tables: Vec<BlockTable>,
         hashes: &[Hash],
         num_cached_blocks: usize,
         num_published: usize,
@@ -86,7 +92,7 @@ impl Sequence {
             root,
             salt: Vec::new(),
             cache_use: CacheUse::default(),
-            block_table,
+            tables,
             num_tokens: tokens.len(),
             tokens,
             num_cached: num_cached_blocks * block_size,
@@ -102,6 +108,7 @@ impl Sequence {
             num_reserved: 0,
             tail_advice: None,
             host_blocks: None,
+            host_counts: Vec::new(),
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
         }
@@ -126,7 +133,7 @@ impl Sequence {
             root: self.root,
             salt: self.salt.clone(),
             cache_use: self.cache_use,
-            block_table: self.blocks_of(num_tokens, block_size).to_vec(),
+            tables: self.tables.iter().map(|table| table.beginning(num_tokens.div_ceil(block_size))).collect(),
             tokens: self.tokens[..num_known].to_vec(),
             num_tokens,
             num_cached: self.num_cached.min(num_scheduled),
@@ -142,17 +149,19 @@ impl Sequence {
             num_reserved: 0,
             tail_advice: self.tail_advice,
             host_blocks: None,
+            host_counts: Vec::new(),
             last_hash,
             hashes,
         }
     }
 
-    /// The sequence as it is in the host tier, in these blocks: without published blocks, and without a token that the
-    /// worker has sampled.
-    pub fn offload(&self, host_blocks: Vec<HostBlockId>, index: &PrefixIndex) -> Sequence {
-        let published = &self.block_table[..self.num_published];
-        let num_dropped =
-            published.iter().rposition(|block| index.past(*block) == Past::Dropped).map_or(0, |last| last + 1);
+    /// The sequence as it is in the host tier, in these blocks, of which each group has so many: without published
+    /// blocks, and without a token that the worker has sampled.
+    pub fn offload(&self, host_blocks: Vec<HostBlockId>, host_counts: Vec<usize>, index: &PrefixIndex) -> Sequence {
+        let is_dropped =
+            |(at, block): &(usize, BlockId)| *at < self.num_published && index.past(*block) == Past::Dropped;
+        let num_dropped_in = |table: &BlockTable| table.entries().rfind(is_dropped).map_or(0, |(last, _)| last + 1);
+        let num_dropped = self.tables.iter().map(num_dropped_in).max().unwrap_or(0);
         Sequence {
             seq_id: self.seq_id,
             number: 0,
@@ -160,7 +169,7 @@ impl Sequence {
             root: self.root,
             salt: self.salt.clone(),
             cache_use: self.cache_use,
-            block_table: Vec::new(),
+            tables: self.tables.iter().map(|table| BlockTable::new(table.num_passed(), Vec::new())).collect(),
             tokens: self.tokens.clone(),
             num_tokens: self.num_tokens,
             num_cached: self.num_cached,
@@ -176,17 +185,19 @@ impl Sequence {
             num_reserved: 0,
             tail_advice: self.tail_advice,
             host_blocks: Some(host_blocks),
+            host_counts,
             last_hash: self.root,
             hashes: Vec::new(),
         }
     }
 
-    /// Returns to the pool with this table: its first `num_found` blocks were found in the index, the others are its
+    /// Returns to the pool with these tables: the first `num_found` blocks were found in the index, the others are its
     /// own.
     /// `hashes` are those of all its full blocks.
-    pub fn restore(&mut self, block_table: Vec<BlockId>, num_found: usize, hashes: &[Hash], block_size: usize) {
+    pub fn restore(&mut self, tables: Vec<BlockTable>, num_found: usize, hashes: &[Hash], block_size: usize) {
         let num_valid = num_found * block_size;
-        self.block_table = block_table;
+        self.tables = tables;
+        self.host_counts = Vec::new();
         self.num_computed = self.num_computed.max(num_valid);
         self.num_scheduled = self.num_scheduled.max(num_valid);
         self.num_published = num_found.max(self.num_withheld);
@@ -212,14 +223,34 @@ impl Sequence {
         self.num_tokens - self.num_known()
     }
 
-    /// The blocks of its first tokens, as far as they have any.
-    pub fn blocks_of(&self, num_tokens: usize, block_size: usize) -> &[BlockId] {
-        &self.block_table[..num_tokens.div_ceil(block_size).min(self.block_table.len())]
+    /// Its table in a layer group.
+    pub fn table(&self, group: Group) -> &BlockTable {
+        &self.tables[usize::from(group)]
     }
 
-    /// Its blocks from index `first` of the table on, the last one first.
+    /// The blocks of its first tokens, as far as it holds them.
+    pub fn blocks_of(&self, num_tokens: usize, block_size: usize) -> Vec<BlockId> {
+        let beginning = |table: &BlockTable| table.range(0..num_tokens.div_ceil(block_size)).to_vec();
+        self.tables.iter().flat_map(beginning).collect()
+    }
+
+    /// All blocks that it holds, group by group.
+    pub fn blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.tables.iter().flat_map(|table| table.blocks()).copied()
+    }
+
+    /// Its blocks from index `first` of the tables on, the last one first.
     pub fn blocks_tail_first(&self, first: usize) -> Vec<BlockId> {
-        self.block_table[first.min(self.block_table.len())..].iter().rev().copied().collect()
+        tail_first(&self.tables, first..usize::MAX)
+    }
+
+    /// Writes its tables into a plan, as those of a sequence that begins.
+    pub fn write_to(&self, plan: &mut StepPlan) {
+        for (group, table) in self.tables.iter().enumerate() {
+            if group == 0 || !table.blocks().is_empty() {
+                plan.write(self.seq_id, group as Group, table.num_passed(), table.blocks());
+            }
+        }
     }
 
     /// More known tokens; none is promised.
@@ -305,8 +336,10 @@ impl Sequence {
         if num_full == self.num_published {
             return self.last_hash;
         }
-        if let Some(known) = index.hash(self.block_table[num_full - 1]) {
-            return *known;
+        for (group, table) in self.tables.iter().enumerate() {
+            if let Some(known) = table.get(num_full - 1).and_then(|block| index.hash(block)) {
+                return identity(known, group as Group);
+            }
         }
         let mut hashes = Vec::new();
         chain_hashes(self.root, &self.tokens[..num_full * block_size], block_size, &mut hashes);
@@ -333,6 +366,11 @@ impl SequenceTable {
     /// Sequences in the host tier, those that end with a step in flight included.
     pub fn num_offloaded(&self) -> usize {
         self.num_offloaded
+    }
+
+    /// The sequence of a row, if it is taken.
+    pub fn find(&self, row: Row) -> Option<&Sequence> {
+        self.rows.get(row as usize)?.as_ref()
     }
 
     pub fn get(&self, row: Row) -> &Sequence {
@@ -381,7 +419,7 @@ impl SequenceTable {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::cache::pool::tests::Random;
 
@@ -394,9 +432,13 @@ mod tests {
         hashes
     }
 
+    pub(crate) fn one_table(blocks: Vec<BlockId>) -> Vec<BlockTable> {
+        vec![BlockTable::new(0, blocks)]
+    }
+
     /// A sequence with these tokens and blocks 1 to 40, none of them computed.
     fn sequence_of(tokens: &[i32]) -> Sequence {
-        Sequence::begin(1, 0, ROOT, tokens.to_vec(), (1..41).collect(), &[], 0, 0, 1)
+        Sequence::begin(1, 0, ROOT, tokens.to_vec(), one_table((1..41).collect()), &[], 0, 0, 1)
     }
 
     fn numbers(count: usize) -> Vec<i32> {
@@ -410,7 +452,8 @@ mod tests {
         for size in BLOCK_SIZES {
             let tokens = numbers(3 * size + 1);
             let hashes = hashes_of(&tokens, size);
-            let mut sequence = Sequence::begin(5, 0, ROOT, tokens.clone(), vec![1, 2, 3, 4], &hashes, 2, 1, size);
+            let mut sequence =
+                Sequence::begin(5, 0, ROOT, tokens.clone(), one_table(vec![1, 2, 3, 4]), &hashes, 2, 1, size);
             assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.seq_id), (&tokens, 3 * size + 1, 5));
             assert_eq!((sequence.num_cached, sequence.num_scheduled), (2 * size, 2 * size));
             assert_eq!((sequence.num_computed, sequence.num_published), (size, 1));
@@ -456,7 +499,7 @@ mod tests {
             assert_eq!((sequence.num_cached, sequence.num_computed), (num_kept.min(2), num_kept.min(4)));
             assert_eq!((sequence.num_scheduled, sequence.num_writable), (num_kept.min(7), 0));
             assert_eq!(sequence.sampled_position, (num_kept > 5).then_some(5));
-            assert_eq!(sequence.block_table.len(), 40);
+            assert_eq!(sequence.table(0).end(), 40);
         }
     }
 
@@ -475,7 +518,7 @@ mod tests {
 
     #[test]
     fn blocks_are_told_from_the_front_and_from_the_tail() {
-        let sequence = Sequence::begin(1, 0, ROOT, vec![], vec![1, 2, 3, 4], &[], 0, 0, 2);
+        let sequence = Sequence::begin(1, 0, ROOT, vec![], one_table(vec![1, 2, 3, 4]), &[], 0, 0, 2);
         let lengths = [0, 1, 2, 3, 7, 8, 9, 100].map(|num_tokens| sequence.blocks_of(num_tokens, 2).len());
         assert_eq!(lengths, [0, 1, 1, 2, 4, 4, 4, 4]);
         assert_eq!(sequence.blocks_of(3, 2), [1, 2]);
@@ -503,7 +546,7 @@ mod tests {
                 let num_known = num_tokens.min(tokens.len());
                 assert_eq!((child.seq_id, child.root, child.released, child.num_writable), (2, ROOT, false, 0));
                 assert_eq!((&child.tokens[..], child.num_tokens), (&tokens[..num_known], num_tokens));
-                assert_eq!(child.block_table, parent.block_table[..num_tokens.div_ceil(size)]);
+                assert_eq!(child.tables, [parent.table(0).beginning(num_tokens.div_ceil(size))]);
                 assert_eq!(child.num_scheduled, num_tokens - 1);
                 assert_eq!(child.num_computed, num_computed.min(num_tokens - 1));
                 assert_eq!(child.num_cached, size.min(num_tokens - 1));
@@ -677,10 +720,10 @@ mod tests {
         /// A table for all tokens, of which the first `num_kept` blocks stay.
         fn fill(&mut self, which: usize, num_kept: usize) {
             let plain = &self.plains[which];
-            let table = &mut self.table.get_mut(plain.row).block_table;
+            let table = &mut self.table.get_mut(plain.row).tables[0];
             table.truncate(num_kept);
-            while table.len() < plain.num_tokens.div_ceil(self.size) {
-                table.push(self.next_block);
+            while table.end() < plain.num_tokens.div_ceil(self.size) {
+                table.extend(vec![self.next_block]);
                 self.next_block += 1;
             }
         }
@@ -708,7 +751,17 @@ mod tests {
             let (hashes, most) = (hashes_of(&tokens, self.size), (tokens.len() - 1) / self.size);
             let found = self.index.find(&hashes[..most]);
             let (num_found, num_cached) = (found.len(), most.min(found.len() + self.random.below(2)));
-            let begun = Sequence::begin(1, 0, ROOT, tokens.clone(), found, &hashes, num_cached, num_found, self.size);
+            let begun = Sequence::begin(
+                1,
+                0,
+                ROOT,
+                tokens.clone(),
+                one_table(found),
+                &hashes,
+                num_cached,
+                num_found,
+                self.size,
+            );
             let row = self.table.enter(begun);
             self.plains.push(Plain { row, num_tokens: tokens.len(), tokens, num_published: num_found });
             self.fill(self.plains.len() - 1, num_found);
@@ -775,9 +828,9 @@ mod tests {
             plain.num_published = end;
             sequence.num_scheduled = sequence.num_scheduled.max(end * self.size);
             for (index, hash) in (first..end).zip(&hashes) {
-                let standing = self.index.publish(hash, sequence.block_table[index]);
+                let standing = self.index.publish(hash, sequence.table(0).block(index));
                 if self.random.below(2) == 0 {
-                    sequence.block_table[index] = standing;
+                    sequence.tables[0].replace(index, standing);
                 }
             }
         }

@@ -10,6 +10,7 @@ use crate::books::geometry::Geometry;
 use crate::books::leases::Lease;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
+use crate::cache::groups::Group;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Origin};
 use crate::errors::{Failure, Refusal, Result, invalid};
@@ -151,6 +152,10 @@ impl Settlement<'_> {
             let sequence = self.table.get_mut(heir.row);
             sequence.num_computed = sequence.num_computed.max(heir.end);
         }
+        if self.geometry.has_windows() {
+            let rows = step.runs.iter().map(|run| run.row).chain(step.heirs.iter().map(|heir| heir.row));
+            self.lease.computed.extend(rows);
+        }
         let mut published = Vec::new();
         for Run { row, end, .. } in &step.runs {
             let sequence = self.table.get_mut(*row);
@@ -174,35 +179,36 @@ impl Settlement<'_> {
             let hashes = sequence.take_hashes(num_full, self.geometry.block_size);
             self.pool.index().warm(&hashes);
             for (index, hash) in (first..num_full).zip(&hashes) {
-                let block = sequence.block_table[index];
-                let standing = self.pool.publish(hash, block);
-                if standing == block {
-                    self.pool.enter_origin(block, Origin { parent, index: index as u32 });
-                    let tokens = sequence.tokens_of(index, self.geometry.block_size);
-                    self.pool.contents_mut().enter(block, tokens, &sequence.salt);
-                } else if !sequence.released {
-                    duplicates.push((row, index, standing));
+                for (group, table) in sequence.tables.iter().enumerate() {
+                    let Some(block) = table.get(index) else { continue };
+                    let standing = self.pool.publish(hash, block);
+                    if standing == block {
+                        self.pool.enter_origin(block, Origin { parent, index: index as u32 });
+                        let tokens = sequence.tokens_of(index, self.geometry.block_size);
+                        self.pool.contents_mut().enter(block, tokens, &sequence.salt);
+                    } else if !sequence.released {
+                        duplicates.push((row, group as Group, index, standing));
+                    }
                 }
                 parent = *hash;
             }
         }
-        duplicates.into_iter().try_for_each(|(row, index, standing)| self.swap(row, index, standing))
+        duplicates.into_iter().try_for_each(|(row, group, index, standing)| self.swap(row, group, index, standing))
     }
 
     /// Two blocks hold the same tokens: keep the published one. Keep both if the published one is the last allocatable
     /// block: it is promised to a sequence, and the other block may not be free before it is needed.
-    fn swap(&mut self, row: Row, index: usize, standing: BlockId) -> Result<()> {
+    fn swap(&mut self, row: Row, group: Group, index: usize, standing: BlockId) -> Result<()> {
         if self.pool.num_parked(&[standing]) > self.pool.num_spare() {
             return Ok(());
         }
-        if let (Some(advice), None) =
-            (self.pool.advice(self.table.get(row).block_table[index]), self.pool.advice(standing))
-        {
+        let duplicate = self.table.get(row).table(group).block(index);
+        if let (Some(advice), None) = (self.pool.advice(duplicate), self.pool.advice(standing)) {
             self.pool.advise(&[standing], advice);
         }
         self.pool.acquire(&[standing], 1)?;
-        let duplicate = std::mem::replace(&mut self.table.get_mut(row).block_table[index], standing);
-        self.lease.table_changes.push((row, index));
+        self.table.get_mut(row).tables[usize::from(group)].replace(index, standing);
+        self.lease.table_changes.push((row, group, index));
         match self.lease.in_flight.back_mut() {
             Some(last) => {
                 last.pinned.push(vec![duplicate]);
@@ -396,7 +402,10 @@ mod tests {
         bench.settle();
         assert_eq!((bench.blocks(3)[0], bench.0.pool.ref_count(kept)), (kept, 2));
         assert_eq!((bench.0.pool.ref_count(given_back), bench.0.pool.pin_count(given_back)), (0, 0));
-        assert_eq!((&bench.0.leases["a"].table_changes[..], bench.0.violations()), (&[(bench.row(3), 0)][..], vec![]));
+        assert_eq!(
+            (&bench.0.leases["a"].table_changes[..], bench.0.violations()),
+            (&[(bench.row(3), 0, 0)][..], vec![])
+        );
         let plan = bench.plan(StepRequest::default());
         assert_eq!(
             (plan.write_seq_ids, plan.write_first_indexes, plan.write_block_ids),

@@ -1,20 +1,17 @@
-//! The eviction policy that learns a retention time for each class of prefix.
+//! The eviction policy that keeps long what is likely to return, where that is measured to find more than LRU.
 //!
 //! 1. The cache is a tree of prefixes. A segment is a run of blocks that were always used together: a conversation is one
-//!    segment that grows, and is cut in two where a prompt leaves it. Each use of a segment is an event; the gap to its
-//!    next use is counted in blocks that were allocated meanwhile. Segments that were evicted stay known for a while by
-//!    the hash of their first block, so that gaps longer than a stay in the cache are counted too.
-//! 2. Events fall into classes: how often the segment was used, and the last gap; for new ones the size, and whether they
-//!    continue something. Each class has a histogram of gaps, and all of them fade.
-//! 3. The time T that each class is kept is planned from these (`retention`).
-//! 4. T is one of ten, each with an LRU list of its own; the victim is the list head with the earliest end. A segment's
-//!    list is never one with a shorter time than a descendant's, and it is used no earlier; so its time ends no earlier,
-//!    and chains are evicted leaf first for every plan.
-//! 5. Where the plan is not clearly better, every segment gets the same T: that is exactly LRU. Clearly better means:
-//!    predicted to be better, and measured so on events after the plan was made.
+//!    segment that grows, and is cut in two where a prompt leaves it. Time is counted in blocks that were allocated.
+//!    Segments that were evicted stay known for a while by the hash of their first block.
+//! 2. Each use gives a segment a place: by the number of its uses, the last gap between them, and its hash. Each place has
+//!    an LRU list of its own.
+//! 3. A candidate says how long each place is kept; the victim is the list head with the earliest end. LRU is the
+//!    candidate that keeps all places equally long. Candidates are tried beside each other on a sample (`trial`), and one
+//!    is followed only while it finds more than LRU.
+//! 4. A segment's place is never lower than a descendant's, no candidate keeps a higher place shorter, and it is used no
+//!    earlier; so its time ends no earlier, and chains are evicted leaf first, whichever candidate is followed.
 //!
-//! Sources: TTL caches as utility maximisation (Dehghan et al., INFOCOM 2016), hit density (LHD, NSDI 2018), ghosts (ARC,
-//! FAST 2003). Time is counted in blocks; nothing is random.
+//! Sources: protection by uses and ghosts (S3-FIFO, SOSP 2023; ARC, FAST 2003). Nothing is random.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -22,10 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::eviction::EvictionPolicy;
 use crate::cache::prefix::{BlockId, Hash};
-use crate::cache::retention::{
-    BASE_TIME, MOST_USES, NUM_TIMES, RetentionPlanner, Return, class_of_new, class_of_reused,
-};
 use crate::cache::rings::Rings;
+use crate::cache::trial::{MOST_USES, NUM_PLACES, Trial, first_to_end, place_of};
 
 /// The segment of a block without content, and the key of a segment without a known first hash.
 const UNKNOWN: u32 = 0;
@@ -33,9 +28,6 @@ const UNKNOWN: u32 = 0;
 const KEY_BYTES: usize = 7;
 const LEAST_GHOSTS: usize = 4096;
 const BLOCKS_PER_GHOST: usize = 32;
-
-/// Knuth's multiplier: spreads keys before a share of them is chosen.
-const MIX: u64 = 2_654_435_761;
 
 /// A run of blocks that were used together.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -47,20 +39,16 @@ struct Segment {
     num_blocks: u32,  // that bear its number
     num_evicted: u32, // from its end, since it was used last
     num_uses: u8,     // MOST_USES also means more
-    class: u8,
-    place: u8,           // of the time it is kept
-    planned: Option<u8>, // the place that the plan had for it when it was used
-    is_forked: bool,     // a prompt left its end, or it was cut there: its continuation is another segment
+    place: u8,        // its list
+    is_forked: bool,  // a prompt left its end, or it was cut there: its continuation is another segment
 }
 
 /// The record of an evicted segment.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Ghost {
     used_at: i64,
-    class: u8,
     num_blocks: u32,
     num_uses: u8,
-    planned: Option<u8>,
     is_forked: bool,
 }
 
@@ -114,21 +102,26 @@ fn key_of(hashes: &[Hash], index: usize) -> u64 {
     u64::from_le_bytes(key)
 }
 
-/// Keeps each class of prefix for its planned time. 12 bytes per block, 48 per segment, and the ghosts.
+/// A number for a block, from bytes that `key_of` does not use.
+fn sample_key(hash: &Hash) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|byte| hash[KEY_BYTES + byte]))
+}
+
+/// Keeps each segment as long as the followed candidate does. 12 bytes per block, 48 per segment, the ghosts, and the trial.
 ///
 /// Costs do not depend on the pool's size. `admit` is O(segments of the prompt), and O(1) per fresh block and per block
 /// of a segment that is cut. A block without a segment (its admission was not entered) gets its parent's.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Lineage {
-    pub planner: RetentionPlanner,
+    pub trial: Trial,
     num_blocks: usize,
-    rings: Rings, // one per time; the last nodes are their sentinels, the very last for blocks that nothing is known of
+    rings: Rings, // one per place; the last nodes are their sentinels, the very last for blocks that nothing is known of
     segment_of: Vec<u32>,
     segments: Vec<Segment>, // the first one is unused
     unused_segments: Vec<u32>,
     ghosts: Ghosts,
     most_ghosts: usize,
-    sampling: u64, // segments with a key that has these bits set are not observed: there would be too many ghosts
+    sampling: u64, // segments with a key that has these bits set are not remembered: there would be too many ghosts
     clock: i64,    // blocks allocated
     num_parked: usize,
 }
@@ -136,9 +129,9 @@ pub struct Lineage {
 impl Lineage {
     pub fn new(num_blocks: usize) -> Lineage {
         Lineage {
-            planner: RetentionPlanner::new((num_blocks - 1).max(1)),
+            trial: Trial::new((num_blocks - 1).max(1)),
             num_blocks,
-            rings: Rings::new(num_blocks + NUM_TIMES + 1),
+            rings: Rings::new(num_blocks + NUM_PLACES + 1),
             segment_of: vec![UNKNOWN; num_blocks],
             segments: vec![Segment::default()],
             unused_segments: Vec::new(),
@@ -196,8 +189,8 @@ impl Lineage {
 
     /// Makes segments of blocks that continue nothing or a fork: as they were when evicted, where that is known.
     ///
-    /// Returns them with their classes, the last one first.
-    fn begin(&mut self, fresh: &[BlockId], start: usize, hashes: &[Hash], now: i64) -> Vec<(u32, usize)> {
+    /// Returns them with the gap before this use, the last one first.
+    fn begin(&mut self, fresh: &[BlockId], start: usize, hashes: &[Hash], now: i64) -> Vec<(u32, i64)> {
         let (mut begun, mut first) = (Vec::new(), 0);
         while first < fresh.len() {
             let key = key_of(hashes, start + first);
@@ -208,84 +201,51 @@ impl Lineage {
             };
             let number = self.new_segment(start + first, key);
             self.label(&fresh[first..end], number);
-            self.segment(number).num_uses = 1;
-            self.segment(number).place = 0;
-            let class = match ghost {
-                Some(ghost) => self.revive(number, &ghost, now),
-                None => class_of_new(end - first, start > 0),
-            };
-            begun.push((number, class));
+            let (num_uses, is_forked, used_at) =
+                ghost.map_or((0, false, now), |ghost| (ghost.num_uses, ghost.is_forked, ghost.used_at));
+            let segment = self.segment(number);
+            (segment.num_uses, segment.is_forked) = (MOST_USES.min(num_uses + 1), is_forked);
+            begun.push((number, now - used_at));
             first = end;
         }
         begun.reverse();
         begun
     }
 
-    /// An evicted segment is back; returns its class.
-    fn revive(&mut self, number: u32, ghost: &Ghost, now: i64) -> usize {
-        let weight = i64::from(ghost.num_blocks.min(self.segment(number).num_blocks)) * self.scale();
-        let place = self.planner.enter_return(&Return {
-            class: ghost.class.into(),
-            gap: now - ghost.used_at,
-            weight,
-            found: 0,
-            planned: ghost.planned,
-        });
-        let segment = self.segment(number);
-        segment.num_uses = MOST_USES.min(ghost.num_uses + 1);
-        segment.is_forked = ghost.is_forked;
-        class_of_reused(segment.num_uses, place)
-    }
-
-    /// A segment that is in the cache was found; returns its class from now on.
-    fn enter_return(&mut self, number: u32, now: i64) -> usize {
-        let segment = self.segment(number).clone();
-        let gap = now - segment.used_at;
-        if self.is_observed(segment.key) {
-            let found = i64::from(segment.num_blocks) * self.scale();
-            self.planner.enter_return(&Return {
-                class: segment.class.into(),
-                gap,
-                weight: found + i64::from(segment.num_evicted) * self.scale(),
-                found,
-                planned: segment.planned,
-            });
-        }
-        let place = self.planner.place(gap);
+    /// A segment that is in the cache was found; returns the gap before this use.
+    fn enter_return(&mut self, number: u32, now: i64) -> i64 {
         let segment = self.segment(number);
         segment.num_evicted = 0;
         segment.num_uses = MOST_USES.min(segment.num_uses + 1);
-        class_of_reused(segment.num_uses, place)
+        now - segment.used_at
     }
 
-    /// Enters a use of all blocks but `num_uncounted`; returns the place of the time it is worth keeping.
-    fn enter_use(&mut self, number: u32, class: usize, num_uncounted: i64) -> usize {
-        let (clock, scale) = (self.clock, self.scale());
-        let segment = self.segment(number);
-        segment.used_at = clock;
-        segment.class = class as u8;
-        let (key, weight) = (segment.key, i64::from(segment.num_blocks) - num_uncounted);
-        if self.is_observed(key) {
-            self.planner.enter_use(class, weight * scale);
+    /// Gives each segment of a prompt, the last one first, its place: no lower than that of those after it.
+    fn place(&mut self, uses: &[(u32, i64)]) {
+        let (clock, num_usable) = (self.clock, self.num_blocks as i64 - 1);
+        let mut place = 0;
+        for (number, gap) in uses {
+            let segment = self.segment(*number);
+            segment.used_at = clock;
+            let worth = place_of(segment.key, segment.num_uses, *gap, num_usable);
+            place = place.max(segment.place).max(worth);
+            segment.place = place;
         }
-        let Some(plan) = &self.planner.plan else {
-            self.segment(number).planned = None;
-            return BASE_TIME;
-        };
-        let choice = plan[class];
-        let is_high = ((key.wrapping_mul(MIX) >> 8 & 0xFFFF) as f64) < choice.share * 65_536.0;
-        let planned = if is_high { choice.high } else { choice.low };
-        self.segment(number).planned = Some(planned as u8);
-        if self.planner.is_trusted { planned } else { BASE_TIME }
     }
 
-    fn is_observed(&self, key: u64) -> bool {
-        key.max(1) & self.sampling == 0
+    /// Enters the prompt's blocks that are in the sample.
+    fn try_candidates(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
+        let blocks = found.iter().chain(fresh);
+        let keyed = hashes.iter().zip(blocks).map(|(hash, block)| (sample_key(hash), *block));
+        let sampled: Vec<(u64, u8)> = keyed
+            .filter(|(key, _)| self.trial.is_sampled(*key))
+            .map(|(key, block)| (key, self.segments[self.segment_of(block) as usize].place))
+            .collect();
+        self.trial.enter(&sampled, self.clock);
     }
 
-    /// The number of segments that an observed one represents.
-    fn scale(&self) -> i64 {
-        self.sampling as i64 + 1
+    fn is_remembered(&self, key: u64) -> bool {
+        key != 0 && key & self.sampling == 0
     }
 
     // -- segments -------------------------------------------------------------------------------------------------
@@ -343,28 +303,19 @@ impl Lineage {
         }
     }
 
-    /// The ring with the earliest end of its head's time; of equal ones the one with the longest time, which is the child's.
-    fn first_to_end(&self) -> u32 {
+    /// The ring with the head that ends first; blocks that nothing is known of go before all others.
+    fn first_ring(&self) -> u32 {
         let unknown = self.unknown_ring();
         if self.rings.first(unknown) != unknown {
             return unknown;
         }
-        let (mut first, mut earliest) = (unknown, f64::INFINITY);
-        for place in (0..NUM_TIMES).rev() {
-            let head = self.rings.first((self.num_blocks + place) as u32);
-            if (head as usize) < self.num_blocks {
-                let parked_at = self.segments[self.segment_of(head) as usize].parked_at;
-                let end = parked_at as f64 + self.planner.time(place);
-                if end < earliest {
-                    (first, earliest) = ((self.num_blocks + place) as u32, end);
-                }
-            }
-        }
-        first
+        let parked_at = |block: u32| self.segments[self.segment_of(block) as usize].parked_at;
+        let place = first_to_end(&self.rings, self.num_blocks as u32, parked_at, |place| self.trial.time(place));
+        place.map_or(unknown, |place| (self.num_blocks + place) as u32)
     }
 
     fn unknown_ring(&self) -> u32 {
-        (self.num_blocks + NUM_TIMES) as u32
+        (self.num_blocks + NUM_PLACES) as u32
     }
 
     /// Takes out the first blocks of a ring as far as they are of one segment, at most `count`. Returns that.
@@ -389,7 +340,7 @@ impl Lineage {
         segment.num_evicted += count;
         if segment.num_blocks == 0 {
             let key = segment.key;
-            if key != 0 && self.is_observed(key) {
+            if self.is_remembered(key) {
                 self.remember(number);
             }
             self.unused_segments.push(number);
@@ -397,8 +348,8 @@ impl Lineage {
     }
 
     fn remember(&mut self, number: u32) {
-        let Segment { used_at, class, num_evicted, num_uses, planned, is_forked, key, .. } = *self.segment(number);
-        self.ghosts.insert(key, Ghost { used_at, class, num_blocks: num_evicted, num_uses, planned, is_forked });
+        let Segment { used_at, num_evicted, num_uses, is_forked, key, .. } = *self.segment(number);
+        self.ghosts.insert(key, Ghost { used_at, num_blocks: num_evicted, num_uses, is_forked });
         if self.ghosts.len() > self.most_ghosts
             && let Some(oldest) = self.ghosts.remove_oldest()
             && self.clock - oldest.used_at < 4 * self.num_blocks as i64
@@ -414,8 +365,7 @@ impl EvictionPolicy for Lineage {
         let now = self.clock;
         self.clock = now + fresh.len() as i64;
         let path = self.path(found, hashes);
-        let returned: Vec<(u32, usize)> =
-            path.iter().map(|number| (*number, self.enter_return(*number, now))).collect();
+        let returned: Vec<(u32, i64)> = path.iter().map(|number| (*number, self.enter_return(*number, now))).collect();
         let mut uses = Vec::new();
         if !fresh.is_empty() {
             match path.first() {
@@ -424,19 +374,11 @@ impl EvictionPolicy for Lineage {
             }
         }
         uses.extend(returned);
-        let has_tail = !hashes.is_empty() && hashes.len() < found.len() + fresh.len();
-        let mut num_uncounted = i64::from(has_tail); // the partial tail, which can't be found
-        let mut place = 0;
-        for (number, class) in uses {
-            let worth = self.enter_use(number, class, num_uncounted) as u8;
-            place = place.max(self.segment(number).place).max(worth);
-            self.segment(number).place = place;
-            num_uncounted = 0;
-        }
-        self.planner.end_admission(self.clock);
+        self.place(&uses);
+        self.try_candidates(found, fresh, hashes);
     }
 
-    /// Appends each to the ring of its segment's time.
+    /// Appends each to the ring of its segment's place.
     fn park(&mut self, blocks: &[BlockId]) {
         if blocks.iter().any(|block| self.segment_of(*block) == UNKNOWN) {
             self.adopt_parked(blocks);
@@ -445,7 +387,7 @@ impl EvictionPolicy for Lineage {
         for block in blocks {
             let number = self.segment_of(*block);
             self.segment(number).parked_at = clock;
-            let place = if number == UNKNOWN { NUM_TIMES } else { self.segment(number).place.into() };
+            let place = if number == UNKNOWN { NUM_PLACES } else { self.segment(number).place.into() };
             self.rings.append(*block, (self.num_blocks + place) as u32);
         }
         self.num_parked += blocks.len();
@@ -462,14 +404,13 @@ impl EvictionPolicy for Lineage {
         self.label(blocks, UNKNOWN);
     }
 
-    /// Takes the head with the earliest end of its time, and the blocks after it in the same segment, until there are enough.
+    /// Takes the list head that ends first, and the blocks after it in the same segment, until there are enough.
     fn evict(&mut self, count: usize, victims: &mut Vec<BlockId>) {
         self.num_parked -= count;
-        self.planner.enter_eviction(count, self.num_parked);
         let end = victims.len() + count;
         while victims.len() < end {
             let before = victims.len();
-            let number = self.take_alike(self.first_to_end(), end - before, victims);
+            let number = self.take_alike(self.first_ring(), end - before, victims);
             assert!(victims.len() > before, "fewer blocks are parked than counted");
             if number != UNKNOWN {
                 self.lose(number, (victims.len() - before) as u32);
@@ -485,9 +426,9 @@ impl EvictionPolicy for Lineage {
         self.rings.contains(block)
     }
 
-    /// The longest time last; within one, least recently parked first.
+    /// The highest place last; within one, least recently parked first.
     fn parked(&self) -> Vec<BlockId> {
-        let places = [NUM_TIMES].into_iter().chain(0..NUM_TIMES);
+        let places = [NUM_PLACES].into_iter().chain(0..NUM_PLACES);
         places.flat_map(|place| self.rings.nodes((self.num_blocks + place) as u32)).collect()
     }
 }
@@ -501,7 +442,7 @@ mod tests {
     use crate::cache::pool::BlockPool;
     use crate::cache::pool::tests::{ASKER, Random, violations};
     use crate::cache::prefix::chain_hashes;
-    use crate::cache::retention::{Choice, NUM_CLASSES};
+    use crate::cache::trial::{LRU, NUM_CANDIDATES};
 
     fn hashes_of(prompt: &[i32]) -> Vec<Hash> {
         let mut hashes = Vec::new();
@@ -537,7 +478,7 @@ mod tests {
             let found = self.pool.index().find(&hashes);
             self.num_hits += found.len();
             self.pool.acquire(&found, 1).unwrap();
-            let fresh = self.pool.allocate(prompt.len() - found.len() + usize::from(has_tail), &ASKER).unwrap();
+            let fresh = self.pool.allocate(prompt.len() - found.len() + usize::from(has_tail), 0, &ASKER).unwrap();
             fresh.iter().for_each(|block| self.enter_eviction(*block));
             self.pool.enter_admission(&found, &fresh, &hashes);
             let table = [found, fresh].concat();
@@ -570,7 +511,7 @@ mod tests {
 
         /// Evicts all cached blocks: content that returns matches a ghost.
         fn evict_all(&mut self) {
-            let blocks = self.pool.allocate(self.pool.num_allocatable(), &ASKER).unwrap();
+            let blocks = self.pool.allocate(self.pool.num_allocatable(), 0, &ASKER).unwrap();
             blocks.iter().for_each(|block| self.enter_eviction(*block));
             self.pool.release(&blocks).unwrap();
         }
@@ -607,14 +548,18 @@ mod tests {
         prompts
     }
 
-    /// A policy for 16 blocks with a trusted plan: it keeps each class as long as given, and the others as long as LRU.
-    fn planned(places: &[(usize, usize)]) -> Lineage {
+    const LAST: usize = NUM_CANDIDATES - 1;
+
+    /// A policy for 16 blocks with one prompt per list of blocks; each prompt's segment is moved to its place, and parked.
+    fn placed(followed: usize, prompts: &[(&[BlockId], u8)]) -> Lineage {
         let mut lineage = Lineage::new(17);
-        let mut plan = vec![Choice { low: BASE_TIME, high: BASE_TIME, share: 0.0 }; NUM_CLASSES];
-        for &(class, place) in places {
-            plan[class] = Choice { low: place, high: place, share: 0.0 };
+        for (number, (blocks, place)) in prompts.iter().enumerate() {
+            lineage.admit(&[], blocks, &vec![[number as u8; 32]; blocks.len()]);
+            let segment = lineage.segment_of(blocks[0]);
+            lineage.segment(segment).place = *place;
+            lineage.park(&blocks.iter().rev().copied().collect::<Vec<_>>());
         }
-        (lineage.planner.plan, lineage.planner.is_trusted) = (Some(plan), true);
+        lineage.trial.followed = followed;
         lineage
     }
 
@@ -702,7 +647,7 @@ mod tests {
     #[test]
     fn what_becomes_free_leaves_its_segment_and_an_empty_segment_is_used_again() {
         let mut cache = Cache::new("lineage", 8);
-        let table = cache.pool.allocate(3, &ASKER).unwrap();
+        let table = cache.pool.allocate(3, 0, &ASKER).unwrap();
         cache.pool.enter_admission(&[], &table, &hashes_of(&[1, 2]));
         cache.pool.publish(&hashes_of(&[1])[0], table[0]);
         cache.release(&table);
@@ -740,7 +685,7 @@ mod tests {
     // -- ghosts -------------------------------------------------------------------------------------------------------
 
     fn ghost(num_blocks: u32) -> Ghost {
-        Ghost { used_at: 0, class: 0, num_blocks, num_uses: 1, planned: None, is_forked: false }
+        Ghost { used_at: 0, num_blocks, num_uses: 1, is_forked: false }
     }
 
     #[test]
@@ -778,8 +723,9 @@ mod tests {
         assert_eq!(cache.segments(&table), [(3, 3, false)]);
         let lineage = cache.lineage();
         let number = lineage.segment_of(table[0]);
-        let place = lineage.planner.place(13); // blocks allocated and entered since then
-        assert_eq!(usize::from(lineage.segment(number).class), class_of_reused(3, place));
+        let gap = 13; // blocks allocated and entered since then
+        let (key, place) = (lineage.segment(number).key, lineage.segment(number).place);
+        assert_eq!(place, place_of(key, 3, gap, 16));
         assert_eq!((lineage.segment(number).used_at, lineage.segment(number).num_evicted), (19, 0));
     }
 
@@ -832,7 +778,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_segments_are_observed_when_there_are_too_many_ghosts() {
+    fn fewer_segments_are_remembered_when_there_are_too_many_ghosts() {
         let mut cache = Cache::new("lineage", 16);
         cache.lineage().most_ghosts = 2;
         for number in 0..40 {
@@ -840,17 +786,17 @@ mod tests {
         }
         let lineage = cache.lineage();
         assert!([1, 3, 7, 15].contains(&lineage.sampling), "{}", lineage.sampling);
-        assert_eq!((lineage.scale(), lineage.ghosts.len()), (lineage.sampling as i64 + 1, 2));
+        assert_eq!(lineage.ghosts.len(), 2);
         let sampling = lineage.sampling;
         let keys: Vec<u64> = (0..40).map(|number| key_of(&hashes_of(&[100 * number]), 0)).collect();
-        assert!(keys.iter().all(|key| lineage.is_observed(*key) == (key & sampling == 0)));
-        assert!(!lineage.is_observed(0), "what has no key can't be told apart");
+        assert!(keys.iter().all(|key| lineage.is_remembered(*key) == (key & sampling == 0)));
+        assert!(!lineage.is_remembered(0), "what has no key can't be told apart");
         lineage.sampling = u64::MAX;
         cache.evict_all();
         let before = cache.lineage().ghosts.next_number;
         cache.ask(&numbers(9000, 2));
         cache.evict_all();
-        assert_eq!(cache.lineage().ghosts.next_number, before, "none of what is not observed");
+        assert_eq!(cache.lineage().ghosts.next_number, before, "none of what is not to be remembered");
     }
 
     #[test]
@@ -889,18 +835,13 @@ mod tests {
         }
     }
 
-    /// The plan is any one, and another one every 20 prompts.
+    /// Another candidate is followed with each prompt.
     #[test]
-    fn chains_go_leaf_first_whatever_was_learned() {
+    fn chains_go_leaf_first_whatever_is_followed() {
         for seed in 0..6 {
             let (mut cache, mut random) = (Cache::new("lineage", 80), Random(seed));
-            for (number, prompt) in chats(seed, 600).into_iter().enumerate() {
-                if number % 20 == 0 {
-                    let places = (0..NUM_CLASSES).map(|_| (random.below(NUM_TIMES), random.below(NUM_TIMES)));
-                    let choice = |(one, other): (usize, usize)| Choice { low: one, high: other, share: 0.5 };
-                    cache.lineage().planner.plan = Some(places.map(choice).collect());
-                }
-                cache.lineage().planner.is_trusted = number % 100 > 10;
+            for prompt in chats(seed, 600) {
+                cache.lineage().trial.followed = random.below(NUM_CANDIDATES);
                 cache.ask(&prompt);
             }
             cache.evict_all();
@@ -909,89 +850,70 @@ mod tests {
     }
 
     #[test]
-    fn without_a_trusted_plan_it_is_lru() {
+    fn while_no_other_candidate_is_followed_it_is_lru() {
         for seed in 0..4 {
             let mut caches = POLICIES.map(|policy| Cache::new(policy, 60));
             for prompt in chats(seed, 500) {
+                caches[0].lineage().trial.followed = LRU;
                 for cache in &mut caches {
                     let table = cache.admit(&prompt, prompt.len() % 2 == 0);
                     cache.release(&table);
                 }
-                caches[0].lineage().planner.is_trusted = false;
             }
-            assert!(caches[0].lineage().planner.plan.is_some());
+            let places: HashSet<u8> = caches[0].lineage().segments.iter().map(|segment| segment.place).collect();
+            assert!(places.len() > 3, "{places:?}");
             assert!(caches[0].evicted.len() > 500 && caches[0].evicted == caches[1].evicted);
         }
     }
 
     #[test]
     fn what_is_worth_more_is_kept_longer() {
-        let mut lineage = planned(&[(class_of_new(2, false), 3), (class_of_new(10, false), 7)]);
-        lineage.admit(&[], &numbers(1, 10).iter().map(|block| *block as BlockId).collect::<Vec<_>>(), &[[1; 32]; 10]);
-        lineage.park(&[3, 2, 1]);
-        lineage.admit(&[], &[11, 12], &[[2; 32]; 2]);
-        lineage.park(&[12, 11]);
-        assert_eq!(lineage.parked(), [12, 11, 3, 2, 1], "the longest time last");
-        assert_eq!(evict(&mut lineage, 3), [12, 11, 3]);
+        let mut lineage = placed(LAST, &[(&[1, 2, 3], 15), (&[11, 12], 1), (&[5], 12), (&[6], 0)]);
+        assert_eq!(lineage.parked(), [6, 12, 11, 5, 3, 2, 1], "the highest place last");
+        assert_eq!(evict(&mut lineage, 5), [12, 11, 6, 3, 2], "short times first, in each the least recently used");
     }
 
     #[test]
     fn a_long_time_ends_before_a_short_one_that_began_much_later() {
-        let mut lineage = planned(&[(class_of_new(2, false), 3), (class_of_new(10, false), 4)]);
-        let long: Vec<BlockId> = (1..11).collect();
-        lineage.admit(&[], &long, &[[1; 32]; 10]);
-        lineage.park(&[3, 2, 1]);
-        lineage.admit(&[], &[11, 12, 13], &[[2; 32]; 3]);
-        lineage.park(&[11]);
-        assert_eq!(lineage.first_to_end(), 17 + 3, "until 13 + 4, before 10 + 8");
-        lineage.unpark(&[11]);
-        lineage.admit(&[], &[14], &[[3; 32]; 1]);
-        lineage.park(&[14]);
-        assert_eq!(
-            lineage.first_to_end(),
-            17 + 4,
-            "of two that end at 18 the longer one, which is a child's if any is"
-        );
+        let mut lineage = placed(LAST, &[(&[1], 15), (&[2], 0)]);
+        lineage.unpark(&[2]);
+        lineage.clock = 64 * 16 - 4; // a quarter of a pool before the end of 64 pools
+        lineage.park(&[2]);
+        assert_eq!(lineage.first_ring(), 17, "both end at 1025: the lower place first");
+        lineage.unpark(&[2]);
+        lineage.clock += 2;
+        lineage.park(&[2]);
+        assert_eq!(lineage.first_ring(), 17 + 15);
     }
 
     #[test]
-    fn nothing_is_kept_shorter_than_what_continues_it() {
-        let continued = class_of_new(1, true);
-        let (first, again) = (class_of_new(3, false), class_of_reused(2, 1));
-        let mut lineage = planned(&[(first, 2), (again, 3), (continued, 8)]);
-        lineage.admit(&[], &[1, 2, 3], &hashes_of(&[1, 2, 3]));
-        assert_eq!(lineage.segments[1].place, 2);
+    fn the_order_is_lrus_as_soon_as_it_is_followed() {
+        let mut lineage = placed(LAST, &[(&[1, 2], 15), (&[3], 0), (&[4], 5), (&[5], 12), (&[6], 1)]);
+        lineage.trial.followed = LRU;
+        assert_eq!(evict(&mut lineage, 6), [2, 1, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn nothing_is_at_a_lower_place_than_what_continues_it() {
+        let mut lineage = placed(LAST, &[(&[1, 2, 3], 8)]);
+        lineage.unpark(&[1, 2]);
         lineage.admit(&[1, 2], &[4], &hashes_of(&[1, 2, 4]));
         let place = |block: BlockId| lineage.segments[lineage.segment_of(block) as usize].place;
-        assert_eq!([1, 3, 4].map(place), [8, 2, 8]);
+        assert_eq!((place(1), place(3)), (8, 8), "both halves of what was cut stay where they were");
+        assert!(place(4) < 8);
+        let continued = lineage.segment_of(4);
+        lineage.segment(continued).place = 9;
+        lineage.admit(&[1, 2, 4], &[5], &hashes_of(&[1, 2, 4, 5]));
+        assert_eq!(lineage.segments[lineage.segment_of(1) as usize].place, 9);
     }
 
     #[test]
-    fn a_share_of_the_segments_is_kept_longer() {
-        let mut num_kept = [0; 3];
-        for (num_kept, share) in num_kept.iter_mut().zip([0.0, 0.25, 1.0]) {
-            let mut lineage = planned(&[]);
-            lineage.planner.plan.as_mut().unwrap()[0] = Choice { low: 2, high: 6, share };
-            for number in 0..30 {
-                lineage.admit(&[], &[1], &hashes_of(&[number]));
-                let place = lineage.segments[lineage.segment_of(1) as usize].place;
-                assert!(place == 2 || place == 6);
-                *num_kept += usize::from(place == 6);
-                lineage.forget(&[1]);
-            }
-        }
-        assert!(num_kept[0] == 0 && (2..15).contains(&num_kept[1]) && num_kept[2] == 30, "{num_kept:?}");
-    }
-
-    #[test]
-    fn a_plan_that_is_not_trusted_is_remembered_and_not_followed() {
-        let mut lineage = planned(&[(class_of_new(1, false), 2)]);
-        lineage.planner.is_trusted = false;
-        lineage.admit(&[], &[1], &hashes_of(&[1]));
-        assert_eq!((lineage.segments[1].planned, usize::from(lineage.segments[1].place)), (Some(2), BASE_TIME));
-        let mut unplanned = Lineage::new(17);
-        unplanned.admit(&[], &[1], &hashes_of(&[1]));
-        assert_eq!((unplanned.segments[1].planned, usize::from(unplanned.segments[1].place)), (None, BASE_TIME));
+    fn prompts_are_entered_in_the_trial() {
+        let mut cache = Cache::new("lineage", 20);
+        cache.ask(&numbers(0, 5));
+        cache.ask(&numbers(0, 7));
+        let lineage = cache.lineage();
+        assert_eq!(lineage.trial.lru_hits().round(), 5.0);
     }
 
     // -- hit rates ----------------------------------------------------------------------------------------------------
@@ -1029,22 +951,22 @@ mod tests {
         assert_eq!(first, second);
     }
 
+    /// A loop that does not fit, then 20 prompts that do: after three turnovers as much is found as under LRU.
     #[test]
-    fn a_tail_that_can_not_be_found_is_no_use_of_a_block() {
-        let mut cache = Cache::new("lineage", 20);
-        cache.admit(&[1, 2, 3], false);
-        cache.admit(&[1, 2, 4], true);
-        assert_eq!(cache.lineage().planner.used.iter().sum::<f64>(), 3.0 + 2.0 + 1.0);
-    }
-
-    #[test]
-    fn of_a_segment_that_is_back_only_what_is_wanted_returns() {
-        let mut cache = Cache::new("lineage", 4);
-        for prompt in [[1, 2, 3, 4], [5, 6, 7, 8]] {
-            let table = cache.admit(&prompt, false);
-            cache.release(&table);
-        }
-        cache.admit(&[1], false);
-        assert_eq!(cache.lineage().planner.returned.iter().flatten().sum::<f64>(), 1.0);
+    fn what_fits_after_a_change_of_phase_is_found_within_three_turnovers() {
+        let loops: Vec<_> = (0..1000).map(|number| numbers(100 * (number % 40), 10)).collect();
+        let turnover: Vec<_> = (0..20).map(|number| numbers(50_000 + 100 * number, 10)).collect();
+        let hits = ["lru", "lineage"].map(|policy| {
+            let mut cache = Cache::new(policy, 200);
+            loops.iter().chain(&turnover).chain(&turnover).chain(&turnover).for_each(|prompt| drop(cache.ask(prompt)));
+            let before = cache.num_hits;
+            for _ in 0..10 {
+                turnover.iter().take(19).for_each(|prompt| drop(cache.ask(prompt)));
+            }
+            (before, cache.num_hits - before)
+        });
+        let [(lru_before, lru_after), (before, after)] = hits;
+        assert!(lru_before == 400 && before > 1500, "{lru_before} and {before}");
+        assert!(lru_after == 1900 && after >= 1805, "{after}");
     }
 }

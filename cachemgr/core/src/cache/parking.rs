@@ -223,7 +223,8 @@ impl Parking {
         }
     }
 
-    fn take(&mut self, block: BlockId, victims: &mut Vec<BlockId>) {
+    /// Evicts a parked block.
+    pub fn take(&mut self, block: BlockId, victims: &mut Vec<BlockId>) {
         self.unpark(&[block]);
         self.forget(&[block]);
         victims.push(block);

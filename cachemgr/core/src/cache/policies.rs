@@ -16,6 +16,9 @@ pub const POLICIES: [&str; 2] = ["lineage", "lru"];
 pub enum Policy {
     Lineage(Box<Lineage>),
     Lru(Lru),
+    /// The caller's own, for experiments. It has no name, and books with it can't be stored.
+    #[serde(skip)]
+    Given(Box<dyn EvictionPolicy>),
 }
 
 impl Policy {
@@ -32,7 +35,7 @@ impl Policy {
     pub fn lineage(&mut self) -> Option<&mut Lineage> {
         match self {
             Policy::Lineage(lineage) => Some(lineage),
-            Policy::Lru(_) => None,
+            Policy::Lru(_) | Policy::Given(_) => None,
         }
     }
 }
@@ -44,6 +47,7 @@ impl Deref for Policy {
         match self {
             Policy::Lineage(lineage) => &**lineage,
             Policy::Lru(lru) => lru,
+            Policy::Given(policy) => &**policy,
         }
     }
 }
@@ -53,6 +57,7 @@ impl DerefMut for Policy {
         match self {
             Policy::Lineage(lineage) => &mut **lineage,
             Policy::Lru(lru) => lru,
+            Policy::Given(policy) => &mut **policy,
         }
     }
 }

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::cache::accounts::{Accounts, Share};
 use crate::cache::advice::{Advice, Level, Millis};
 use crate::cache::contents::Contents;
+use crate::cache::groups::{Group, LayerGroups, Span, identity};
 use crate::cache::journal::Journal;
 use crate::cache::losses::{Losses, Roots};
 use crate::cache::parking::Parking;
@@ -82,10 +83,12 @@ pub struct BlockPool {
     losses: Losses,
     roots: Roots,
     contents: Contents,
+    groups: LayerGroups,
 }
 
 impl BlockPool {
-    pub fn new(num_blocks: usize, policy: Policy) -> BlockPool {
+    /// `spans`: by layer group.
+    pub fn new(num_blocks: usize, spans: &[Span], policy: Policy) -> BlockPool {
         BlockPool {
             index: PrefixIndex::new(num_blocks),
             parking: Parking::new(num_blocks, policy),
@@ -101,13 +104,14 @@ impl BlockPool {
             losses: Losses::new(num_blocks),
             roots: Roots::default(),
             contents: Contents::default(),
+            groups: LayerGroups::new(spans, num_blocks),
         }
     }
 
     /// For tests: tenant 0 may take everything.
     #[cfg(test)]
     pub fn of_one_tenant(num_blocks: usize, policy: Policy) -> BlockPool {
-        let mut pool = BlockPool::new(num_blocks, policy);
+        let mut pool = BlockPool::new(num_blocks, &[Span::Full], policy);
         pool.set_share(0, Share::everything(num_blocks - 1));
         pool
     }
@@ -150,6 +154,20 @@ impl BlockPool {
 
     pub fn contents_mut(&mut self) -> &mut Contents {
         &mut self.contents
+    }
+
+    /// The layer groups of the blocks.
+    pub fn groups(&self) -> &LayerGroups {
+        &self.groups
+    }
+
+    pub fn groups_mut(&mut self) -> &mut LayerGroups {
+        &mut self.groups
+    }
+
+    /// The hash of a findable block's content and of all content before it.
+    pub fn prefix_hash(&self, block: BlockId) -> Option<Hash> {
+        self.index.hash(block).map(|hash| identity(hash, self.groups.of(block)))
     }
 
     /// Blocks that `allocate` could return now: free or evictable.
@@ -204,11 +222,11 @@ impl BlockPool {
         self.parking.parked()
     }
 
-    /// Allocates `count` blocks with one reference each, for the asker's tenant: blocks without content first, then
-    /// evicted ones.
+    /// Allocates `count` blocks of a layer group with one reference each, for the asker's tenant: blocks without content
+    /// first, then evicted ones.
     ///
     /// The caller has compared `count` with `num_allocatable`.
-    pub fn allocate(&mut self, count: usize, asker: &Asker) -> Result<Vec<BlockId>> {
+    pub fn allocate(&mut self, count: usize, group: Group, asker: &Asker) -> Result<Vec<BlockId>> {
         let num_popped = count.min(self.free.len());
         let num_missing = count - num_popped;
         if num_missing > self.parking.num_parked() {
@@ -216,13 +234,16 @@ impl BlockPool {
         }
         let mut blocks = self.free.split_off(self.free.len() - num_popped);
         blocks.reverse();
-        if num_missing > 0 {
+        if self.groups.are_several() {
+            (0..num_missing).for_each(|_| self.evict_one(count, asker, &mut blocks));
+        } else if num_missing > 0 {
             self.parking.evict(num_missing, &self.accounts.reclaims(asker.tenant, count), &mut blocks);
             for block in &blocks[num_popped..] {
                 self.accounts.uncache(self.owners[*block as usize], 1);
                 self.lose(*block, asker);
             }
         }
+        self.groups.enter(&blocks, group);
         for block in &blocks {
             self.refs[*block as usize] = 1;
             self.owners[*block as usize] = asker.tenant;
@@ -234,6 +255,23 @@ impl BlockPool {
         self.counters.num_allocated += count as u64;
         self.counters.num_evicted += num_missing as u64;
         Ok(blocks)
+    }
+
+    /// Evicts a block that nobody can find, if there is one; else the next one in order.
+    fn evict_one(&mut self, count: usize, asker: &Asker, victims: &mut Vec<BlockId>) {
+        let end = victims.len();
+        while let Some(block) = self.groups.pop_stranded() {
+            if self.parking.is_parked(block) && self.groups.is_stranded(block, &self.index) {
+                self.parking.take(block, victims);
+                break;
+            }
+        }
+        if victims.len() == end {
+            self.parking.evict(1, &self.accounts.reclaims(asker.tenant, count), victims);
+        }
+        let block = victims[end];
+        self.accounts.uncache(self.owners[block as usize], 1);
+        self.lose(block, asker);
     }
 
     /// The number of these that are evictable: acquiring them makes so many blocks less allocatable.
@@ -312,9 +350,10 @@ impl BlockPool {
         self.roots.enter(root, tenant, salt);
     }
 
-    /// Makes a computed block findable, unless another one is by this hash; returns the one that is from now on.
+    /// Makes a computed block findable by its prefix hash, unless another one of its group is; returns the one that is
+    /// from now on.
     pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
-        let standing = self.index.publish(hash, block);
+        let standing = self.index.publish(&identity(hash, self.groups.of(block)), block);
         if standing == block {
             self.touch_content(block);
         }
@@ -450,12 +489,16 @@ impl BlockPool {
 
     /// Evicts the content of a block for the asker.
     fn lose(&mut self, block: BlockId, asker: &Asker) {
-        if let Some(hash) = self.index.hash(block) {
+        let hash = self.index.hash(block).copied();
+        if let Some(hash) = &hash {
             self.losses.evicted(hash, asker);
         }
         self.contents.forget(block);
         self.touch_content(block);
         self.index.forget(block);
+        if let Some(hash) = hash.filter(|_| self.groups.are_several()) {
+            self.groups.lose(block, &hash, &self.index);
+        }
     }
 
     fn let_go(&mut self, block: BlockId) -> Result<()> {
@@ -670,7 +713,7 @@ pub(crate) mod tests {
 
     /// Blocks that are cached, the first one evicted first.
     fn cache(pool: &mut BlockPool, names: &[i32]) -> Vec<BlockId> {
-        let blocks = pool.allocate(names.len(), &ASKER).unwrap();
+        let blocks = pool.allocate(names.len(), 0, &ASKER).unwrap();
         names.iter().zip(&blocks).for_each(|(name, block)| assert_eq!(pool.publish(&hash(*name), *block), *block));
         pool.release(&blocks).unwrap();
         blocks
@@ -678,7 +721,7 @@ pub(crate) mod tests {
 
     /// Blocks 1 to 4, all of them published, as one table.
     fn published_table(pool: &mut BlockPool) -> Vec<BlockId> {
-        let table = pool.allocate(4, &ASKER).unwrap();
+        let table = pool.allocate(4, 0, &ASKER).unwrap();
         table.iter().for_each(|block| assert_eq!(pool.publish(&hash(*block as i32), *block), *block));
         table
     }
@@ -691,26 +734,26 @@ pub(crate) mod tests {
     fn a_new_pool_is_free_but_for_the_null_block() {
         let mut pool = pool();
         assert_eq!((pool.counts(), pool.num_allocatable()), (counts(4, 0, 0, 0), 4));
-        assert_eq!(pool.allocate(0, &ASKER).unwrap(), [0; 0]);
-        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [1, 2, 3, 4]);
-        assert_eq!(told(pool.allocate(1, &ASKER)), "1 blocks to evict, 0 are cached");
+        assert_eq!(pool.allocate(0, 0, &ASKER).unwrap(), [0; 0]);
+        assert_eq!(pool.allocate(4, 0, &ASKER).unwrap(), [1, 2, 3, 4]);
+        assert_eq!(told(pool.allocate(1, 0, &ASKER)), "1 blocks to evict, 0 are cached");
         assert_eq!((pool.counts(), violations(&pool)), (counts(0, 0, 4, 0), vec![]));
     }
 
     #[test]
     fn the_block_freed_last_is_handed_out_first() {
         let mut pool = pool();
-        pool.allocate(4, &ASKER).unwrap();
+        pool.allocate(4, 0, &ASKER).unwrap();
         pool.release(&[3, 1, 4]).unwrap();
-        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [4, 1]);
+        assert_eq!(pool.allocate(2, 0, &ASKER).unwrap(), [4, 1]);
         pool.release(&[2]).unwrap();
-        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [2, 3]);
+        assert_eq!(pool.allocate(2, 0, &ASKER).unwrap(), [2, 3]);
     }
 
     #[test]
     fn a_block_goes_through_all_states() {
         let mut pool = pool();
-        pool.allocate(1, &ASKER).unwrap();
+        pool.allocate(1, 0, &ASKER).unwrap();
         assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Active, 3));
         pool.retire(&[1]).unwrap();
         assert_eq!(
@@ -728,7 +771,7 @@ pub(crate) mod tests {
     #[test]
     fn what_somebody_else_holds_stays_active_when_it_is_retired() {
         let mut pool = pool();
-        pool.allocate(2, &ASKER).unwrap();
+        pool.allocate(2, 0, &ASKER).unwrap();
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[2, 1]).unwrap();
         assert_eq!((pool.state(1), pool.state(2)), (BlockState::Active, BlockState::Retired));
@@ -743,7 +786,7 @@ pub(crate) mod tests {
     fn free_blocks_are_handed_out_before_cached_ones_and_the_oldest_of_these_first() {
         let mut pool = pool();
         assert_eq!(cache(&mut pool, &[1, 2, 3]), [1, 2, 3]);
-        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [4, 1, 2]);
+        assert_eq!(pool.allocate(3, 0, &ASKER).unwrap(), [4, 1, 2]);
         assert_eq!((pool.counters().num_evicted, pool.state(3)), (2, BlockState::Cached));
         assert_eq!((pool.index().lookup(&hash(1)), pool.index().lookup(&hash(3))), (None, Some(3)));
         assert_eq!(violations(&pool), [""; 0]);
@@ -755,7 +798,7 @@ pub(crate) mod tests {
         cache(&mut pool, &[1, 2]);
         pool.acquire(&[1], 1).unwrap();
         pool.release(&[1]).unwrap();
-        assert_eq!(pool.allocate(4, &ASKER).unwrap()[2..], [2, 1]);
+        assert_eq!(pool.allocate(4, 0, &ASKER).unwrap()[2..], [2, 1]);
     }
 
     #[test]
@@ -763,44 +806,44 @@ pub(crate) mod tests {
         let mut released = pool();
         published_table(&mut released);
         released.release(&[4, 3, 2, 1]).unwrap();
-        assert_eq!(released.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
+        assert_eq!(released.allocate(4, 0, &ASKER).unwrap(), [4, 3, 2, 1]);
         let mut unpinned = pool();
         published_table(&mut unpinned);
         unpinned.retire(&[4, 3, 2, 1]).unwrap();
         unpinned.unpin(&[4, 3, 2, 1]).unwrap();
-        assert_eq!(unpinned.allocate(4, &ASKER).unwrap(), [4, 3, 2, 1]);
+        assert_eq!(unpinned.allocate(4, 0, &ASKER).unwrap(), [4, 3, 2, 1]);
     }
 
     #[test]
     fn of_a_released_table_the_part_without_content_is_free_and_the_rest_cached() {
         let mut pool = pool();
-        pool.allocate(4, &ASKER).unwrap();
+        pool.allocate(4, 0, &ASKER).unwrap();
         pool.publish(&hash(1), 1);
         pool.publish(&hash(3), 3);
         pool.release(&[4, 3, 2, 1]).unwrap();
         assert_eq!((pool.free_blocks(), pool.parked_blocks()), (&[4, 2][..], vec![3, 1]));
         assert_eq!(violations(&pool), [""; 0]);
-        assert_eq!(pool.allocate(4, &ASKER).unwrap(), [2, 4, 3, 1]);
+        assert_eq!(pool.allocate(4, 0, &ASKER).unwrap(), [2, 4, 3, 1]);
     }
 
     #[test]
     fn a_retired_block_is_handed_out_only_after_its_last_pin() {
         let mut pool = pool();
-        pool.allocate(1, &ASKER).unwrap();
+        pool.allocate(1, 0, &ASKER).unwrap();
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[1]).unwrap();
         pool.retire(&[1]).unwrap();
         pool.unpin(&[1]).unwrap();
-        assert_eq!(pool.allocate(3, &ASKER).unwrap(), [2, 3, 4]);
+        assert_eq!(pool.allocate(3, 0, &ASKER).unwrap(), [2, 3, 4]);
         assert_eq!(pool.num_allocatable(), 0);
         pool.unpin(&[1]).unwrap();
-        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
+        assert_eq!(pool.allocate(1, 0, &ASKER).unwrap(), [1]);
     }
 
     #[test]
     fn a_retired_block_with_content_can_be_acquired_at_once() {
         let mut pool = pool();
-        pool.allocate(1, &ASKER).unwrap();
+        pool.allocate(1, 0, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
         pool.retire(&[1]).unwrap();
         pool.acquire(&[1], 1).unwrap();
@@ -813,7 +856,7 @@ pub(crate) mod tests {
     #[test]
     fn several_references_are_taken_at_once_and_given_back_one_by_one() {
         let mut pool = pool();
-        pool.allocate(2, &ASKER).unwrap();
+        pool.allocate(2, 0, &ASKER).unwrap();
         pool.acquire(&[1, 2], 3).unwrap();
         assert_eq!((pool.ref_count(1), pool.ref_count(2), pool.counters().num_references), (4, 4, 8));
         for num_left in (1..4).rev() {
@@ -830,7 +873,7 @@ pub(crate) mod tests {
     fn only_blocks_that_nothing_keeps_are_what_acquiring_takes_from_the_allocatable_ones() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2]);
-        assert_eq!(pool.allocate(2, &ASKER).unwrap(), [3, 4]);
+        assert_eq!(pool.allocate(2, 0, &ASKER).unwrap(), [3, 4]);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
         assert_eq!((pool.num_parked(&[1, 2, 3, 4]), pool.num_parked(&[3, 4]), pool.num_parked(&[])), (2, 0, 0));
@@ -842,7 +885,7 @@ pub(crate) mod tests {
     fn only_the_one_holder_of_an_unpublished_block_may_write_it() {
         let mut pool = pool();
         assert!(!pool.is_writable(1));
-        pool.allocate(1, &ASKER).unwrap();
+        pool.allocate(1, 0, &ASKER).unwrap();
         assert!(pool.is_writable(1));
         pool.acquire(&[1], 1).unwrap();
         assert!(!pool.is_writable(1));
@@ -855,20 +898,20 @@ pub(crate) mod tests {
     #[test]
     fn a_published_block_stays_unwritable_after_the_cache_was_dropped_until_it_is_handed_out_again() {
         let mut pool = pool();
-        pool.allocate(1, &ASKER).unwrap();
+        pool.allocate(1, 0, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
         assert_eq!(pool.drop_cached(0, 5, 0.0), 1);
         assert!(!pool.is_writable(1));
         pool.release(&[1]).unwrap();
         assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
-        assert_eq!(pool.allocate(1, &ASKER).unwrap(), [1]);
+        assert_eq!(pool.allocate(1, 0, &ASKER).unwrap(), [1]);
         assert!(pool.is_writable(1));
     }
 
     #[test]
     fn a_duplicate_is_not_published_and_stays_writable() {
         let mut pool = pool();
-        pool.allocate(2, &ASKER).unwrap();
+        pool.allocate(2, 0, &ASKER).unwrap();
         assert_eq!((pool.publish(&hash(7), 1), pool.publish(&hash(7), 2)), (1, 1));
         assert!(pool.is_writable(2));
     }
@@ -877,7 +920,7 @@ pub(crate) mod tests {
     fn dropping_the_cache_frees_cached_blocks_and_leaves_held_and_retired_ones() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2]);
-        pool.allocate(2, &ASKER).unwrap();
+        pool.allocate(2, 0, &ASKER).unwrap();
         pool.publish(&hash(3), 3);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
@@ -906,7 +949,7 @@ pub(crate) mod tests {
         cache(&mut pool, &[1, 2, 3]);
         pool.acquire(&[1, 2], 2).unwrap();
         pool.acquire(&[2], 1).unwrap();
-        pool.allocate(2, &ASKER).unwrap();
+        pool.allocate(2, 0, &ASKER).unwrap();
         let told = PoolCounters { num_active: 4, num_references: 7, num_shared: 2, num_allocated: 5, num_evicted: 1 };
         assert_eq!((pool.counters(), pool.counts()), (told, counts(0, 0, 4, 0)));
     }
@@ -915,7 +958,7 @@ pub(crate) mod tests {
     fn a_wrong_call_is_a_broken_book() {
         let held = || {
             let mut pool = pool();
-            pool.allocate(2, &ASKER).unwrap();
+            pool.allocate(2, 0, &ASKER).unwrap();
             pool
         };
         assert_eq!(told(pool().release(&[1])), "block 1 is released, nobody holds it");
@@ -961,7 +1004,7 @@ pub(crate) mod tests {
             let mut pool = pool();
             let cached = cache(&mut pool, &[1, 2]);
             pool.keep(&cached[..1]);
-            pool.allocate(1, &ASKER).unwrap();
+            pool.allocate(1, 0, &ASKER).unwrap();
             assert_eq!(violations(&pool), [""; 0]);
             damage(&mut pool);
             let wrong = violations(&pool);
@@ -1065,7 +1108,7 @@ pub(crate) mod tests {
 
         fn allocate(&mut self) {
             let count = self.random.below(4.min(self.free.len() + self.parked.len()) + 1);
-            let taken = self.pool.allocate(count, &ASKER).unwrap();
+            let taken = self.pool.allocate(count, 0, &ASKER).unwrap();
             assert_eq!(taken.len(), count);
             let (popped, evicted) = taken.split_at(count.min(self.free.len()));
             popped.iter().for_each(|block| assert_eq!(self.free.pop(), Some(*block)));

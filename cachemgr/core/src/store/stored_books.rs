@@ -284,3 +284,24 @@ fn epoch_changed(pool: &str, epoch: i64, asked: i64) -> Refusal {
     let message = format!("pool '{pool}' has epoch {epoch}, the call is for {asked}; its sequences are gone");
     Refusal::new(Reason::EpochChanged, message).with("pool", pool).with("epoch", epoch).with("value", asked)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::books::tests::geometry;
+
+    #[test]
+    fn a_plan_for_another_epoch_is_refused_and_changes_nothing() {
+        let first = Change::Begin { geometry: Cow::Owned(geometry(12)), policy: "lru".into() };
+        let mut stored = StoredBooks::new("pool", 7, first.begin().unwrap(), None);
+        stored.make(&Change::OpenLease { lease_id: "a".into(), tenant: b"x".into(), ttl: 30.0 }).unwrap();
+        let key = RequestKey { request_id: "", digest: b"" };
+        let mut plan = |epoch| stored.plan("a", epoch, &StepRequest::default(), 1.0, &key);
+        for epoch in [6, 8] {
+            let told = format!("{:?}", plan(epoch).unwrap_err());
+            assert!(told.contains("EpochChanged") && told.contains(&format!("the call is for {epoch}")), "{told}");
+        }
+        let number = plan(7).unwrap().unwrap().step_number;
+        assert_eq!(number, 1, "the refused plans took no number");
+    }
+}

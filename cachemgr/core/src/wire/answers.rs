@@ -3,12 +3,14 @@
 use prost::Message;
 
 use crate::books::plans::{CacheUse, PlanItem, StepPlan};
+use crate::cache::groups::GroupCounters;
 use crate::cache::host::HostBlockCounts as HostCounts;
-use crate::cache::pool::BlockCounts as Counts;
+use crate::cache::pool::{BlockCounts as Counts, BlockPool};
+use crate::cache::prefix::BlockId;
 use crate::store::stored_books::StoredBooks;
 use crate::wire::messages::{
-    self, Block, BlockCounts, BlockEvent, HostBlockCounts, ListBlocksResponse, PlanStepResponse, PoolStatistics,
-    StepGrant, WatchBlocksResponse,
+    self, Block, BlockCounts, BlockEvent, HostBlockCounts, LayerGroupStatistics, ListBlocksResponse, PlanStepResponse,
+    PoolStatistics, StepGrant, WatchBlocksResponse,
 };
 
 /// The blocks of a ListBlocksResponse.
@@ -46,6 +48,10 @@ pub fn encode_grant(plan: &StepPlan, grantor: &Grantor) -> Vec<u8> {
         write_first_indexes: signed(&plan.write_first_indexes),
         write_block_counts: signed(&plan.write_block_counts),
         write_block_ids: signed(&plan.write_block_ids),
+        write_layer_groups: signed(&plan.write_groups),
+        passed_sequence_ids: plan.passed_seq_ids.clone(),
+        passed_layer_groups: signed(&plan.passed_groups),
+        passed_block_counts: signed(&plan.passed_counts),
         copy_source_block_ids: signed(&plan.copy_sources),
         copy_target_block_ids: signed(&plan.copy_targets),
         offload_source_block_ids: signed(&plan.offload_sources),
@@ -146,9 +152,29 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         evicted_block_count: blocks.num_evicted as i64,
         published_block_count: books.pool().index().num_published() as i64,
         expired_lease_count: counters.expired_leases as i64,
+        layer_groups: group_statistics(books.pool()),
         refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),
     };
     statistics.encode_to_vec()
+}
+
+/// By layer group; empty in a pool with one. Cost: O(blocks).
+fn group_statistics(pool: &BlockPool) -> Vec<LayerGroupStatistics> {
+    let statistics = |counters: &GroupCounters| LayerGroupStatistics {
+        found_block_count: counters.num_found as i64,
+        passed_block_count: counters.num_passed as i64,
+        evicted_block_count: counters.num_evicted as i64,
+        ..LayerGroupStatistics::default()
+    };
+    let mut groups: Vec<LayerGroupStatistics> = pool.groups().counters().iter().map(statistics).collect();
+    if !groups.is_empty() {
+        for block in 1..pool.index().pasts().len() as BlockId {
+            let group = &mut groups[usize::from(pool.groups().of(block))];
+            group.active_block_count += i32::from(pool.ref_count(block) > 0);
+            group.findable_block_count += i32::from(pool.index().is_findable(block));
+        }
+    }
+    groups
 }
 
 /// The number of a use of the cache.

@@ -68,7 +68,16 @@ pub struct LeaseProgress {
     #[prost(int64, tag="2")]
     pub next_step_number: i64,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LayerGroup {
+    #[prost(enumeration="LayerGroupKind", tag="1")]
+    pub kind: i32,
+    #[prost(int32, tag="2")]
+    pub window_token_count: i32,
+    #[prost(int32, tag="3")]
+    pub layer_count: i32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PoolGeometry {
     #[prost(int32, tag="1")]
     pub block_size_tokens: i32,
@@ -90,6 +99,8 @@ pub struct PoolGeometry {
     pub has_recurrent_state: bool,
     #[prost(int32, tag="10")]
     pub host_block_count: i32,
+    #[prost(message, repeated, tag="11")]
+    pub layer_groups: ::prost::alloc::vec::Vec<LayerGroup>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Attached {
@@ -150,6 +161,38 @@ pub struct StepReport {
     pub sampled_sequence_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="8")]
     pub sampled_token_ids: ::prost::alloc::vec::Vec<i32>,
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum LayerGroupKind {
+    Unspecified = 0,
+    Full = 1,
+    Sliding = 2,
+    Chunked = 3,
+}
+impl LayerGroupKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "LAYER_GROUP_KIND_UNSPECIFIED",
+            Self::Full => "LAYER_GROUP_KIND_FULL",
+            Self::Sliding => "LAYER_GROUP_KIND_SLIDING",
+            Self::Chunked => "LAYER_GROUP_KIND_CHUNKED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "LAYER_GROUP_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "LAYER_GROUP_KIND_FULL" => Some(Self::Full),
+            "LAYER_GROUP_KIND_SLIDING" => Some(Self::Sliding),
+            "LAYER_GROUP_KIND_CHUNKED" => Some(Self::Chunked),
+            _ => None,
+        }
+    }
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -352,6 +395,14 @@ pub struct StepGrant {
     pub write_block_counts: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="23")]
     pub write_block_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="24")]
+    pub write_layer_groups: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="25")]
+    pub passed_sequence_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="26")]
+    pub passed_layer_groups: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="27")]
+    pub passed_block_counts: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="30")]
     pub copy_source_block_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="31")]
@@ -386,7 +437,7 @@ pub struct CreateLeaseRequest {
     #[prost(string, tag="3")]
     pub request_id: ::prost::alloc::string::String,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CreateLeaseResponse {
     #[prost(string, tag="1")]
     pub lease_id: ::prost::alloc::string::String,
@@ -609,12 +660,12 @@ pub struct GetPoolRequest {
     #[prost(string, tag="1")]
     pub pool: ::prost::alloc::string::String,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetPoolResponse {
     #[prost(message, optional, tag="1")]
     pub pool: ::core::option::Option<Pool>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Pool {
     #[prost(string, tag="1")]
     pub name: ::prost::alloc::string::String,
@@ -699,12 +750,12 @@ pub struct GetSequenceRequest {
     #[prost(int32, tag="2")]
     pub sequence_id: i32,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetSequenceResponse {
     #[prost(message, optional, tag="1")]
     pub sequence: ::core::option::Option<Sequence>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Sequence {
     #[prost(string, tag="1")]
     pub lease_id_prefix: ::prost::alloc::string::String,
@@ -734,6 +785,15 @@ pub struct Sequence {
     pub cache_use: i32,
     #[prost(string, tag="14")]
     pub tenant: ::prost::alloc::string::String,
+    #[prost(message, repeated, tag="15")]
+    pub group_block_tables: ::prost::alloc::vec::Vec<GroupBlockTable>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct GroupBlockTable {
+    #[prost(int32, tag="1")]
+    pub passed_block_count: i32,
+    #[prost(int32, tag="2")]
+    pub block_count: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListSequencesRequest {
@@ -773,6 +833,8 @@ pub struct Block {
     pub priority: i32,
     #[prost(int32, tag="8")]
     pub prefix_pin_count: i32,
+    #[prost(int32, tag="9")]
+    pub layer_group: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListBlocksRequest {
@@ -905,6 +967,8 @@ pub struct ExplainPrefixResponse {
     pub stranded_block_count: i32,
     #[prost(string, tag="11")]
     pub other_tenant: ::prost::alloc::string::String,
+    #[prost(int32, tag="12")]
+    pub missing_layer_group: i32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CheckAdmissionRequest {
@@ -1153,6 +1217,21 @@ pub struct PoolStatistics {
     pub computed_token_count: i64,
     #[prost(int64, tag="43")]
     pub generated_token_count: i64,
+    #[prost(message, repeated, tag="44")]
+    pub layer_groups: ::prost::alloc::vec::Vec<LayerGroupStatistics>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LayerGroupStatistics {
+    #[prost(int32, tag="1")]
+    pub active_block_count: i32,
+    #[prost(int32, tag="2")]
+    pub findable_block_count: i32,
+    #[prost(int64, tag="3")]
+    pub found_block_count: i64,
+    #[prost(int64, tag="4")]
+    pub passed_block_count: i64,
+    #[prost(int64, tag="5")]
+    pub evicted_block_count: i64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -20,6 +20,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _LayerGroupKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LayerGroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LayerGroupKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LAYER_GROUP_KIND_UNSPECIFIED: _LayerGroupKind.ValueType  # 0
+    """Not used."""
+    LAYER_GROUP_KIND_FULL: _LayerGroupKind.ValueType  # 1
+    """All positions before."""
+    LAYER_GROUP_KIND_SLIDING: _LayerGroupKind.ValueType  # 2
+    """The last positions, the token's own included."""
+    LAYER_GROUP_KIND_CHUNKED: _LayerGroupKind.ValueType  # 3
+    """The positions of the token's own chunk: chunks begin at the multiples of their
+    size.
+    """
+
+class LayerGroupKind(_LayerGroupKind, metaclass=_LayerGroupKindEnumTypeWrapper):
+    """The positions that a layer's attention reads."""
+
+LAYER_GROUP_KIND_UNSPECIFIED: LayerGroupKind.ValueType  # 0
+"""Not used."""
+LAYER_GROUP_KIND_FULL: LayerGroupKind.ValueType  # 1
+"""All positions before."""
+LAYER_GROUP_KIND_SLIDING: LayerGroupKind.ValueType  # 2
+"""The last positions, the token's own included."""
+LAYER_GROUP_KIND_CHUNKED: LayerGroupKind.ValueType  # 3
+"""The positions of the token's own chunk: chunks begin at the multiples of their
+size.
+"""
+Global___LayerGroupKind: _TypeAlias = LayerGroupKind  # noqa: Y015
+
 class _StepOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -273,6 +305,38 @@ class LeaseProgress(_message.Message):
 Global___LeaseProgress: _TypeAlias = LeaseProgress  # noqa: Y015
 
 @_typing.final
+class LayerGroup(_message.Message):
+    """Layers of a model that keep the same positions. A sequence has one block table
+    for each group; a block of a group has the keys and values of the group's layers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    kind: Global___LayerGroupKind.ValueType
+    """The kind of its layers' attention."""
+    window_token_count: _builtins.int
+    """Tokens of a window or of a chunk, 1 to 2^31 - 1; 0 for FULL."""
+    layer_count: _builtins.int
+    """Layers of the model in the group, at least 1."""
+    def __init__(
+        self,
+        *,
+        kind: Global___LayerGroupKind.ValueType = ...,
+        window_token_count: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layer_count", b"layer_count", "window_token_count", b"window_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerGroup: _TypeAlias = LayerGroup  # noqa: Y015
+
+@_typing.final
 class PoolGeometry(_message.Message):
     """Sizes and identity of a pool and the model on it. Fixed for an epoch."""
 
@@ -288,13 +352,14 @@ class PoolGeometry(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
     """Blocks, the null block 0 included: 2 to 2^24."""
     block_bytes: _builtins.int
-    """Bytes of KV in one block, all layers together. 0 for a model that keeps
-    only states per sequence.
+    """Bytes of KV in one block, all layers of its group together. 0 for a model that
+    keeps only states per sequence.
     """
     max_sequence_count: _builtins.int
     """The limit of sequences with block tables in the worker."""
@@ -317,6 +382,12 @@ class PoolGeometry(_message.Message):
     """Blocks of the host tier, numbered from 0; each has room for one block of the
     pool. 0 (no host tier) to 2^24.
     """
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
+        """The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
+        with all layers. A model with has_recurrent_state has no windowed group.
+        """
+
     def __init__(
         self,
         *,
@@ -330,10 +401,11 @@ class PoolGeometry(_message.Message):
         model_fingerprint: _builtins.str = ...,
         has_recurrent_state: _builtins.bool = ...,
         host_block_count: _builtins.int = ...,
+        layer_groups: _abc.Iterable[Global___LayerGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "layer_groups", b"layer_groups", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1427,6 +1427,7 @@ class Sequence(_message.Message):
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     CACHE_USE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    GROUP_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
@@ -1455,11 +1456,19 @@ class Sequence(_message.Message):
     """Its tenant: the one that its admission named, else the lease's."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its blocks, in order. Empty in lists."""
+        """Its blocks, in order; with several layer groups, one group after the other.
+        Empty in lists.
+        """
 
     @_builtins.property
     def host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its host blocks, in order. Empty in lists."""
+
+    @_builtins.property
+    def group_block_tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlockTable]:
+        """The parts of block_ids (host_block_ids, if it is offloaded) by layer group, in
+        the groups' order. Empty in lists, and in pools with one group.
+        """
 
     def __init__(
         self,
@@ -1478,14 +1487,43 @@ class Sequence(_message.Message):
         host_block_count: _builtins.int = ...,
         cache_use: Global___CacheUse.ValueType = ...,
         tenant: _builtins.str = ...,
+        group_block_tables: _abc.Iterable[Global___GroupBlockTable] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "group_block_tables", b"group_block_tables", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sequence: _TypeAlias = Sequence  # noqa: Y015
+
+@_typing.final
+class GroupBlockTable(_message.Message):
+    """A sequence's block table of one layer group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PASSED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    passed_block_count: _builtins.int
+    """Blocks at the beginning of the table that were let go: no later token of the
+    sequence sees them. They are not in block_ids.
+    """
+    block_count: _builtins.int
+    """Blocks of this group in block_ids; those of the groups before it come first."""
+    def __init__(
+        self,
+        *,
+        passed_block_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "passed_block_count", b"passed_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupBlockTable: _TypeAlias = GroupBlockTable  # noqa: Y015
 
 @_typing.final
 class ListSequencesRequest(_message.Message):
@@ -1572,6 +1610,7 @@ class Block(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREFIX_PIN_COUNT_FIELD_NUMBER: _builtins.int
+    LAYER_GROUP_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Its number, 1 to the pool's block_count - 1."""
     state: Global___BlockState.ValueType
@@ -1592,6 +1631,11 @@ class Block(_message.Message):
     """
     prefix_pin_count: _builtins.int
     """Pins that keep it from eviction."""
+    layer_group: _builtins.int
+    """The layer group that it has keys and values of, an index of
+    PoolGeometry.layer_groups; 0 if it is free. Blocks of several groups can have
+    the same prefix_hash.
+    """
     def __init__(
         self,
         *,
@@ -1603,10 +1647,11 @@ class Block(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         prefix_pin_count: _builtins.int = ...,
+        layer_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "pin_count", b"pin_count", "prefix_hash", b"prefix_hash", "prefix_pin_count", b"prefix_pin_count", "priority", b"priority", "reference_count", b"reference_count", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "layer_group", b"layer_group", "pin_count", b"pin_count", "prefix_hash", b"prefix_hash", "prefix_pin_count", b"prefix_pin_count", "priority", b"priority", "reference_count", b"reference_count", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1993,6 +2038,7 @@ class ExplainPrefixResponse(_message.Message):
     EVICTED_BY_LEASE_ID_PREFIX_FIELD_NUMBER: _builtins.int
     STRANDED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     OTHER_TENANT_FIELD_NUMBER: _builtins.int
+    MISSING_LAYER_GROUP_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
@@ -2021,6 +2067,8 @@ class ExplainPrefixResponse(_message.Message):
     """Cached blocks after the missing one; they can't be used without it."""
     other_tenant: _builtins.str
     """The tenant that has it. Set for OTHER_TENANT."""
+    missing_layer_group: _builtins.int
+    """The layer group with the missing block. 0 if all are found."""
     @_builtins.property
     def lost_time(self) -> _timestamp_pb2.Timestamp:
         """The time of its eviction or reset. Set for EVICTED and RESET."""
@@ -2039,10 +2087,11 @@ class ExplainPrefixResponse(_message.Message):
         evicted_by_lease_id_prefix: _builtins.str = ...,
         stranded_block_count: _builtins.int = ...,
         other_tenant: _builtins.str = ...,
+        missing_layer_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_layer_group", b"missing_layer_group", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
     _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
@@ -2758,6 +2807,7 @@ class PoolStatistics(_message.Message):
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -2850,6 +2900,10 @@ class PoolStatistics(_message.Message):
     def refusal_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Items refused, by reason."""
 
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroupStatistics]:
+        """The layer groups, in the geometry's order. Empty in pools with one group."""
+
     def __init__(
         self,
         *,
@@ -2891,11 +2945,52 @@ class PoolStatistics(_message.Message):
         restored_block_count: _builtins.int = ...,
         computed_token_count: _builtins.int = ...,
         generated_token_count: _builtins.int = ...,
+        layer_groups: _abc.Iterable[Global___LayerGroupStatistics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatistics: _TypeAlias = PoolStatistics  # noqa: Y015
+
+@_typing.final
+class LayerGroupStatistics(_message.Message):
+    """Counters of one layer group since its pool's epoch was attached, and its present
+    state.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIVE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FINDABLE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FOUND_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PASSED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    active_block_count: _builtins.int
+    """Blocks that sequences hold."""
+    findable_block_count: _builtins.int
+    """Blocks in the prefix cache, with and without a holder."""
+    found_block_count: _builtins.int
+    """Blocks that admissions and restores found in the prefix cache."""
+    passed_block_count: _builtins.int
+    """Block table entries that were let go because no later token sees them."""
+    evicted_block_count: _builtins.int
+    """Blocks that were evicted."""
+    def __init__(
+        self,
+        *,
+        active_block_count: _builtins.int = ...,
+        findable_block_count: _builtins.int = ...,
+        found_block_count: _builtins.int = ...,
+        passed_block_count: _builtins.int = ...,
+        evicted_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_block_count", b"active_block_count", "evicted_block_count", b"evicted_block_count", "findable_block_count", b"findable_block_count", "found_block_count", b"found_block_count", "passed_block_count", b"passed_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerGroupStatistics: _TypeAlias = LayerGroupStatistics  # noqa: Y015

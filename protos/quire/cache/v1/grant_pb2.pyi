@@ -57,8 +57,8 @@ class StepGrant(_message.Message):
 
     A worker accepts a grant only if the signature fits, the epoch is its own, the
     lease is open, and step_number is the lease's next. Then, in order, it forgets
-    the released and the offloaded sequences, applies the block table writes, does
-    the copies (to the host tier, within the pool, from the host tier), writes the KV
+    the released and the offloaded sequences, forks, takes the passed blocks out of
+    the block tables, applies the block table writes, does the copies (to the host tier, within the pool, from the host tier), writes the KV
     of all runs layer by layer before attending in that layer, and samples.
     """
 
@@ -78,6 +78,10 @@ class StepGrant(_message.Message):
     WRITE_FIRST_INDEXES_FIELD_NUMBER: _builtins.int
     WRITE_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     WRITE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    WRITE_LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    PASSED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    PASSED_LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    PASSED_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     COPY_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_TARGET_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     OFFLOAD_SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
@@ -152,6 +156,27 @@ class StepGrant(_message.Message):
     @_builtins.property
     def write_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The blocks of all writes, concatenated."""
+
+    @_builtins.property
+    def write_layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The layer group of the table, an index of PoolGeometry.layer_groups;
+        parallel to write_sequence_ids. Empty: group 0 in all writes.
+        """
+
+    @_builtins.property
+    def passed_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks that no later token of the sequence sees: the first passed_block_counts[i]
+        entries of the table of passed_sequence_ids[i] in passed_layer_groups[i] become
+        the null block 0. Applied after the forks and before the writes.
+        """
+
+    @_builtins.property
+    def passed_layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """An index of PoolGeometry.layer_groups; parallel to passed_sequence_ids."""
+
+    @_builtins.property
+    def passed_block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of entries, more than before; parallel to passed_sequence_ids."""
 
     @_builtins.property
     def copy_source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -229,6 +254,10 @@ class StepGrant(_message.Message):
         write_first_indexes: _abc.Iterable[_builtins.int] | None = ...,
         write_block_counts: _abc.Iterable[_builtins.int] | None = ...,
         write_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        write_layer_groups: _abc.Iterable[_builtins.int] | None = ...,
+        passed_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        passed_layer_groups: _abc.Iterable[_builtins.int] | None = ...,
+        passed_block_counts: _abc.Iterable[_builtins.int] | None = ...,
         copy_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_target_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         offload_source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -244,7 +273,7 @@ class StepGrant(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "passed_block_counts", b"passed_block_counts", "passed_layer_groups", b"passed_layer_groups", "passed_sequence_ids", b"passed_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_layer_groups", b"write_layer_groups", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

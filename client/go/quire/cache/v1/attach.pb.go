@@ -22,6 +22,64 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// The positions that a layer's attention reads.
+type LayerGroupKind int32
+
+const (
+	// Not used.
+	LayerGroupKind_LAYER_GROUP_KIND_UNSPECIFIED LayerGroupKind = 0
+	// All positions before.
+	LayerGroupKind_LAYER_GROUP_KIND_FULL LayerGroupKind = 1
+	// The last positions, the token's own included.
+	LayerGroupKind_LAYER_GROUP_KIND_SLIDING LayerGroupKind = 2
+	// The positions of the token's own chunk: chunks begin at the multiples of their
+	// size.
+	LayerGroupKind_LAYER_GROUP_KIND_CHUNKED LayerGroupKind = 3
+)
+
+// Enum value maps for LayerGroupKind.
+var (
+	LayerGroupKind_name = map[int32]string{
+		0: "LAYER_GROUP_KIND_UNSPECIFIED",
+		1: "LAYER_GROUP_KIND_FULL",
+		2: "LAYER_GROUP_KIND_SLIDING",
+		3: "LAYER_GROUP_KIND_CHUNKED",
+	}
+	LayerGroupKind_value = map[string]int32{
+		"LAYER_GROUP_KIND_UNSPECIFIED": 0,
+		"LAYER_GROUP_KIND_FULL":        1,
+		"LAYER_GROUP_KIND_SLIDING":     2,
+		"LAYER_GROUP_KIND_CHUNKED":     3,
+	}
+)
+
+func (x LayerGroupKind) Enum() *LayerGroupKind {
+	p := new(LayerGroupKind)
+	*p = x
+	return p
+}
+
+func (x LayerGroupKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (LayerGroupKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_attach_proto_enumTypes[0].Descriptor()
+}
+
+func (LayerGroupKind) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_attach_proto_enumTypes[0]
+}
+
+func (x LayerGroupKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use LayerGroupKind.Descriptor instead.
+func (LayerGroupKind) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{0}
+}
+
 // The outcome of a step.
 type StepOutcome int32
 
@@ -65,11 +123,11 @@ func (x StepOutcome) String() string {
 }
 
 func (StepOutcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_attach_proto_enumTypes[0].Descriptor()
+	return file_quire_cache_v1_attach_proto_enumTypes[1].Descriptor()
 }
 
 func (StepOutcome) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_attach_proto_enumTypes[0]
+	return &file_quire_cache_v1_attach_proto_enumTypes[1]
 }
 
 func (x StepOutcome) Number() protoreflect.EnumNumber {
@@ -78,7 +136,7 @@ func (x StepOutcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use StepOutcome.Descriptor instead.
 func (StepOutcome) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{0}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{1}
 }
 
 // From the worker.
@@ -524,6 +582,71 @@ func (x *LeaseProgress) GetNextStepNumber() int64 {
 	return 0
 }
 
+// Layers of a model that keep the same positions. A sequence has one block table
+// for each group; a block of a group has the keys and values of the group's layers.
+type LayerGroup struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The kind of its layers' attention.
+	Kind LayerGroupKind `protobuf:"varint,1,opt,name=kind,proto3,enum=quire.cache.v1.LayerGroupKind" json:"kind,omitempty"`
+	// Tokens of a window or of a chunk, 1 to 2^31 - 1; 0 for FULL.
+	WindowTokenCount int32 `protobuf:"varint,2,opt,name=window_token_count,json=windowTokenCount,proto3" json:"window_token_count,omitempty"`
+	// Layers of the model in the group, at least 1.
+	LayerCount    int32 `protobuf:"varint,3,opt,name=layer_count,json=layerCount,proto3" json:"layer_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LayerGroup) Reset() {
+	*x = LayerGroup{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LayerGroup) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LayerGroup) ProtoMessage() {}
+
+func (x *LayerGroup) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LayerGroup.ProtoReflect.Descriptor instead.
+func (*LayerGroup) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *LayerGroup) GetKind() LayerGroupKind {
+	if x != nil {
+		return x.Kind
+	}
+	return LayerGroupKind_LAYER_GROUP_KIND_UNSPECIFIED
+}
+
+func (x *LayerGroup) GetWindowTokenCount() int32 {
+	if x != nil {
+		return x.WindowTokenCount
+	}
+	return 0
+}
+
+func (x *LayerGroup) GetLayerCount() int32 {
+	if x != nil {
+		return x.LayerCount
+	}
+	return 0
+}
+
 // Sizes and identity of a pool and the model on it. Fixed for an epoch.
 type PoolGeometry struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -531,8 +654,8 @@ type PoolGeometry struct {
 	BlockSizeTokens int32 `protobuf:"varint,1,opt,name=block_size_tokens,json=blockSizeTokens,proto3" json:"block_size_tokens,omitempty"`
 	// Blocks, the null block 0 included: 2 to 2^24.
 	BlockCount int32 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
-	// Bytes of KV in one block, all layers together. 0 for a model that keeps
-	// only states per sequence.
+	// Bytes of KV in one block, all layers of its group together. 0 for a model that
+	// keeps only states per sequence.
 	BlockBytes int64 `protobuf:"varint,3,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
 	// The limit of sequences with block tables in the worker.
 	MaxSequenceCount int32 `protobuf:"varint,4,opt,name=max_sequence_count,json=maxSequenceCount,proto3" json:"max_sequence_count,omitempty"`
@@ -552,13 +675,16 @@ type PoolGeometry struct {
 	// Blocks of the host tier, numbered from 0; each has room for one block of the
 	// pool. 0 (no host tier) to 2^24.
 	HostBlockCount int32 `protobuf:"varint,10,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
+	// with all layers. A model with has_recurrent_state has no windowed group.
+	LayerGroups   []*LayerGroup `protobuf:"bytes,11,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PoolGeometry) Reset() {
 	*x = PoolGeometry{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -570,7 +696,7 @@ func (x *PoolGeometry) String() string {
 func (*PoolGeometry) ProtoMessage() {}
 
 func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -583,7 +709,7 @@ func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolGeometry.ProtoReflect.Descriptor instead.
 func (*PoolGeometry) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *PoolGeometry) GetBlockSizeTokens() int32 {
@@ -656,6 +782,13 @@ func (x *PoolGeometry) GetHostBlockCount() int32 {
 	return 0
 }
 
+func (x *PoolGeometry) GetLayerGroups() []*LayerGroup {
+	if x != nil {
+		return x.LayerGroups
+	}
+	return nil
+}
+
 // The pool is accepted.
 type Attached struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -673,7 +806,7 @@ type Attached struct {
 
 func (x *Attached) Reset() {
 	*x = Attached{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +818,7 @@ func (x *Attached) String() string {
 func (*Attached) ProtoMessage() {}
 
 func (x *Attached) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +831,7 @@ func (x *Attached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Attached.ProtoReflect.Descriptor instead.
 func (*Attached) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Attached) GetTerm() int64 {
@@ -740,7 +873,7 @@ type NewEpochRequired struct {
 
 func (x *NewEpochRequired) Reset() {
 	*x = NewEpochRequired{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -752,7 +885,7 @@ func (x *NewEpochRequired) String() string {
 func (*NewEpochRequired) ProtoMessage() {}
 
 func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -765,7 +898,7 @@ func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NewEpochRequired.ProtoReflect.Descriptor instead.
 func (*NewEpochRequired) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *NewEpochRequired) GetTerm() int64 {
@@ -786,7 +919,7 @@ type OpenLease struct {
 
 func (x *OpenLease) Reset() {
 	*x = OpenLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -798,7 +931,7 @@ func (x *OpenLease) String() string {
 func (*OpenLease) ProtoMessage() {}
 
 func (x *OpenLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -811,7 +944,7 @@ func (x *OpenLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLease.ProtoReflect.Descriptor instead.
 func (*OpenLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *OpenLease) GetLeaseId() string {
@@ -832,7 +965,7 @@ type FenceLease struct {
 
 func (x *FenceLease) Reset() {
 	*x = FenceLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -844,7 +977,7 @@ func (x *FenceLease) String() string {
 func (*FenceLease) ProtoMessage() {}
 
 func (x *FenceLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -857,7 +990,7 @@ func (x *FenceLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FenceLease.ProtoReflect.Descriptor instead.
 func (*FenceLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *FenceLease) GetLeaseId() string {
@@ -878,7 +1011,7 @@ type ReportsAcknowledged struct {
 
 func (x *ReportsAcknowledged) Reset() {
 	*x = ReportsAcknowledged{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -890,7 +1023,7 @@ func (x *ReportsAcknowledged) String() string {
 func (*ReportsAcknowledged) ProtoMessage() {}
 
 func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -903,7 +1036,7 @@ func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportsAcknowledged.ProtoReflect.Descriptor instead.
 func (*ReportsAcknowledged) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ReportsAcknowledged) GetReportNumber() int64 {
@@ -924,7 +1057,7 @@ type LeaseOpened struct {
 
 func (x *LeaseOpened) Reset() {
 	*x = LeaseOpened{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -936,7 +1069,7 @@ func (x *LeaseOpened) String() string {
 func (*LeaseOpened) ProtoMessage() {}
 
 func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -949,7 +1082,7 @@ func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseOpened.ProtoReflect.Descriptor instead.
 func (*LeaseOpened) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LeaseOpened) GetLeaseId() string {
@@ -971,7 +1104,7 @@ type LeaseFenced struct {
 
 func (x *LeaseFenced) Reset() {
 	*x = LeaseFenced{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -983,7 +1116,7 @@ func (x *LeaseFenced) String() string {
 func (*LeaseFenced) ProtoMessage() {}
 
 func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -996,7 +1129,7 @@ func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseFenced.ProtoReflect.Descriptor instead.
 func (*LeaseFenced) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LeaseFenced) GetLeaseId() string {
@@ -1033,7 +1166,7 @@ type StepReport struct {
 
 func (x *StepReport) Reset() {
 	*x = StepReport{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1045,7 +1178,7 @@ func (x *StepReport) String() string {
 func (*StepReport) ProtoMessage() {}
 
 func (x *StepReport) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1058,7 +1191,7 @@ func (x *StepReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepReport.ProtoReflect.Descriptor instead.
 func (*StepReport) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StepReport) GetReportNumber() int64 {
@@ -1151,7 +1284,13 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x10highest_term_age\x18\t \x01(\v2\x19.google.protobuf.DurationR\x0ehighestTermAge\"T\n" +
 	"\rLeaseProgress\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
-	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\xa0\x03\n" +
+	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\x8f\x01\n" +
+	"\n" +
+	"LayerGroup\x122\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.LayerGroupKindR\x04kind\x12,\n" +
+	"\x12window_token_count\x18\x02 \x01(\x05R\x10windowTokenCount\x12\x1f\n" +
+	"\vlayer_count\x18\x03 \x01(\x05R\n" +
+	"layerCount\"\xdf\x03\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1165,7 +1304,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x11model_fingerprint\x18\b \x01(\tR\x10modelFingerprint\x12.\n" +
 	"\x13has_recurrent_state\x18\t \x01(\bR\x11hasRecurrentState\x12(\n" +
 	"\x10host_block_count\x18\n" +
-	" \x01(\x05R\x0ehostBlockCount\"\xa3\x01\n" +
+	" \x01(\x05R\x0ehostBlockCount\x12=\n" +
+	"\flayer_groups\x18\v \x03(\v2\x1a.quire.cache.v1.LayerGroupR\vlayerGroups\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +
@@ -1195,7 +1335,12 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x05 \x03(\x05R\vsequenceIds\x122\n" +
 	"\x15computed_token_counts\x18\x06 \x03(\x05R\x13computedTokenCounts\x120\n" +
 	"\x14sampled_sequence_ids\x18\a \x03(\x05R\x12sampledSequenceIds\x12*\n" +
-	"\x11sampled_token_ids\x18\b \x03(\x05R\x0fsampledTokenIds*y\n" +
+	"\x11sampled_token_ids\x18\b \x03(\x05R\x0fsampledTokenIds*\x89\x01\n" +
+	"\x0eLayerGroupKind\x12 \n" +
+	"\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n" +
+	"\x18LAYER_GROUP_KIND_SLIDING\x10\x02\x12\x1c\n" +
+	"\x18LAYER_GROUP_KIND_CHUNKED\x10\x03*y\n" +
 	"\vStepOutcome\x12\x1c\n" +
 	"\x18STEP_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15STEP_OUTCOME_COMPUTED\x10\x01\x12\x17\n" +
@@ -1214,44 +1359,48 @@ func file_quire_cache_v1_attach_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_attach_proto_rawDescData
 }
 
-var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_quire_cache_v1_attach_proto_goTypes = []any{
-	(StepOutcome)(0),            // 0: quire.cache.v1.StepOutcome
-	(*AttachPoolRequest)(nil),   // 1: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),  // 2: quire.cache.v1.AttachPoolResponse
-	(*RegisterPool)(nil),        // 3: quire.cache.v1.RegisterPool
-	(*LeaseProgress)(nil),       // 4: quire.cache.v1.LeaseProgress
-	(*PoolGeometry)(nil),        // 5: quire.cache.v1.PoolGeometry
-	(*Attached)(nil),            // 6: quire.cache.v1.Attached
-	(*NewEpochRequired)(nil),    // 7: quire.cache.v1.NewEpochRequired
-	(*OpenLease)(nil),           // 8: quire.cache.v1.OpenLease
-	(*FenceLease)(nil),          // 9: quire.cache.v1.FenceLease
-	(*ReportsAcknowledged)(nil), // 10: quire.cache.v1.ReportsAcknowledged
-	(*LeaseOpened)(nil),         // 11: quire.cache.v1.LeaseOpened
-	(*LeaseFenced)(nil),         // 12: quire.cache.v1.LeaseFenced
-	(*StepReport)(nil),          // 13: quire.cache.v1.StepReport
-	(*durationpb.Duration)(nil), // 14: google.protobuf.Duration
+	(LayerGroupKind)(0),         // 0: quire.cache.v1.LayerGroupKind
+	(StepOutcome)(0),            // 1: quire.cache.v1.StepOutcome
+	(*AttachPoolRequest)(nil),   // 2: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),  // 3: quire.cache.v1.AttachPoolResponse
+	(*RegisterPool)(nil),        // 4: quire.cache.v1.RegisterPool
+	(*LeaseProgress)(nil),       // 5: quire.cache.v1.LeaseProgress
+	(*LayerGroup)(nil),          // 6: quire.cache.v1.LayerGroup
+	(*PoolGeometry)(nil),        // 7: quire.cache.v1.PoolGeometry
+	(*Attached)(nil),            // 8: quire.cache.v1.Attached
+	(*NewEpochRequired)(nil),    // 9: quire.cache.v1.NewEpochRequired
+	(*OpenLease)(nil),           // 10: quire.cache.v1.OpenLease
+	(*FenceLease)(nil),          // 11: quire.cache.v1.FenceLease
+	(*ReportsAcknowledged)(nil), // 12: quire.cache.v1.ReportsAcknowledged
+	(*LeaseOpened)(nil),         // 13: quire.cache.v1.LeaseOpened
+	(*LeaseFenced)(nil),         // 14: quire.cache.v1.LeaseFenced
+	(*StepReport)(nil),          // 15: quire.cache.v1.StepReport
+	(*durationpb.Duration)(nil), // 16: google.protobuf.Duration
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
-	3,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
-	13, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
-	11, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
-	12, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
-	6,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
-	7,  // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
-	8,  // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
-	9,  // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
-	10, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
-	5,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	4,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
-	14, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
-	0,  // 12: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	4,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
+	15, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
+	13, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
+	14, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
+	8,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
+	9,  // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
+	10, // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
+	11, // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
+	12, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
+	7,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	5,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
+	16, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
+	0,  // 12: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
+	6,  // 13: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
+	1,  // 14: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }
@@ -1277,8 +1426,8 @@ func file_quire_cache_v1_attach_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_attach_proto_rawDesc), len(file_quire_cache_v1_attach_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   13,
+			NumEnums:      2,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

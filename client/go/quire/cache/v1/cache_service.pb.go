@@ -2626,7 +2626,8 @@ type Sequence struct {
 	ScheduledTokenCount int32 `protobuf:"varint,5,opt,name=scheduled_token_count,json=scheduledTokenCount,proto3" json:"scheduled_token_count,omitempty"`
 	// Of these, tokens found in the prefix cache at admission.
 	CachedTokenCount int32 `protobuf:"varint,6,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
-	// Its blocks, in order. Empty in lists.
+	// Its blocks, in order; with several layer groups, one group after the other.
+	// Empty in lists.
 	BlockIds []int32 `protobuf:"varint,7,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`
 	// Number of its blocks.
 	BlockCount int32 `protobuf:"varint,8,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
@@ -2641,9 +2642,12 @@ type Sequence struct {
 	// How it uses the prefix cache.
 	CacheUse CacheUse `protobuf:"varint,13,opt,name=cache_use,json=cacheUse,proto3,enum=quire.cache.v1.CacheUse" json:"cache_use,omitempty"`
 	// Its tenant: the one that its admission named, else the lease's.
-	Tenant        string `protobuf:"bytes,14,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Tenant string `protobuf:"bytes,14,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// The parts of block_ids (host_block_ids, if it is offloaded) by layer group, in
+	// the groups' order. Empty in lists, and in pools with one group.
+	GroupBlockTables []*GroupBlockTable `protobuf:"bytes,15,rep,name=group_block_tables,json=groupBlockTables,proto3" json:"group_block_tables,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Sequence) Reset() {
@@ -2774,6 +2778,69 @@ func (x *Sequence) GetTenant() string {
 	return ""
 }
 
+func (x *Sequence) GetGroupBlockTables() []*GroupBlockTable {
+	if x != nil {
+		return x.GroupBlockTables
+	}
+	return nil
+}
+
+// A sequence's block table of one layer group.
+type GroupBlockTable struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks at the beginning of the table that were let go: no later token of the
+	// sequence sees them. They are not in block_ids.
+	PassedBlockCount int32 `protobuf:"varint,1,opt,name=passed_block_count,json=passedBlockCount,proto3" json:"passed_block_count,omitempty"`
+	// Blocks of this group in block_ids; those of the groups before it come first.
+	BlockCount    int32 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GroupBlockTable) Reset() {
+	*x = GroupBlockTable{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GroupBlockTable) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GroupBlockTable) ProtoMessage() {}
+
+func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GroupBlockTable.ProtoReflect.Descriptor instead.
+func (*GroupBlockTable) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *GroupBlockTable) GetPassedBlockCount() int32 {
+	if x != nil {
+		return x.PassedBlockCount
+	}
+	return 0
+}
+
+func (x *GroupBlockTable) GetBlockCount() int32 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
 // See CacheService.ListSequences.
 type ListSequencesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2795,7 +2862,7 @@ type ListSequencesRequest struct {
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2807,7 +2874,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2820,7 +2887,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -2871,7 +2938,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2883,7 +2950,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2896,7 +2963,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -2934,13 +3001,17 @@ type Block struct {
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Pins that keep it from eviction.
 	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The layer group that it has keys and values of, an index of
+	// PoolGeometry.layer_groups; 0 if it is free. Blocks of several groups can have
+	// the same prefix_hash.
+	LayerGroup    int32 `protobuf:"varint,9,opt,name=layer_group,json=layerGroup,proto3" json:"layer_group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2952,7 +3023,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2965,7 +3036,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -3024,6 +3095,13 @@ func (x *Block) GetPrefixPinCount() int32 {
 	return 0
 }
 
+func (x *Block) GetLayerGroup() int32 {
+	if x != nil {
+		return x.LayerGroup
+	}
+	return 0
+}
+
 // See CacheService.ListBlocks. A page with filters may have fewer blocks than
 // page_size, even none, and a token for the next one.
 type ListBlocksRequest struct {
@@ -3047,7 +3125,7 @@ type ListBlocksRequest struct {
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3059,7 +3137,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3072,7 +3150,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -3130,7 +3208,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3142,7 +3220,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3155,7 +3233,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -3187,7 +3265,7 @@ type ListTenantsRequest struct {
 
 func (x *ListTenantsRequest) Reset() {
 	*x = ListTenantsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3199,7 +3277,7 @@ func (x *ListTenantsRequest) String() string {
 func (*ListTenantsRequest) ProtoMessage() {}
 
 func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3212,7 +3290,7 @@ func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
 func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListTenantsRequest) GetPool() string {
@@ -3249,7 +3327,7 @@ type ListTenantsResponse struct {
 
 func (x *ListTenantsResponse) Reset() {
 	*x = ListTenantsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3261,7 +3339,7 @@ func (x *ListTenantsResponse) String() string {
 func (*ListTenantsResponse) ProtoMessage() {}
 
 func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3274,7 +3352,7 @@ func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
 func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListTenantsResponse) GetTenants() []*Tenant {
@@ -3321,7 +3399,7 @@ type Tenant struct {
 
 func (x *Tenant) Reset() {
 	*x = Tenant{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3333,7 +3411,7 @@ func (x *Tenant) String() string {
 func (*Tenant) ProtoMessage() {}
 
 func (x *Tenant) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3346,7 +3424,7 @@ func (x *Tenant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
 func (*Tenant) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Tenant) GetName() string {
@@ -3440,7 +3518,7 @@ type WatchBlocksRequest struct {
 
 func (x *WatchBlocksRequest) Reset() {
 	*x = WatchBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3452,7 +3530,7 @@ func (x *WatchBlocksRequest) String() string {
 func (*WatchBlocksRequest) ProtoMessage() {}
 
 func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3465,7 +3543,7 @@ func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
 func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WatchBlocksRequest) GetPool() string {
@@ -3514,7 +3592,7 @@ type WatchBlocksResponse struct {
 
 func (x *WatchBlocksResponse) Reset() {
 	*x = WatchBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3526,7 +3604,7 @@ func (x *WatchBlocksResponse) String() string {
 func (*WatchBlocksResponse) ProtoMessage() {}
 
 func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3539,7 +3617,7 @@ func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
 func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WatchBlocksResponse) GetEpoch() int64 {
@@ -3592,7 +3670,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3604,7 +3682,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3617,7 +3695,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *BlockEvent) GetKind() BlockEventKind {
@@ -3674,7 +3752,7 @@ type ExplainPrefixRequest struct {
 
 func (x *ExplainPrefixRequest) Reset() {
 	*x = ExplainPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3686,7 +3764,7 @@ func (x *ExplainPrefixRequest) String() string {
 func (*ExplainPrefixRequest) ProtoMessage() {}
 
 func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3699,7 +3777,7 @@ func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ExplainPrefixRequest) GetPool() string {
@@ -3758,14 +3836,16 @@ type ExplainPrefixResponse struct {
 	// Cached blocks after the missing one; they can't be used without it.
 	StrandedBlockCount int32 `protobuf:"varint,10,opt,name=stranded_block_count,json=strandedBlockCount,proto3" json:"stranded_block_count,omitempty"`
 	// The tenant that has it. Set for OTHER_TENANT.
-	OtherTenant   string `protobuf:"bytes,11,opt,name=other_tenant,json=otherTenant,proto3" json:"other_tenant,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	OtherTenant string `protobuf:"bytes,11,opt,name=other_tenant,json=otherTenant,proto3" json:"other_tenant,omitempty"`
+	// The layer group with the missing block. 0 if all are found.
+	MissingLayerGroup int32 `protobuf:"varint,12,opt,name=missing_layer_group,json=missingLayerGroup,proto3" json:"missing_layer_group,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ExplainPrefixResponse) Reset() {
 	*x = ExplainPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3777,7 +3857,7 @@ func (x *ExplainPrefixResponse) String() string {
 func (*ExplainPrefixResponse) ProtoMessage() {}
 
 func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3790,7 +3870,7 @@ func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ExplainPrefixResponse) GetPool() string {
@@ -3870,6 +3950,13 @@ func (x *ExplainPrefixResponse) GetOtherTenant() string {
 	return ""
 }
 
+func (x *ExplainPrefixResponse) GetMissingLayerGroup() int32 {
+	if x != nil {
+		return x.MissingLayerGroup
+	}
+	return 0
+}
+
 // See CacheService.CheckAdmission.
 type CheckAdmissionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3885,7 +3972,7 @@ type CheckAdmissionRequest struct {
 
 func (x *CheckAdmissionRequest) Reset() {
 	*x = CheckAdmissionRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3897,7 +3984,7 @@ func (x *CheckAdmissionRequest) String() string {
 func (*CheckAdmissionRequest) ProtoMessage() {}
 
 func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3910,7 +3997,7 @@ func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *CheckAdmissionRequest) GetPool() string {
@@ -3946,7 +4033,7 @@ type CheckAdmissionResponse struct {
 
 func (x *CheckAdmissionResponse) Reset() {
 	*x = CheckAdmissionResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3958,7 +4045,7 @@ func (x *CheckAdmissionResponse) String() string {
 func (*CheckAdmissionResponse) ProtoMessage() {}
 
 func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3971,7 +4058,7 @@ func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
@@ -4007,7 +4094,7 @@ type AdmissionCheck struct {
 
 func (x *AdmissionCheck) Reset() {
 	*x = AdmissionCheck{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4019,7 +4106,7 @@ func (x *AdmissionCheck) String() string {
 func (*AdmissionCheck) ProtoMessage() {}
 
 func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4032,7 +4119,7 @@ func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
 func (*AdmissionCheck) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *AdmissionCheck) GetPool() string {
@@ -4115,7 +4202,7 @@ type PinPrefixRequest struct {
 
 func (x *PinPrefixRequest) Reset() {
 	*x = PinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4127,7 +4214,7 @@ func (x *PinPrefixRequest) String() string {
 func (*PinPrefixRequest) ProtoMessage() {}
 
 func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4140,7 +4227,7 @@ func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *PinPrefixRequest) GetPool() string {
@@ -4197,7 +4284,7 @@ type PinPrefixResponse struct {
 
 func (x *PinPrefixResponse) Reset() {
 	*x = PinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4209,7 +4296,7 @@ func (x *PinPrefixResponse) String() string {
 func (*PinPrefixResponse) ProtoMessage() {}
 
 func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4222,7 +4309,7 @@ func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *PinPrefixResponse) GetPinId() string {
@@ -4277,7 +4364,7 @@ type UnpinPrefixRequest struct {
 
 func (x *UnpinPrefixRequest) Reset() {
 	*x = UnpinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4289,7 +4376,7 @@ func (x *UnpinPrefixRequest) String() string {
 func (*UnpinPrefixRequest) ProtoMessage() {}
 
 func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4302,7 +4389,7 @@ func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *UnpinPrefixRequest) GetPool() string {
@@ -4335,7 +4422,7 @@ type UnpinPrefixResponse struct {
 
 func (x *UnpinPrefixResponse) Reset() {
 	*x = UnpinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4347,7 +4434,7 @@ func (x *UnpinPrefixResponse) String() string {
 func (*UnpinPrefixResponse) ProtoMessage() {}
 
 func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4360,7 +4447,7 @@ func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
 }
 
 // See CacheService.ListPins.
@@ -4382,7 +4469,7 @@ type ListPinsRequest struct {
 
 func (x *ListPinsRequest) Reset() {
 	*x = ListPinsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4394,7 +4481,7 @@ func (x *ListPinsRequest) String() string {
 func (*ListPinsRequest) ProtoMessage() {}
 
 func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4407,7 +4494,7 @@ func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
 func (*ListPinsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ListPinsRequest) GetPool() string {
@@ -4451,7 +4538,7 @@ type ListPinsResponse struct {
 
 func (x *ListPinsResponse) Reset() {
 	*x = ListPinsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4463,7 +4550,7 @@ func (x *ListPinsResponse) String() string {
 func (*ListPinsResponse) ProtoMessage() {}
 
 func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4476,7 +4563,7 @@ func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
 func (*ListPinsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ListPinsResponse) GetPins() []*Pin {
@@ -4510,7 +4597,7 @@ type Pin struct {
 
 func (x *Pin) Reset() {
 	*x = Pin{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4522,7 +4609,7 @@ func (x *Pin) String() string {
 func (*Pin) ProtoMessage() {}
 
 func (x *Pin) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4535,7 +4622,7 @@ func (x *Pin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pin.ProtoReflect.Descriptor instead.
 func (*Pin) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Pin) GetPinId() string {
@@ -4586,7 +4673,7 @@ type LookupPrefixRequest struct {
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4598,7 +4685,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4611,7 +4698,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -4653,7 +4740,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4665,7 +4752,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4678,7 +4765,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -4705,7 +4792,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4717,7 +4804,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4730,7 +4817,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -4786,7 +4873,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4798,7 +4885,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4811,7 +4898,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -4855,7 +4942,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4867,7 +4954,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4880,7 +4967,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -4908,7 +4995,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4920,7 +5007,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4933,7 +5020,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -4958,7 +5045,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4970,7 +5057,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4983,7 +5070,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -5018,7 +5105,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5030,7 +5117,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5043,7 +5130,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -5064,7 +5151,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5076,7 +5163,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5089,7 +5176,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -5183,13 +5270,15 @@ type PoolStatistics struct {
 	// Tokens that these steps sampled and added to sequences. A token that forks take
 	// too counts once for each sequence.
 	GeneratedTokenCount int64 `protobuf:"varint,43,opt,name=generated_token_count,json=generatedTokenCount,proto3" json:"generated_token_count,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// The layer groups, in the geometry's order. Empty in pools with one group.
+	LayerGroups   []*LayerGroupStatistics `protobuf:"bytes,44,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5201,7 +5290,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5214,7 +5303,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -5483,6 +5572,96 @@ func (x *PoolStatistics) GetGeneratedTokenCount() int64 {
 	return 0
 }
 
+func (x *PoolStatistics) GetLayerGroups() []*LayerGroupStatistics {
+	if x != nil {
+		return x.LayerGroups
+	}
+	return nil
+}
+
+// Counters of one layer group since its pool's epoch was attached, and its present
+// state.
+type LayerGroupStatistics struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks that sequences hold.
+	ActiveBlockCount int32 `protobuf:"varint,1,opt,name=active_block_count,json=activeBlockCount,proto3" json:"active_block_count,omitempty"`
+	// Blocks in the prefix cache, with and without a holder.
+	FindableBlockCount int32 `protobuf:"varint,2,opt,name=findable_block_count,json=findableBlockCount,proto3" json:"findable_block_count,omitempty"`
+	// Blocks that admissions and restores found in the prefix cache.
+	FoundBlockCount int64 `protobuf:"varint,3,opt,name=found_block_count,json=foundBlockCount,proto3" json:"found_block_count,omitempty"`
+	// Block table entries that were let go because no later token sees them.
+	PassedBlockCount int64 `protobuf:"varint,4,opt,name=passed_block_count,json=passedBlockCount,proto3" json:"passed_block_count,omitempty"`
+	// Blocks that were evicted.
+	EvictedBlockCount int64 `protobuf:"varint,5,opt,name=evicted_block_count,json=evictedBlockCount,proto3" json:"evicted_block_count,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *LayerGroupStatistics) Reset() {
+	*x = LayerGroupStatistics{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LayerGroupStatistics) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LayerGroupStatistics) ProtoMessage() {}
+
+func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LayerGroupStatistics.ProtoReflect.Descriptor instead.
+func (*LayerGroupStatistics) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
+}
+
+func (x *LayerGroupStatistics) GetActiveBlockCount() int32 {
+	if x != nil {
+		return x.ActiveBlockCount
+	}
+	return 0
+}
+
+func (x *LayerGroupStatistics) GetFindableBlockCount() int32 {
+	if x != nil {
+		return x.FindableBlockCount
+	}
+	return 0
+}
+
+func (x *LayerGroupStatistics) GetFoundBlockCount() int64 {
+	if x != nil {
+		return x.FoundBlockCount
+	}
+	return 0
+}
+
+func (x *LayerGroupStatistics) GetPassedBlockCount() int64 {
+	if x != nil {
+		return x.PassedBlockCount
+	}
+	return 0
+}
+
+func (x *LayerGroupStatistics) GetEvictedBlockCount() int64 {
+	if x != nil {
+		return x.EvictedBlockCount
+	}
+	return 0
+}
+
 var File_quire_cache_v1_cache_service_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
@@ -5659,7 +5838,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xb5\x04\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\x84\x05\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -5678,7 +5857,12 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x0ehost_block_ids\x18\v \x03(\x05R\fhostBlockIds\x12(\n" +
 	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\x125\n" +
 	"\tcache_use\x18\r \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x12\x16\n" +
-	"\x06tenant\x18\x0e \x01(\tR\x06tenant\"\xa9\x01\n" +
+	"\x06tenant\x18\x0e \x01(\tR\x06tenant\x12M\n" +
+	"\x12group_block_tables\x18\x0f \x03(\v2\x1f.quire.cache.v1.GroupBlockTableR\x10groupBlockTables\"`\n" +
+	"\x0fGroupBlockTable\x12,\n" +
+	"\x12passed_block_count\x18\x01 \x01(\x05R\x10passedBlockCount\x12\x1f\n" +
+	"\vblock_count\x18\x02 \x01(\x05R\n" +
+	"blockCount\"\xa9\x01\n" +
 	"\x14ListSequencesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x19\n" +
 	"\blease_id\x18\x02 \x01(\tR\aleaseId\x12\x1b\n" +
@@ -5689,7 +5873,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\a_tenant\"w\n" +
 	"\x15ListSequencesResponse\x126\n" +
 	"\tsequences\x18\x01 \x03(\v2\x18.quire.cache.v1.SequenceR\tsequences\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x99\x02\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xba\x02\n" +
 	"\x05Block\x12\x19\n" +
 	"\bblock_id\x18\x01 \x01(\x05R\ablockId\x120\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.BlockStateR\x05state\x12'\n" +
@@ -5699,7 +5883,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"prefixHash\x12\x16\n" +
 	"\x06tenant\x18\x06 \x01(\tR\x06tenant\x12\x1a\n" +
 	"\bpriority\x18\a \x01(\x05R\bpriority\x12(\n" +
-	"\x10prefix_pin_count\x18\b \x01(\x05R\x0eprefixPinCount\"\xd8\x01\n" +
+	"\x10prefix_pin_count\x18\b \x01(\x05R\x0eprefixPinCount\x12\x1f\n" +
+	"\vlayer_group\x18\t \x01(\x05R\n" +
+	"layerGroup\"\xd8\x01\n" +
 	"\x11ListBlocksRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x120\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.BlockStateR\x05state\x12\x19\n" +
@@ -5756,7 +5942,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
 	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
-	"\a_tenant\"\x9f\x04\n" +
+	"\a_tenant\"\xcf\x04\n" +
 	"\x15ExplainPrefixResponse\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12\x1f\n" +
@@ -5770,7 +5956,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aevicted_by_lease_id_prefix\x18\t \x01(\tR\x16evictedByLeaseIdPrefix\x120\n" +
 	"\x14stranded_block_count\x18\n" +
 	" \x01(\x05R\x12strandedBlockCount\x12!\n" +
-	"\fother_tenant\x18\v \x01(\tR\votherTenantB\x14\n" +
+	"\fother_tenant\x18\v \x01(\tR\votherTenant\x12.\n" +
+	"\x13missing_layer_group\x18\f \x01(\x05R\x11missingLayerGroupB\x14\n" +
 	"\x12_evicted_by_tenant\"\xa7\x01\n" +
 	"\x15CheckAdmissionRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x127\n" +
@@ -5858,7 +6045,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xf1\x0e\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xba\x0f\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -5900,10 +6087,17 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15offloaded_block_count\x18( \x01(\x03R\x13offloadedBlockCount\x120\n" +
 	"\x14restored_block_count\x18) \x01(\x03R\x12restoredBlockCount\x120\n" +
 	"\x14computed_token_count\x18* \x01(\x03R\x12computedTokenCount\x122\n" +
-	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x1a@\n" +
+	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x12G\n" +
+	"\flayer_groups\x18, \x03(\v2$.quire.cache.v1.LayerGroupStatisticsR\vlayerGroups\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*q\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\x80\x02\n" +
+	"\x14LayerGroupStatistics\x12,\n" +
+	"\x12active_block_count\x18\x01 \x01(\x05R\x10activeBlockCount\x120\n" +
+	"\x14findable_block_count\x18\x02 \x01(\x05R\x12findableBlockCount\x12*\n" +
+	"\x11found_block_count\x18\x03 \x01(\x03R\x0ffoundBlockCount\x12,\n" +
+	"\x12passed_block_count\x18\x04 \x01(\x03R\x10passedBlockCount\x12.\n" +
+	"\x13evicted_block_count\x18\x05 \x01(\x03R\x11evictedBlockCount*q\n" +
 	"\bCacheUse\x12\x19\n" +
 	"\x15CACHE_USE_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18CACHE_USE_READ_AND_WRITE\x10\x01\x12\x18\n" +
@@ -5986,7 +6180,7 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 64)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 66)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
 	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
@@ -6024,158 +6218,162 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*GetSequenceRequest)(nil),       // 33: quire.cache.v1.GetSequenceRequest
 	(*GetSequenceResponse)(nil),      // 34: quire.cache.v1.GetSequenceResponse
 	(*Sequence)(nil),                 // 35: quire.cache.v1.Sequence
-	(*ListSequencesRequest)(nil),     // 36: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 37: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 38: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 39: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 40: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 41: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 42: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 43: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 44: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 45: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 46: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 47: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 48: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 49: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 50: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 51: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 52: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 53: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 54: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 55: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 56: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 57: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 58: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 59: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 60: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 61: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 62: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 63: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 64: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 65: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 66: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 67: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 68: quire.cache.v1.PoolStatistics
-	nil,                              // 69: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 70: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 71: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 72: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 73: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 74: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 75: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 76: quire.cache.v1.AttachPoolResponse
+	(*GroupBlockTable)(nil),          // 36: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 37: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 38: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 39: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 40: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 41: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 42: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 43: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 44: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 45: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 46: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 47: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 48: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 49: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 50: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 51: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 52: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 53: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 54: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 55: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 56: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 57: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 58: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 59: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 60: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 61: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 62: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 63: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 64: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 65: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 66: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 67: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 68: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 69: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 70: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 71: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 72: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 73: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 74: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 75: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 76: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 77: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 78: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	70, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	71, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	72, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	71, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	72, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	73, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	74, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	73, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
 	13, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
 	15, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
 	16, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
 	17, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
 	18, // 8: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	70, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	70, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	72, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	72, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
 	14, // 11: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
 	0,  // 12: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
 	1,  // 13: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	73, // 14: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	74, // 15: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	75, // 14: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	76, // 15: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
 	19, // 16: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
 	21, // 17: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
 	22, // 18: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
 	12, // 19: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
 	20, // 20: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	73, // 21: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	75, // 21: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
 	27, // 22: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	72, // 23: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	74, // 23: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
 	21, // 24: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
 	22, // 25: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
 	27, // 26: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
 	2,  // 27: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
 	32, // 28: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
 	2,  // 29: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	70, // 30: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	71, // 31: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	72, // 30: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	73, // 31: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
 	35, // 32: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
 	0,  // 33: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	35, // 34: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 35: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 36: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	38, // 37: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	43, // 38: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	46, // 39: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 40: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	38, // 41: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 42: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	71, // 43: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	17, // 44: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	51, // 45: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	73, // 46: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	21, // 47: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	70, // 48: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	71, // 49: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	58, // 50: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	71, // 51: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	61, // 52: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	21, // 53: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	68, // 54: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	21, // 55: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	22, // 56: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	69, // 57: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	6,  // 58: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	8,  // 59: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	10, // 60: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	12, // 61: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	23, // 62: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	75, // 63: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	25, // 64: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	28, // 65: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	30, // 66: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	33, // 67: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	36, // 68: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	39, // 69: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	41, // 70: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	44, // 71: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	59, // 72: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	47, // 73: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	49, // 74: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	52, // 75: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	54, // 76: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	56, // 77: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	62, // 78: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	64, // 79: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	66, // 80: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	7,  // 81: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	9,  // 82: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	11, // 83: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	20, // 84: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	24, // 85: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	76, // 86: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	26, // 87: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	29, // 88: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	31, // 89: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	34, // 90: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	37, // 91: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	40, // 92: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	42, // 93: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	45, // 94: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	60, // 95: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	48, // 96: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	50, // 97: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	53, // 98: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	55, // 99: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	57, // 100: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	63, // 101: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	65, // 102: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	67, // 103: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	81, // [81:104] is the sub-list for method output_type
-	58, // [58:81] is the sub-list for method input_type
-	58, // [58:58] is the sub-list for extension type_name
-	58, // [58:58] is the sub-list for extension extendee
-	0,  // [0:58] is the sub-list for field type_name
+	36, // 34: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	35, // 35: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 36: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 37: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	39, // 38: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	44, // 39: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	47, // 40: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 41: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	39, // 42: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 43: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	73, // 44: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	17, // 45: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	52, // 46: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	75, // 47: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	21, // 48: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	72, // 49: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	73, // 50: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	59, // 51: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	73, // 52: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	62, // 53: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	21, // 54: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	69, // 55: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	21, // 56: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	22, // 57: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	71, // 58: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	70, // 59: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	6,  // 60: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	8,  // 61: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	10, // 62: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	12, // 63: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	23, // 64: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	77, // 65: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	25, // 66: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	28, // 67: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	30, // 68: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	33, // 69: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	37, // 70: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	40, // 71: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	42, // 72: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	45, // 73: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	60, // 74: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	48, // 75: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	50, // 76: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	53, // 77: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	55, // 78: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	57, // 79: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	63, // 80: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	65, // 81: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	67, // 82: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	7,  // 83: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	9,  // 84: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	11, // 85: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	20, // 86: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	24, // 87: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	78, // 88: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	26, // 89: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	29, // 90: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	31, // 91: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	34, // 92: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	38, // 93: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	41, // 94: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	43, // 95: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	46, // 96: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	61, // 97: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	49, // 98: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	51, // 99: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	54, // 100: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	56, // 101: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	58, // 102: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	64, // 103: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	66, // 104: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	68, // 105: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	83, // [83:106] is the sub-list for method output_type
+	60, // [60:83] is the sub-list for method input_type
+	60, // [60:60] is the sub-list for extension type_name
+	60, // [60:60] is the sub-list for extension extendee
+	0,  // [0:60] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -6196,23 +6394,23 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		(*PlanStepsResponse_Error)(nil),
 	}
 	file_quire_cache_v1_cache_service_proto_msgTypes[24].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[30].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[33].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[38].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[41].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[31].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[34].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[39].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[46].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[48].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[50].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[53].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[56].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[43].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[47].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[49].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[51].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[54].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[57].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   64,
+			NumMessages:   66,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -83,8 +83,8 @@ func (x *SignedGrant) GetSignature() []byte {
 //
 // A worker accepts a grant only if the signature fits, the epoch is its own, the
 // lease is open, and step_number is the lease's next. Then, in order, it forgets
-// the released and the offloaded sequences, applies the block table writes, does
-// the copies (to the host tier, within the pool, from the host tier), writes the KV
+// the released and the offloaded sequences, forks, takes the passed blocks out of
+// the block tables, applies the block table writes, does the copies (to the host tier, within the pool, from the host tier), writes the KV
 // of all runs layer by layer before attending in that layer, and samples.
 type StepGrant struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -125,6 +125,17 @@ type StepGrant struct {
 	WriteBlockCounts []int32 `protobuf:"varint,22,rep,packed,name=write_block_counts,json=writeBlockCounts,proto3" json:"write_block_counts,omitempty"`
 	// The blocks of all writes, concatenated.
 	WriteBlockIds []int32 `protobuf:"varint,23,rep,packed,name=write_block_ids,json=writeBlockIds,proto3" json:"write_block_ids,omitempty"`
+	// The layer group of the table, an index of PoolGeometry.layer_groups;
+	// parallel to write_sequence_ids. Empty: group 0 in all writes.
+	WriteLayerGroups []int32 `protobuf:"varint,24,rep,packed,name=write_layer_groups,json=writeLayerGroups,proto3" json:"write_layer_groups,omitempty"`
+	// Blocks that no later token of the sequence sees: the first passed_block_counts[i]
+	// entries of the table of passed_sequence_ids[i] in passed_layer_groups[i] become
+	// the null block 0. Applied after the forks and before the writes.
+	PassedSequenceIds []int32 `protobuf:"varint,25,rep,packed,name=passed_sequence_ids,json=passedSequenceIds,proto3" json:"passed_sequence_ids,omitempty"`
+	// An index of PoolGeometry.layer_groups; parallel to passed_sequence_ids.
+	PassedLayerGroups []int32 `protobuf:"varint,26,rep,packed,name=passed_layer_groups,json=passedLayerGroups,proto3" json:"passed_layer_groups,omitempty"`
+	// Number of entries, more than before; parallel to passed_sequence_ids.
+	PassedBlockCounts []int32 `protobuf:"varint,27,rep,packed,name=passed_block_counts,json=passedBlockCounts,proto3" json:"passed_block_counts,omitempty"`
 	// Whole-block copies, done after the table writes and before anything is
 	// computed. No block is both a source and a target.
 	CopySourceBlockIds []int32 `protobuf:"varint,30,rep,packed,name=copy_source_block_ids,json=copySourceBlockIds,proto3" json:"copy_source_block_ids,omitempty"`
@@ -291,6 +302,34 @@ func (x *StepGrant) GetWriteBlockIds() []int32 {
 	return nil
 }
 
+func (x *StepGrant) GetWriteLayerGroups() []int32 {
+	if x != nil {
+		return x.WriteLayerGroups
+	}
+	return nil
+}
+
+func (x *StepGrant) GetPassedSequenceIds() []int32 {
+	if x != nil {
+		return x.PassedSequenceIds
+	}
+	return nil
+}
+
+func (x *StepGrant) GetPassedLayerGroups() []int32 {
+	if x != nil {
+		return x.PassedLayerGroups
+	}
+	return nil
+}
+
+func (x *StepGrant) GetPassedBlockCounts() []int32 {
+	if x != nil {
+		return x.PassedBlockCounts
+	}
+	return nil
+}
+
 func (x *StepGrant) GetCopySourceBlockIds() []int32 {
 	if x != nil {
 		return x.CopySourceBlockIds
@@ -382,7 +421,8 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x1aquire/cache/v1/grant.proto\x12\x0equire.cache.v1\"A\n" +
 	"\vSignedGrant\x12\x14\n" +
 	"\x05grant\x18\x01 \x01(\fR\x05grant\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xe9\b\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xa7\n" +
+	"\n" +
 	"\tStepGrant\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x12\n" +
@@ -399,7 +439,11 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x12write_sequence_ids\x18\x14 \x03(\x05R\x10writeSequenceIds\x12.\n" +
 	"\x13write_first_indexes\x18\x15 \x03(\x05R\x11writeFirstIndexes\x12,\n" +
 	"\x12write_block_counts\x18\x16 \x03(\x05R\x10writeBlockCounts\x12&\n" +
-	"\x0fwrite_block_ids\x18\x17 \x03(\x05R\rwriteBlockIds\x121\n" +
+	"\x0fwrite_block_ids\x18\x17 \x03(\x05R\rwriteBlockIds\x12,\n" +
+	"\x12write_layer_groups\x18\x18 \x03(\x05R\x10writeLayerGroups\x12.\n" +
+	"\x13passed_sequence_ids\x18\x19 \x03(\x05R\x11passedSequenceIds\x12.\n" +
+	"\x13passed_layer_groups\x18\x1a \x03(\x05R\x11passedLayerGroups\x12.\n" +
+	"\x13passed_block_counts\x18\x1b \x03(\x05R\x11passedBlockCounts\x121\n" +
 	"\x15copy_source_block_ids\x18\x1e \x03(\x05R\x12copySourceBlockIds\x121\n" +
 	"\x15copy_target_block_ids\x18\x1f \x03(\x05R\x12copyTargetBlockIds\x127\n" +
 	"\x18offload_source_block_ids\x18  \x03(\x05R\x15offloadSourceBlockIds\x12@\n" +
