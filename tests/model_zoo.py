@@ -325,9 +325,33 @@ FURTHER: dict[str, Callable[[], Any]] = {
 }
 
 
+_LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+_WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": _LAYER_TYPES}
+_GEMMA_3N: dict[str, Any] = {
+    "head_dim": 8,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.0] * 3,
+    "intermediate_size": [48] * 3,
+}
+
+# Models with windows that the models page does not try.
+WINDOWED: dict[str, Callable[[], Any]] = {
+    "cohere2": lambda: _build(hf.Cohere2Config(**_size(**_WINDOWS))),
+    "exaone4": lambda: _build(hf.Exaone4Config(**_size(**_WINDOWS, sliding_window_pattern=3))),
+    "qwen2_upper_windows": lambda: _build(
+        hf.Qwen2Config(**_size(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1))
+    ),
+    "gemma3n": lambda: _build(hf.Gemma3nTextConfig(**_size(**_WINDOWS, **_GEMMA_3N))),
+    "gemma4": lambda: _build(hf.Gemma4TextConfig(**_size(**_WINDOWS, head_dim=8))),
+}
+
+
 def build(name: str) -> Any:
     """A fresh model of a family, equal at every call: float32, eval mode, on the CPU."""
-    return (FAMILIES | CACHED | STATEFUL | REFUSED | FURTHER)[name]()
+    return (FAMILIES | CACHED | STATEFUL | REFUSED | FURTHER | WINDOWED)[name]()
 
 
 def save(name: str, directory: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
@@ -16,27 +15,25 @@ MAX_LEN = 64
 def run(
     model: PagedModel, prompts: list[list[int]], num_new: int, *, block_size: int, forced: list[list[int]] | None = None
 ) -> tuple[list[list[int]], Tensor]:
-    """Prompts, of 4 tokens or more, in parts, the last half a prompt behind; then decodes. A pool full of NaN.
+    """Prompts, of 4 tokens or more, in parts, the last half a prompt behind; then decodes. A pool full of NaN, with
+    blocks of their own for each layer group.
 
     Returns each sequence's tokens, prompt included, and the logits [steps with all sequences, B, vocab]. With `forced`,
     whole sequences, their tokens are run for any logits.
     """
     per_seq = -(-MAX_LEN // block_size)
-    device = model.device
-    pool = KVPool(
-        model.specs,
-        num_blocks=len(prompts) * per_seq + 1,
-        block_size=block_size,
-        dtype=model.dtype,
-        device=device,
-    )
+    num_blocks = len(prompts) * per_seq * len(model.layer_groups)
+    pool = model.make_pool(num_blocks=num_blocks + 1, block_size=block_size)
     for tensor in pool.tensors():
         tensor[1:].fill_(float("nan"))
-    table = SequenceTable(max_num_seqs=len(prompts), max_blocks_per_seq=per_seq, device=device)
-    order = (torch.randperm(len(prompts) * per_seq, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+    table = SequenceTable(
+        max_num_seqs=len(prompts), max_blocks_per_seq=per_seq, device=model.device, windowed=pool.windowed
+    )
+    order = (torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)) + 1).tolist()
     rows = [table.add() for _ in prompts]
     for row in rows:
-        table.stage_blocks(row, 0, [order.pop() for _ in range(per_seq)])
+        for group in range(table.num_groups):
+            table.stage_blocks(row, 0, [order.pop() for _ in range(per_seq)], group=group)
     tokens = [list(each) for each in forced or prompts]
     done = [0] * len(prompts)
 

@@ -25,6 +25,7 @@ from quire.worker.config import (
     ATTENTION_NAMES,
     DTYPE_NAMES,
     KV_DTYPE_NAMES,
+    LAYER_GROUP_NAMES,
     MAX_RANKS,
     ByteSize,
     NewFile,
@@ -117,6 +118,13 @@ class WorkerCommand(ServerCommand):
     type=click.Choice(ATTENTION_NAMES),
     default="auto",
     help="Attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
+)
+@option(
+    "--layer-groups",
+    type=click.Choice(LAYER_GROUP_NAMES),
+    default="auto",
+    help="auto: layers with a sliding window or chunks have block tables of their own, and give up the blocks behind "
+    "it. one: one block table for all layers, which keeps all blocks.",
 )
 @option(
     "--cuda-graphs/--no-cuda-graphs",

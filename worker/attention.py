@@ -5,7 +5,7 @@ ATTENTION_NAME is not in the AttentionMaskInterface on purpose: transformers the
 comes from its LayerSpec. In each layer the keys and values of all tokens are written before any sequence attends, so
 a sequence may read a block that another one of the same step fills.
 
-How a step is cut, once per kind of mask:
+How a step is cut, once per layer group and kind of mask:
 
     sequences with one query        in groups of similar length; a group gathers its keys into a reused workspace,
                                     padded to its longest, and runs as one call
@@ -154,7 +154,11 @@ class Workspace:
 
 
 class AttentionStep:
-    """The attention of one step: its inputs besides queries, keys and values. Plans are made once per kind of mask."""
+    """The attention of one step: its inputs besides queries, keys and values.
+
+    A layer reads and writes through the block tables and slots of its group in the pool. Plans are made once per group
+    and kind of mask.
+    """
 
     min_block_size: ClassVar[int] = 1
     """The least block size of a pool for it."""
@@ -168,8 +172,9 @@ class AttentionStep:
         self.workspace = workspace or Workspace()
         key_bytes = max(spec.num_kv_heads * spec.k_head_dim for spec in specs.values()) * pool.dtype.itemsize
         self._group_tokens = max(1, GROUP_BYTES // key_bytes)
-        self._plans: dict[tuple[Mask, torch.dtype, bool], _Plan] = {}
-        self._written = Slots(batch.slot_mapping, pool.block_size)
+        self._plans: dict[tuple[int, Mask, torch.dtype, bool], _Plan] = {}
+        self._block_tables = batch.block_tables.unbind()
+        self._written = [Slots(slots, pool.block_size) for slots in batch.slot_mapping.unbind()]
 
     @classmethod
     def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
@@ -183,7 +188,12 @@ class AttentionStep:
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
         """Write the step's keys [T, H, Dk] and values [T, H, Dv] to the layer's slots."""
-        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slots=self._written)
+        written = self._written[self.pool.group_of(layer_idx)]
+        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slots=written)
+
+    def slot_mapping(self, layer_idx: int) -> Tensor:
+        """The slots that the step's keys and values take in a layer, [T] int64."""
+        return self._written[self.pool.group_of(layer_idx)].flat
 
     def attend(
         self,
@@ -211,7 +221,7 @@ class AttentionStep:
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
         score = _Score(scaling, softcap, sinks)
-        plan = self.plan(spec.mask, q.dtype, reads_new=new_kv is None)
+        plan = self.plan(self.pool.group_of(layer_idx), spec.mask, q.dtype, reads_new=new_kv is None)
         for group in plan.decode_groups:
             keys, values = self._gather(k_pool, v_pool, group.slots, q.dtype)
             _attend_group(q, keys, values, group=group, score=score, out=out)
@@ -229,15 +239,17 @@ class AttentionStep:
         values = self.workspace.gather("v", v_pool, slots)
         return keys.to(dtype), values.to(dtype)
 
-    def plan(self, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
-        """Cut the step under a mask, for queries of a dtype; reads_new: True to read new keys from the pool, too."""
-        key = (mask, dtype, reads_new)
+    def plan(self, group: int, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
+        """Cut the step for a layer group under a mask, for queries of a dtype; reads_new: True to read new keys from
+        the pool, too.
+        """
+        key = (group, mask, dtype, reads_new)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make_plan(mask, dtype, reads_new=reads_new)
+            plan = self._plans[key] = self._make_plan(self._block_tables[group], mask, dtype, reads_new=reads_new)
         return plan
 
-    def _make_plan(self, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
+    def _make_plan(self, block_tables: Tensor, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
         batch, block_size = self.batch, self.pool.block_size
         spans: dict[int, int] = {}
         parts = []
@@ -246,12 +258,15 @@ class AttentionStep:
             if count == 1:
                 spans[seq] = seq_len - mask.first_visible(seq_len - 1)
             else:
-                gathers = reads_new or seq_len > count
-                parts.append(_prompt_part(batch, mask, seq=seq, first=first, block_size=block_size, gathers=gathers))
+                table = block_tables[seq, None] if reads_new or seq_len > count else None
+                span = (seq_len - count, seq_len)
+                parts.append(_prompt_part(table, mask, span=span, first=first, block_size=block_size))
             first += count
         groups = group_by_span(spans, max_tokens=self._group_tokens)
         return _Plan(
-            decode_groups=tuple(_decode_groups(batch, groups, spans, block_size=block_size, bias_dtype=dtype)),
+            decode_groups=tuple(
+                _decode_groups(batch, block_tables, groups, spans, block_size=block_size, bias_dtype=dtype)
+            ),
             prompt_parts=tuple(parts),
         )
 
@@ -365,6 +380,7 @@ def group_by_span(spans: Mapping[int, int], *, max_tokens: int) -> list[list[int
 
 def _decode_groups(
     batch: StepBatch,
+    block_tables: Tensor,
     groups: Sequence[Sequence[int]],
     spans: Mapping[int, int],
     *,
@@ -379,11 +395,12 @@ def _decode_groups(
     begins = [end - spans[seq] for seq, end in zip(members, ends, strict=True)]
     index = indices([members, begins, ends], batch.slot_mapping.device)
     for group, numbers in zip(groups, torch.split(index, [len(group) for group in groups], dim=1), strict=True):
-        yield _decode_group(batch, group, numbers, spans, block_size=block_size, bias_dtype=bias_dtype)
+        yield _decode_group(batch, block_tables, group, numbers, spans, block_size=block_size, bias_dtype=bias_dtype)
 
 
 def _decode_group(
     batch: StepBatch,
+    block_tables: Tensor,
     members: Sequence[int],
     numbers: Tensor,
     spans: Mapping[int, int],
@@ -397,7 +414,7 @@ def _decode_group(
     positions = begin + torch.arange(span, device=numbers.device)
     padded = any(spans[seq] < span for seq in members)
     hidden = (positions >= end) if padded else None
-    slots = _slots(batch.block_tables.index_select(0, seqs), positions, block_size=block_size)
+    slots = _slots(block_tables.index_select(0, seqs), positions, block_size=block_size)
     if hidden is not None:
         slots = slots.masked_fill_(hidden, 0)
         hidden = hidden[:, None, None]
@@ -412,15 +429,17 @@ def _decode_group(
     )
 
 
-def _prompt_part(batch: StepBatch, mask: Mask, *, seq: int, first: int, block_size: int, gathers: bool) -> _PromptPart:
-    seq_len, count = batch.seq_lens_host[seq], batch.counts_host[seq]
-    start = seq_len - count
+def _prompt_part(
+    block_table: Tensor | None, mask: Mask, *, span: tuple[int, int], first: int, block_size: int
+) -> _PromptPart:
+    """The part of positions `span`, half-open; block_table [1, M] if its keys are read from the pool."""
+    start, end = span
     key_start = mask.first_visible(start)
     slots = None
-    if gathers:
-        positions = torch.arange(key_start, seq_len, device=batch.slot_mapping.device)
-        slots = Slots(_slots(batch.block_tables[seq, None], positions[None], block_size=block_size)[0], block_size)
-    return _PromptPart(first=first, count=count, start=start, key_start=key_start, slots=slots)
+    if block_table is not None:
+        positions = torch.arange(key_start, end, device=block_table.device)
+        slots = Slots(_slots(block_table, positions[None], block_size=block_size)[0], block_size)
+    return _PromptPart(first=first, count=end - start, start=start, key_start=key_start, slots=slots)
 
 
 def _slots(block_tables: Tensor, positions: Tensor, *, block_size: int) -> Tensor:

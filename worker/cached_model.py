@@ -315,7 +315,7 @@ def _access(
         positions = torch.arange(-num_keys, 0, device=tokens.device) + numbers.ends[:, None]
         hidden = positions < 0
         positions = positions.clamp_(min=0)
-        tables = batch.block_tables.index_select(0, numbers.seqs)
+        tables = batch.block_tables[0].index_select(0, numbers.seqs)
         blocks = tables.gather(1, positions.div(pool.block_size, rounding_mode="floor")).to(torch.int64)
         read = (blocks * pool.block_size + positions.remainder(pool.block_size)).masked_fill_(hidden, 0).flatten()
     return _Access(
@@ -324,7 +324,7 @@ def _access(
         num_seqs=len(part.seqs),
         num_keys=num_keys,
         num_past=num_keys - part.count,
-        written=Slots(batch.slot_mapping.index_select(0, tokens), pool.block_size),
+        written=Slots(batch.slot_mapping[0].index_select(0, tokens), pool.block_size),
         read=None if read is None else Slots(read, pool.block_size),
         mask=(~hidden).to(torch.int64) if hidden is not None and is_padded else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -16,6 +16,7 @@ from quire.serving.options import ServerOptions
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
 ATTENTION_NAMES = ("auto", "torch", "triton")
+LAYER_GROUP_NAMES = ("auto", "one")
 MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -34,6 +35,7 @@ class WorkerConfig:
     kv_dtype: str
     device: str
     attention: str
+    layer_groups: Literal["auto", "one"]
     cuda_graphs: bool
     max_graph_tokens: int
     block_size: int

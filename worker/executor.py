@@ -209,6 +209,7 @@ class Executor:
                 max_num_seqs=max_num_seqs,
                 max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
                 device=model.device,
+                windowed=pool.windowed,
             )
         )
         self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
@@ -332,25 +333,26 @@ class Executor:
             lease.offloaded.add(seq_id)
         for parent_id, child_id in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
             child = self._table.fork(lease.rows[parent_id])
-            self._table.trim_blocks(child, 0)
             self._sampler.fork(lease.rows[parent_id], child)
             self._grammars.fork(lease.rows[parent_id], child)
             self._model.states.fork(lease.rows[parent_id], child)
             lease.rows[child_id] = child
-        ends = [0]
-        for count in grant.write_block_counts:
-            ends.append(ends[-1] + count)
+        for seq_id, group, num_blocks in zip(
+            grant.passed_sequence_ids, grant.passed_layer_groups, grant.passed_block_counts, strict=True
+        ):
+            self._table.pass_blocks(lease.rows[seq_id], num_blocks, group=group)
         block_ids = list(grant.write_block_ids)
-        spans = pairwise(ends)
-        for seq_id, first_index, (start, end) in zip(
-            grant.write_sequence_ids, grant.write_first_indexes, spans, strict=True
+        groups = grant.write_layer_groups or [0] * len(grant.write_sequence_ids)
+        spans = pairwise(accumulate(grant.write_block_counts, initial=0))
+        for seq_id, group, first_index, (start, end) in zip(
+            grant.write_sequence_ids, groups, grant.write_first_indexes, spans, strict=True
         ):
             row = lease.rows.get(seq_id)
             if row is None:
                 row = lease.rows[seq_id] = self._table.add()
                 lease.offloaded.discard(seq_id)
                 self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
-            self._table.stage_blocks(row, first_index, block_ids[start:end])
+            self._table.stage_blocks(row, first_index, block_ids[start:end], group=group)
         self._copy_blocks(lease, grant)
 
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
@@ -370,7 +372,9 @@ class Executor:
             return set()
         size, written = self._pool.block_size, set()
         for seq_id, start, count in zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True):
-            written.update(self._table.block_ids(lease.rows[seq_id])[start // size : -(-(start + count) // size)])
+            row, entries = lease.rows[seq_id], slice(start // size, -(-(start + count) // size))
+            for group in range(self._table.num_groups):
+                written.update(self._table.block_ids(row, group=group)[entries])
         return written
 
     def _set_sampling(self, lease: LeaseRows, step: Step) -> None:

@@ -153,13 +153,13 @@ class FusedAttention:
             return self._run(step, hidden_states), None
 
     def _run(self, step: AttentionStep, hidden_states: Tensor) -> Tensor:
-        parts, pool, batch = self._parts, step.pool, step.batch
+        parts, pool = self._parts, step.pool
         q = self._steps.qkv_prologue(
             parts.qkv(hidden_states.view(-1, hidden_states.shape[-1])),
             pool.k(parts.layer_idx),
             pool.v(parts.layer_idx),
-            slot_mapping=batch.slot_mapping,
-            positions=batch.positions,
+            slot_mapping=step.slot_mapping(parts.layer_idx),
+            positions=step.batch.positions,
             rope=parts.rope,
             norms=parts.norms,
         )

@@ -35,7 +35,7 @@ MAX_ID_BYTES = 5
 GRANT_HEAD_BYTES = 4_096
 """More than names and numbers of a grant take."""
 SEQUENCE_BYTES = 128
-"""More than a grant says of one sequence, but for its blocks."""
+"""More than a grant says of one sequence in one layer group, but for its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,13 @@ class Step:
 
 def max_grant_bytes(geometry: attach_pb2.PoolGeometry) -> int:
     """The size that no grant for a pool exceeds: every sequence is offloaded and another one restored."""
-    blocks_per_sequence = -(-geometry.max_sequence_tokens // geometry.block_size_tokens)
+    num_groups = max(1, len(geometry.layer_groups))
+    blocks_per_sequence = num_groups * -(-geometry.max_sequence_tokens // geometry.block_size_tokens)
     num_entries = geometry.max_sequence_count * min(geometry.block_count, blocks_per_sequence)
     num_host_copies = min(geometry.host_block_count, num_entries)
     num_ids = num_entries + 4 * num_host_copies  # a table entry; source and target of a copy there, and of one back
-    return GRANT_HEAD_BYTES + geometry.max_sequence_count * SEQUENCE_BYTES * 2 + num_ids * MAX_ID_BYTES
+    num_tables = geometry.max_sequence_count * num_groups
+    return GRANT_HEAD_BYTES + num_tables * SEQUENCE_BYTES * 2 + num_ids * MAX_ID_BYTES
 
 
 def decode_grant(signed: grant_pb2.SignedGrant) -> grant_pb2.StepGrant:

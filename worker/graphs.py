@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 
 MAX_BUCKET = 256
 
-# The rows of StaticDecode's inputs; behind them come the sampler's.
-_ROW, _TOKEN, _POSITION, _SLOT, _LENGTH = range(5)
-_DRAWS = slice(5, 5 + len(DRAW_COLUMNS))
+# The rows of StaticDecode's inputs; behind them come the sampler's, and slots in each layer group.
+_ROW, _TOKEN, _POSITION, _LENGTH = range(4)
+_DRAWS = slice(4, 4 + len(DRAW_COLUMNS))
+_SLOTS = slice(_DRAWS.stop, None)
 _LAST_SAMPLED = -1
 """For a token: the one that was sampled last for its row."""
 
@@ -68,11 +69,11 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
 class StaticDecode:
     """Decode steps on fixed memory: buffers, and on a GPU a graph per stage and bucket.
 
-    Sizes: n sequences of a step, L the largest bucket, M blocks of the longest sequence there may be.
-        inputs          [10, L]     int64, the host's inputs: table row, token or -1, position, slot, length, and
-                                    the DRAW_COLUMNS
+    Sizes: n sequences of a step, L the largest bucket, G layer groups, M blocks of the longest sequence there may be.
+        inputs          [9 + G, L]  int64, the host's inputs: table row, token or -1, position, length, the
+                                    DRAW_COLUMNS, and the slot in each group
         token_ids       [L]         int64
-        block_tables    [L, M]      int32
+        block_tables    [G, L, M]   int32
         seq_lens        [L]         int32
         temperature     [L]         float32
         logits          [L, vocab_size] float32, of all buckets: kept for each, they would add up
@@ -97,15 +98,21 @@ class StaticDecode:
         self.samples = True
         """True if sample() may be called: not if it was found to choose other tokens than the Sampler."""
         largest, device = self.buckets[-1], model.device
-        self.table = SequenceTable(max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, device=device)
+        self.table = SequenceTable(
+            max_num_seqs=max_num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            device=device,
+            windowed=pool.windowed,
+        )
         """The sequences of prepared steps: the graphs read and write its tensors."""
-        self._padding = np.zeros((_DRAWS.stop, largest), dtype=np.int64)
+        num_groups = len(pool.groups)
+        self._padding = np.zeros((_SLOTS.start + num_groups, largest), dtype=np.int64)
         self._padding[_ROW] = self.table.padding_row
-        self._padding[_SLOT] = -1
+        self._padding[_SLOTS] = -1
         with torch.inference_mode(False):  # a tensor made in inference mode could never be written outside of it
             self._inputs = torch.tensor(self._padding, device=device)
             self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-            self._block_tables = torch.zeros(largest, max_blocks_per_seq, dtype=torch.int32, device=device)
+            self._block_tables = torch.zeros(num_groups, largest, max_blocks_per_seq, dtype=torch.int32, device=device)
             self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
             self._temperature = torch.zeros(largest, dtype=torch.float32, device=device)
             self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
@@ -152,7 +159,7 @@ class StaticDecode:
         inputs[_ROW, :num_seqs] = rows
         inputs[_TOKEN, :num_seqs] = [_LAST_SAMPLED if ids is None else ids[0] for ids in token_ids]
         inputs[_POSITION, :num_seqs] = positions
-        inputs[_SLOT, :num_seqs] = self.table.slots(rows, positions, block_size=block_size)
+        inputs[_SLOTS, :num_seqs] = self.table.slots(rows, positions, block_size=block_size)
         inputs[_LENGTH, :num_seqs] = positions + 1
         if draws is not None:
             inputs[_DRAWS, :num_seqs] = draws.columns
@@ -209,7 +216,7 @@ class StaticDecode:
         inputs = self._inputs[:, :bucket]
         last_sampled = self.table.last_token.index_select(0, inputs[_ROW])
         self._token_ids[:bucket].copy_(torch.where(inputs[_TOKEN] == _LAST_SAMPLED, last_sampled, inputs[_TOKEN]))
-        self._block_tables[:bucket].copy_(self.table.block_tables.index_select(0, inputs[_ROW]))
+        self._block_tables[:, :bucket].copy_(self.table.block_tables.index_select(1, inputs[_ROW]))
         self._seq_lens[:bucket].copy_(inputs[_LENGTH])
         self._temperature[:bucket].copy_(self._draws("temperature", bucket))
 
@@ -246,14 +253,14 @@ class StaticDecode:
 
     def _fill(self, batch: StepBatch) -> None:
         """Take the numbers from a batch that was built elsewhere."""
-        num_seqs, width = batch.block_tables.shape
+        _, num_seqs, width = batch.block_tables.shape
         self._prepared = None
         send(torch.from_numpy(self._padding), self._inputs)
         self._replay(Stage.PREPARE, self._bucket(num_seqs))
         self._token_ids[:num_seqs].copy_(batch.input_ids)
         self._inputs[_POSITION, :num_seqs].copy_(batch.positions)
-        self._inputs[_SLOT, :num_seqs].copy_(batch.slot_mapping)
-        self._block_tables[:num_seqs, :width].copy_(batch.block_tables)
+        self._inputs[_SLOTS, :num_seqs].copy_(batch.slot_mapping)
+        self._block_tables[:, :num_seqs, :width].copy_(batch.block_tables)
         self._seq_lens[:num_seqs].copy_(batch.seq_lens)
 
     def _batch(
@@ -265,8 +272,8 @@ class StaticDecode:
         return StepBatch(
             input_ids=self._token_ids[:num_seqs],
             positions=self._inputs[_POSITION, :num_seqs],
-            slot_mapping=self._inputs[_SLOT, :num_seqs],
-            block_tables=self._block_tables[:num_seqs, :width],
+            slot_mapping=self._inputs[_SLOTS, :num_seqs],
+            block_tables=self._block_tables[:, :num_seqs, :width],
             seq_lens=self._seq_lens[:num_seqs],
             cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
             last_indices=self._indices[:num_seqs],
@@ -378,7 +385,7 @@ def measure_graphs(
     after_pieces: list[int] = []
     sizes = piece_buckets(max_graph_tokens) if max_graph_tokens else ()
     try:
-        pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=model.device)
+        pool = model.make_pool(num_blocks=2, block_size=block_size, dtype=kv_dtype)
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
         after = []
         for bucket in decode.buckets[:-3:-1]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from quire.worker.layer_groups import LayerGroups, one_group, specs_of_places
 from quire.worker.transfer import indices
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class KeptPerToken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVPoolStatistics:
-    """num_blocks counts the null block; num_bytes is the size of the tensors."""
+    """num_blocks counts the null block; num_bytes is the size of the tensors. num_layers are those of the model."""
 
     num_blocks: int
     block_size: int
@@ -69,11 +70,12 @@ class Budget:
 class KVPool:
     """Keys and values of all layers, allocated once.
 
-    Sizes: B blocks, S block size (tokens), per layer H kv heads and head dims Dk, Dv.
+    Sizes: B blocks, S block size (tokens), L places for layers in a block, per layer H kv heads and head dims Dk, Dv.
         k(layer_idx)    [B, S, H, Dk]   D contiguous, dtype and device of the pool
         v(layer_idx)    [B, S, H, Dv]   a view of k(layer_idx) where values are in keys
-    In one tensor these are views of [B, layers, 2, H, S, D]: a block of all layers is one run of bytes, which is moved
-    at once, and so are a head's keys of a block. Otherwise each is a contiguous tensor of its own.
+    In one tensor these are views of [B, L, 2, H, S, D]: a block is one run of bytes, which is moved at once, and so are
+    a head's keys of a block. Otherwise each is a contiguous tensor of its own. A block belongs to one of `groups` at a
+    time: layers of several groups that have the same place have the same tensors, and other blocks.
     """
 
     def __init__(
@@ -84,9 +86,12 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        groups: LayerGroups | None = None,
         in_one_tensor: bool | None = None,
     ) -> None:
-        """in_one_tensor None: on a GPU, if all layers have one geometry.
+        """groups are those of group_layers() for the specs; None: one for all layers.
+
+        in_one_tensor None: on a GPU, if all layers have one geometry.
 
         Raises ValueError for a block count below 2 (one besides the null block), a block size below 1, or layers that
         differ if they are to lie in one tensor.
@@ -97,34 +102,38 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self.bytes_per_block = bytes_per_block(specs, block_size, dtype)
+        self.groups = one_group(specs) if groups is None else groups
+        self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        self._place_of = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+        places = specs_of_places(specs, self.groups)
+        self.bytes_per_block = bytes_per_block(places, block_size, dtype)
         self._num_blocks_copied = 0
         if in_one_tensor is None:
-            in_one_tensor = self.device.type == "cuda" and _have_one_geometry(specs)
-        self.block_tensors = self._allocate_one(specs) if in_one_tensor else self._allocate_each(specs)
+            in_one_tensor = self.device.type == "cuda" and _have_one_geometry(places)
+        self.block_tensors = self._allocate_one(places) if in_one_tensor else self._allocate_each(places)
         """[B, ...] each: what has to be moved to move a block."""
-        self._runs = _block_runs(self.block_tensors) if kernels_run_on(self.device) and specs else None
+        self._runs = _block_runs(self.block_tensors) if kernels_run_on(self.device) and places else None
 
-    def _allocate_one(self, specs: Mapping[int, KeptPerToken]) -> list[Tensor]:
-        if not _have_one_geometry(specs):
+    def _allocate_one(self, places: Mapping[int, KeptPerToken]) -> list[Tensor]:
+        if not _have_one_geometry(places):
             raise ValueError("the layers differ in kv heads or head dims: they do not fit one tensor")
-        spec = next(iter(specs.values()))
-        shape = (self.num_blocks, len(specs), 2, spec.num_kv_heads, self.block_size, spec.k_head_dim)
+        spec = next(iter(places.values()))
+        shape = (self.num_blocks, len(places), 2, spec.num_kv_heads, self.block_size, spec.k_head_dim)
         whole = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._k = {i: whole[:, number, 0].transpose(1, 2) for number, i in enumerate(sorted(specs))}
-        self._v = {i: whole[:, number, 1].transpose(1, 2) for number, i in enumerate(sorted(specs))}
-        self._has_values = dict.fromkeys(specs, True)
+        self._k = {place: whole[:, place, 0].transpose(1, 2) for place in places}
+        self._v = {place: whole[:, place, 1].transpose(1, 2) for place in places}
+        self._has_values = dict.fromkeys(places, True)
         return [whole]
 
-    def _allocate_each(self, specs: Mapping[int, KeptPerToken]) -> list[Tensor]:
-        self._k = {i: self._allocate(spec.num_kv_heads, spec.k_head_dim) for i, spec in specs.items()}
+    def _allocate_each(self, places: Mapping[int, KeptPerToken]) -> list[Tensor]:
+        self._k = {i: self._allocate(spec.num_kv_heads, spec.k_head_dim) for i, spec in places.items()}
         self._v = {
             i: self._k[i][..., : spec.v_head_dim]
             if spec.values_in_keys
             else self._allocate(spec.num_kv_heads, spec.v_head_dim)
-            for i, spec in specs.items()
+            for i, spec in places.items()
         }
-        self._has_values = {i: not spec.values_in_keys for i, spec in specs.items()}
+        self._has_values = {i: not spec.values_in_keys for i, spec in places.items()}
         return self.tensors()
 
     def _allocate(self, num_kv_heads: int, head_dim: int) -> Tensor:
@@ -132,13 +141,22 @@ class KVPool:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def k(self, layer_idx: int) -> Tensor:
-        return self._k[layer_idx]
+        return self._k[self._place_of[layer_idx]]
 
     def v(self, layer_idx: int) -> Tensor:
-        return self._v[layer_idx]
+        return self._v[self._place_of[layer_idx]]
+
+    def group_of(self, layer_idx: int) -> int:
+        """The group of a layer: the number of the block table that its attention reads."""
+        return self._group_of[layer_idx]
+
+    @property
+    def windowed(self) -> list[bool]:
+        """For each group: True if blocks behind a window are given up, so that their entries in tables are null."""
+        return [group.is_windowed for group in self.groups]
 
     def tensors(self) -> list[Tensor]:
-        """All memory, by rising layer index, K before V."""
+        """All memory, by rising place in a block, K before V."""
         by_layer = ((self._k[i], self._v[i]) if self._has_values[i] else (self._k[i],) for i in sorted(self._k))
         return [tensor for tensors in by_layer for tensor in tensors]
 
@@ -199,7 +217,7 @@ class KVPool:
         return KVPoolStatistics(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            num_layers=len(self._k),
+            num_layers=len(self._group_of),
             bytes_per_block=self.bytes_per_block,
             num_bytes=self.num_blocks * self.bytes_per_block,
             num_blocks_copied=self._num_blocks_copied,
@@ -237,7 +255,7 @@ def _block_runs(tensors: Sequence[Tensor]) -> BlockRuns | None:
 
 
 def bytes_per_block(specs: Mapping[int, KeptPerToken], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one block takes over all layers, keys and values together."""
+    """Bytes one block takes over all its layers, keys and values together."""
     elements_per_token = sum(
         spec.num_kv_heads * (spec.k_head_dim + (0 if spec.values_in_keys else spec.v_head_dim))
         for spec in specs.values()

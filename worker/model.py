@@ -33,6 +33,7 @@ from quire.worker.fused_steps import FusedSteps
 from quire.worker.fusion import FusionReport, fuse_model, unfused
 from quire.worker.kv_pool import KeptPerToken, KVPool
 from quire.worker.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.layer_groups import LayerGroupChoice, group_layers
 from quire.worker.model_source import ModelNotFound, check_hub, find_folder
 from quire.worker.packed_linear import pack_linears
 from quire.worker.past_positions import PastPositions
@@ -74,13 +75,16 @@ class PagedModel:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         step_kind: type[AttentionStep] = AttentionStep,
+        layer_groups: LayerGroupChoice = "auto",
     ) -> None:
         """`specs` are the pool's, by layer: LayerSpecs if `model` has ATTENTION_NAME or LATENT_NAME set as its
         attention implementation; load_model() sees to that.
 
-        step_kind runs the attention of its steps, and limits the block sizes of a pool.
+        step_kind runs the attention of its steps, and limits the block sizes of a pool. layer_groups as in
+        group_layers().
         """
         self.specs = dict(specs)
+        self.layer_groups = group_layers(self.specs, max_model_len=max_model_len, choice=layer_groups)
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.architecture = type(model).__name__
@@ -104,6 +108,17 @@ class PagedModel:
         """True if a sequence can continue only from its last position: blocks shared with others have no state for
         it."""
         return bool(self.state_specs)
+
+    def make_pool(self, *, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVPool:
+        """Make a pool for the model, on its device; dtype None: the model's. Raises what KVPool raises."""
+        return KVPool(
+            self.specs,
+            groups=self.layer_groups,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype or self.dtype,
+            device=self.device,
+        )
 
     def describe_attention(self) -> str:
         """The attention kernels, for people."""
@@ -179,6 +194,7 @@ class PagedModel:
             forward,
             reference,
             specs=self.specs,
+            groups=self.layer_groups,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             dtype=self.dtype,
@@ -227,13 +243,14 @@ def load_model(
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
     ranks: OneRank = ONE_RANK,
+    layer_groups: LayerGroupChoice = "auto",
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
     dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope with
     frequencies that depend on the length (dynamic NTK, longrope) is pinned to max_model_len's; see pin_rope(). With
     fused_steps modules are fused (quire.worker.fusion), and a pool has at least their block size. With several ranks
-    each loads its part, at the same time.
+    each loads its part, at the same time. layer_groups as in quire.worker.layer_groups.
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
@@ -259,7 +276,14 @@ def load_model(
         sharding=sharding,
     )
     model = model.eval().requires_grad_(False).to(device)
-    return prepare_model(model, max_model_len=max_model_len, step_kind=step_kind, fused_steps=fused_steps, ranks=ranks)
+    return prepare_model(
+        model,
+        max_model_len=max_model_len,
+        step_kind=step_kind,
+        fused_steps=fused_steps,
+        ranks=ranks,
+        layer_groups=layer_groups,
+    )
 
 
 def check_sharding(
@@ -296,6 +320,7 @@ def prepare_model(
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
     ranks: OneRank = ONE_RANK,
+    layer_groups: LayerGroupChoice = "auto",
 ) -> PagedModel:
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
 
@@ -314,7 +339,9 @@ def prepare_model(
             raise UnsupportedModel(off.model_class, reason) from off
         return _prepare_cached(model, off.reason, max_model_len=max_model_len)
     if ranks.size > 1:
-        return _prepare_sharded(model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind)
+        return _prepare_sharded(
+            model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind, layer_groups=layer_groups
+        )
     latent = latent_specs(model, specs)
     if latent is not None:
         keep_latents(model)
@@ -326,6 +353,7 @@ def prepare_model(
                 implementation=LATENT_NAME,
                 max_model_len=max_model_len,
                 fused_steps=fused_steps,
+                layer_groups=layer_groups,
             )
     try:
         return _prepare_paged(
@@ -335,6 +363,7 @@ def prepare_model(
             max_model_len=max_model_len,
             step_kind=step_kind,
             fused_steps=fused_steps,
+            layer_groups=layer_groups,
         )
     except UnsupportedModel as refused:
         model.set_attn_implementation("eager")
@@ -352,11 +381,17 @@ def _prepare_paged(
     expanded: Mapping[int, LayerSpec] | None = None,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
+    layer_groups: LayerGroupChoice,
 ) -> PagedModel:
     """`expanded` are the specs of the layers' attention, if the pool's differ."""
     model.set_attn_implementation(implementation)
     paged = PagedModel(
-        model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
+        model,
+        specs=specs,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model),
+        step_kind=step_kind,
+        layer_groups=layer_groups,
     )
     if expanded is None and fused_steps is None:
         pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
@@ -372,13 +407,19 @@ def _prepare_sharded(
     *,
     max_model_len: int,
     step_kind: type[AttentionStep],
+    layer_groups: LayerGroupChoice,
 ) -> PagedModel:
     """`specs` are of this rank's heads."""
     log.info("fused modules: off, %d ranks have a part of each weight", ranks.size)
     log.info("packed linear layers: off, %d ranks have a part of each weight", ranks.size)
     model.set_attn_implementation(ATTENTION_NAME)
     paged = PagedModel(
-        model, specs=specs, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model), step_kind=step_kind
+        model,
+        specs=specs,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model),
+        step_kind=step_kind,
+        layer_groups=layer_groups,
     )
     paged.fingerprint = ranks.combined(paged.fingerprint)
     _check_against_own_attention(paged)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from quire.worker.constraints import Constraints
-from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.prompt_logprobs import score_tokens
 from quire.worker.sampler import MAX_LOGPROBS, Sampler, SamplingParams
@@ -52,14 +51,18 @@ def _run_step(
     All of them read and write one block of a pool that has no other: their results are not used.
     """
     device, num_seqs = model.device, len(counts)
-    pool = KVPool(model.specs, num_blocks=2, block_size=block_size, dtype=kv_dtype, device=device)
+    pool = model.make_pool(num_blocks=2, block_size=block_size, dtype=kv_dtype)
     table = SequenceTable(
-        max_num_seqs=num_seqs, max_blocks_per_seq=-(-model.max_model_len // block_size), device=device
+        max_num_seqs=num_seqs,
+        max_blocks_per_seq=-(-model.max_model_len // block_size),
+        device=device,
+        windowed=pool.windowed,
     )
     sampler = Sampler(max_num_seqs=num_seqs, vocab_size=model.vocab_size, device=device)
     for start, count in zip(starts, counts, strict=True):
         row = table.add()
-        table.stage_blocks(row, 0, [1] * -(-(start + count) // block_size))
+        for group in range(len(pool.groups)):
+            table.stage_blocks(row, 0, [1] * -(-(start + count) // block_size), group=group)
         sampler.set_params(row, COSTLY_SAMPLING)
     rows = list(range(num_seqs))
     batch = build_step_batch(

@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 SMALLEST_BUCKET = 64
 
-# The rows of the inputs.
-_TOKEN, _POSITION, _SLOT = range(3)
+# The rows of the inputs; slots have one for each layer group.
+_TOKEN, _POSITION = range(2)
+_SLOTS = slice(2, None)
 
 
 def piece_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -123,6 +124,10 @@ class _CutStep(AttentionStep):
         """See AttentionStep.write."""
         self._step.write(layer_idx, k, v)
 
+    def slot_mapping(self, layer_idx: int) -> Tensor:
+        """See AttentionStep.slot_mapping."""
+        return self._step.slot_mapping(layer_idx)
+
     def attend(
         self,
         layer_idx: int,
@@ -187,8 +192,8 @@ class _Captured:
 class StaticPieces:
     """Steps of up to so many tokens on fixed memory, and on a GPU their pieces as graphs, for each bucket.
 
-    Sizes: L tokens of the largest bucket.
-        inputs      [3, L]      int64: token, position, slot
+    Sizes: L tokens of the largest bucket, G layer groups.
+        inputs      [2 + G, L]  int64: token, position, slot in each group
 
     Without graphs the same forward runs on the same memory, padded, with its attention in between.
     """
@@ -211,8 +216,9 @@ class StaticPieces:
         self._captured: dict[int, _Captured] = {}
         self._output_kind: Any = None
         with torch.inference_mode(False):
-            self._padding = torch.zeros(3, self.buckets[-1], dtype=torch.int64, device=model.device)
-            self._padding[_SLOT] = -1
+            shape = (_SLOTS.start + len(pool.groups), self.buckets[-1])
+            self._padding = torch.zeros(shape, dtype=torch.int64, device=model.device)
+            self._padding[_SLOTS] = -1
             self._inputs = self._padding.clone()
             self._unread = torch.zeros(self.buckets[-1], dtype=torch.int32, device=model.device)
 
@@ -240,8 +246,8 @@ class StaticPieces:
 
     def _fill(self, batch: StepBatch, bucket: int) -> None:
         num_tokens = batch.num_tokens
-        inputs = (batch.input_ids, batch.positions, batch.slot_mapping)
-        torch.stack(inputs, out=self._inputs[:, :num_tokens])
+        inputs = (batch.input_ids[None], batch.positions[None], batch.slot_mapping)
+        torch.cat(inputs, out=self._inputs[:, :num_tokens])
         if num_tokens < bucket:
             padding = slice(num_tokens, bucket)
             self._inputs[:, padding].copy_(self._padding[:, padding])
@@ -264,8 +270,8 @@ class StaticPieces:
         return StepBatch(
             input_ids=self._inputs[_TOKEN, :bucket],
             positions=self._inputs[_POSITION, :bucket],
-            slot_mapping=self._inputs[_SLOT, :bucket],
-            block_tables=self._unread[:bucket, None],
+            slot_mapping=self._inputs[_SLOTS, :bucket],
+            block_tables=self._unread[None, :bucket, None].expand(len(self._pool.groups), -1, -1),
             seq_lens=self._unread[:bucket],
             cu_seqlens_q=self._unread[:bucket],
             last_indices=self._unread[:bucket],

@@ -41,10 +41,12 @@ from quire.worker.kv_pool import (
     share_of_free,
     size_pool,
 )
+from quire.worker.layer_groups import LayerGroup, LayerGroups, describe_groups, specs_of_places
 from quire.worker.metrics import metric_families
 from quire.worker.model import PagedModel, check_sharding, load_model
 from quire.worker.model_source import find_tokenizer
 from quire.worker.peak_step import peak_memory_bytes, run_largest_step
+from quire.worker.probe import Causal, Sliding
 from quire.worker.profiling import StepProfiler
 from quire.worker.ranks import ONE_RANK, OneRank
 from quire.worker.roles import MESSAGE_LIMITS, ROLES
@@ -241,6 +243,7 @@ def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
         sizes,
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
+        num_groups=len(pool.groups),
         num_host_blocks=host_pool.num_blocks,
     )
 
@@ -264,6 +267,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         step_kind=pick_attention(config.attention, device, block_size=config.block_size),
         fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse),
         ranks=ranks,
+        layer_groups=config.layer_groups,
     )
     if model.fusion is not None:
         log.info("%s", model.fusion)
@@ -277,9 +281,12 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
     log.info("attention: %s", model.describe_attention())
     log.info("pool: %s", size.explanation)
+    if registers_groups(model.layer_groups):
+        bytes_of_one = layer_bytes(config, model, kv_dtype)
+        log.info("layer groups: %s", describe_groups(model.layer_groups, layer_bytes=bytes_of_one))
     if model.has_recurrent_state:
         log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
-    pool = KVPool(model.specs, num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype, device=device)
+    pool = model.make_pool(num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype)
     decode = None
     if device.type == "cuda" and uses_graphs(config):
         decode = capture_decode(
@@ -314,13 +321,13 @@ def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype,
 
 def size_own_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> PoolSize:
     """The size that this rank has room for; flags that give bytes give them for all ranks together."""
-    block_bytes = bytes_per_block(model.specs, config.block_size, kv_dtype)
+    block_bytes = bytes_per_block(specs_of_places(model.specs, model.layer_groups), config.block_size, kv_dtype)
     if not block_bytes:
-        return size_empty_pool(config, model.max_model_len)
+        return size_empty_pool(config, model)
     budget, free_bytes = pool_budget(config, model, kv_dtype, ranks)
     given_bytes = config.kv_cache_memory_bytes
     if config.memory_share is None:
-        budget = limit_budget(budget, config, model.max_model_len, block_bytes)
+        budget = limit_budget(budget, config, model, block_bytes)
     return size_pool(
         bytes_per_block=block_bytes,
         free_memory_bytes=free_bytes,
@@ -330,23 +337,40 @@ def size_own_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype
     )
 
 
-def limit_budget(budget: Budget, config: WorkerConfig, max_model_len: int, block_bytes: int) -> Budget:
+def limit_budget(budget: Budget, config: WorkerConfig, model: PagedModel, block_bytes: int) -> Budget:
     """Return the budget, or what all sequences can use, if that is less: more memory is taken only when asked for."""
-    usable_bytes = count_usable_blocks(config, max_model_len) * block_bytes
+    usable_bytes = count_usable_blocks(config, model) * block_bytes
     if budget.num_bytes <= usable_bytes:
         return budget
-    return Budget(usable_bytes, f"--max-num-seqs {config.max_num_seqs} of {max_model_len} tokens")
+    return Budget(usable_bytes, f"--max-num-seqs {config.max_num_seqs} of {model.max_model_len} tokens")
 
 
-def count_usable_blocks(config: WorkerConfig, max_model_len: int) -> int:
-    """Blocks that max_num_seqs sequences of max_model_len tokens hold, without a shared block; and the null block."""
-    blocks_per_seq = -(-max_model_len // config.block_size)
-    return min(1 + config.max_num_seqs * blocks_per_seq, MAX_BLOCKS)
+def count_usable_blocks(config: WorkerConfig, model: PagedModel) -> int:
+    """Blocks that max_num_seqs sequences of max_model_len tokens hold, without a shared block; and the null block.
+
+    In a windowed group each holds those of its window and its next token, and all together those of the tokens of two
+    steps, the most that are in flight.
+    """
+    blocks_per_seq = -(-model.max_model_len // config.block_size)
+    num_blocks = 1
+    for group in model.layer_groups:
+        held = config.max_num_seqs * blocks_per_seq
+        if group.window is not None:
+            window_blocks = -(-group.window // config.block_size) + 2  # it may begin inside of a block
+            in_flight = 2 * config.max_step_tokens // config.block_size
+            held = min(held, config.max_num_seqs * window_blocks + in_flight)
+        num_blocks += held
+    return min(num_blocks, MAX_BLOCKS)
 
 
-def size_empty_pool(config: WorkerConfig, max_model_len: int) -> PoolSize:
+def layer_bytes(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> int:
+    """Bytes of one layer of a block; all layers of a model with several groups have the same."""
+    return bytes_per_block({0: next(iter(model.specs.values()))}, config.block_size, kv_dtype)
+
+
+def size_empty_pool(config: WorkerConfig, model: PagedModel) -> PoolSize:
     """Blocks of a model that keeps nothing per token: they only count, and there are enough for every sequence."""
-    num_blocks = config.num_blocks or count_usable_blocks(config, max_model_len)
+    num_blocks = config.num_blocks or count_usable_blocks(config, model)
     return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
 
 
@@ -491,4 +515,33 @@ def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeomet
         model_fingerprint=f"{model.fingerprint}:{dtype_name(pool.dtype)}",
         has_recurrent_state=model.has_recurrent_state,
         host_block_count=loaded.host_pool.num_blocks,
+        layer_groups=describe_layer_groups(pool.groups),
     )
+
+
+def describe_layer_groups(groups: LayerGroups) -> list[attach_pb2.LayerGroup]:
+    """The groups for cachemgr; none for one group without a window, which is the default."""
+    if not registers_groups(groups):
+        return []
+    return [
+        attach_pb2.LayerGroup(
+            kind=layer_group_kind(group), window_token_count=group.window or 0, layer_count=len(group.layers)
+        )
+        for group in groups
+    ]
+
+
+def registers_groups(groups: LayerGroups) -> bool:
+    """True if there are several groups, or one with a window."""
+    return len(groups) > 1 or groups[0].is_windowed
+
+
+def layer_group_kind(group: LayerGroup) -> attach_pb2.LayerGroupKind.ValueType:
+    """The kind of a group as cachemgr knows it."""
+    match group.mask:
+        case Causal():
+            return attach_pb2.LAYER_GROUP_KIND_FULL
+        case Sliding():
+            return attach_pb2.LAYER_GROUP_KIND_SLIDING
+        case _:
+            return attach_pb2.LAYER_GROUP_KIND_CHUNKED

@@ -8,6 +8,8 @@ run over shuffled blocks of a pool full of NaN, one of them in chunks while the 
     1           first half      5
     2           to the end - 2  1       1
     3, 4        1               1       1
+
+Each layer group has blocks of its own. Before a step, blocks behind the window of a sequence are passed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kv_pool import KeptPerToken, KVPool
+from quire.worker.layer_groups import LayerGroups
 from quire.worker.probe import Chunked, LayerSpec, Sliding
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
@@ -58,6 +61,7 @@ def find_disagreement(
     reference: Callable[[Tensor], Tensor],
     *,
     specs: Mapping[int, KeptPerToken],
+    groups: LayerGroups,
     vocab_size: int,
     max_model_len: int,
     dtype: torch.dtype,
@@ -74,11 +78,20 @@ def find_disagreement(
     sequences = [torch.randint(0, vocab_size, (length,), generator=generator).to(device) for length in lengths]
     expected = [reference(tokens).float() for tokens in sequences]
     block_size = max(BLOCK_SIZE, min_block_size)
-    table, pool = _scratch(lengths, specs=specs, block_size=block_size, dtype=dtype, device=device, generator=generator)
+    table, pool = _scratch(
+        lengths,
+        specs=specs,
+        groups=groups,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        generator=generator,
+    )
     errors: list[tuple[float, int, int]] = []
     done = [0] * len(sequences)
     for counts in _steps(lengths[0]):
         seqs = [seq for seq, count in enumerate(counts) if count]
+        _pass_blocks(table, pool, done)
         batch = build_step_batch(
             table,
             block_size=block_size,
@@ -113,21 +126,36 @@ def _scratch(
     lengths: Sequence[int],
     *,
     specs: Mapping[int, KeptPerToken],
+    groups: LayerGroups,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
 ) -> tuple[SequenceTable, KVPool]:
-    """A pool full of NaN but for its null block, and a table with a shuffled block list per sequence."""
+    """A pool full of NaN but for its null block, and a table with a shuffled block list per sequence and group."""
     needed = [-(-length // block_size) for length in lengths]
-    pool = KVPool(specs, num_blocks=sum(needed) + 1, block_size=block_size, dtype=dtype, device=device)
+    total = sum(needed) * len(groups)
+    pool = KVPool(specs, groups=groups, num_blocks=total + 1, block_size=block_size, dtype=dtype, device=device)
     for tensor in pool.tensors():
         tensor[1:].fill_(float("nan"))
-    table = SequenceTable(max_num_seqs=CHECKED_SEQS, max_blocks_per_seq=max(needed), device=device)
-    block_ids = [number + 1 for number in torch.randperm(sum(needed), generator=generator).tolist()]
+    table = SequenceTable(
+        max_num_seqs=CHECKED_SEQS, max_blocks_per_seq=max(needed), device=device, windowed=pool.windowed
+    )
+    block_ids = [number + 1 for number in torch.randperm(total, generator=generator).tolist()]
     for count in needed:
-        table.stage_blocks(table.add(), 0, [block_ids.pop() for _ in range(count)])
+        row = table.add()
+        for group in range(len(groups)):
+            table.stage_blocks(row, 0, [block_ids.pop() for _ in range(count)], group=group)
     return table, pool
+
+
+def _pass_blocks(table: SequenceTable, pool: KVPool, done: Sequence[int]) -> None:
+    """Pass what lies behind the windows of rows with so many computed tokens."""
+    for row, num_computed in enumerate(done):
+        for number, group in enumerate(pool.groups):
+            num_blocks = group.count_passed(num_computed, pool.block_size)
+            if num_blocks > table.num_passed(row, group=number):
+                table.pass_blocks(row, num_blocks, group=number)
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,5 +1,14 @@
 """Per-sequence state that lives on the device: block tables and last sampled tokens, one row per sequence.
 
+A sequence has a block table for each layer group of the pool. In all of them entry i is the block of positions
+i * S .. (i + 1) * S - 1, of S = block size. A row holds a run of entries in each group:
+
+    entries     0 .. begin - 1      begin .. end - 1    end ..
+    content     the null block      blocks              the null block
+    why         behind the window   held                not reached yet
+
+begin is above 0 in windowed groups only: blocks were passed, or the first ones that were written begin there.
+
 A host copy of the block tables is the truth; what changes in it is staged and sent to the device once per step, by
 flush(). Last sampled tokens exist on the device only: the next step reads them there, and the host knows no more than
 the position each one will take.
@@ -39,25 +48,37 @@ class SequenceTableStatistics:
 
 
 class SequenceTable:
-    """Rows 0 .. max_num_seqs - 1, each free or one sequence's.
+    """Rows 0 .. max_num_seqs - 1, each free or one sequence's. Sizes: G groups, R = max_num_seqs + 1.
 
-        block_tables    [max_num_seqs + 1, max_blocks_per_seq]  int32, NULL_BLOCK where a row holds no block
-        last_token      [max_num_seqs + 1]                      int64, read only where last_token_position is not None
+        block_tables    [G, R, max_blocks_per_seq]  int32, NULL_BLOCK where a row holds no block
+        last_token      [R]                         int64, read only where last_token_position is not None
 
     The device has one more row, padding_row, for the padding of a batch. It never holds a block, and its last token is
-    not used. Methods raise KeyError for a row that is not in use.
+    not used. Methods raise KeyError for a row that is not in use, ValueError for a group that there is not.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        device: torch.device | str,
+        windowed: Sequence[bool] = (False,),
+    ) -> None:
+        """windowed says of each group if blocks may be passed in it."""
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = max_blocks_per_seq
+        self.num_groups = len(windowed)
         self.device = torch.device(device)
         self.padding_row = max_num_seqs
-        shape = (max_num_seqs + 1, max_blocks_per_seq)
+        shape = (self.num_groups, max_num_seqs + 1, max_blocks_per_seq)
         self.block_tables = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self._windowed = tuple(windowed)
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
-        self._num_blocks: dict[int, int] = {}
+        self._begins = np.zeros(shape[:2], dtype=np.int64)
+        self._ends = np.zeros(shape[:2], dtype=np.int64)
+        self._rows: set[int] = set()
         self._last_token_position: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs))
         self._staged: set[int] = set()
@@ -68,56 +89,85 @@ class SequenceTable:
         if not self._free_rows:
             raise SequenceTableFull(f"all {self.max_num_seqs} rows are in use")
         row = heapq.heappop(self._free_rows)
-        self._num_blocks[row] = 0
+        self._rows.add(row)
         return row
 
     def remove(self, row: int) -> None:
         """Give the row back. Its entries become the null block, so that no later sequence can read through them."""
-        self.trim_blocks(row, 0)
-        del self._num_blocks[row]
+        self._check_row(row)
+        for group in range(self.num_groups):
+            self._clear(row, group, int(self._ends[group, row]))
+        self._begins[:, row] = self._ends[:, row] = 0
+        self._rows.remove(row)
         self._last_token_position.pop(row, None)
         heapq.heappush(self._free_rows, row)
 
     def fork(self, row: int) -> int:
-        """Take a new row with the blocks and the last token of `row`. Raises SequenceTableFull."""
-        block_ids = self.block_ids(row)
+        """Take a new row with the last token of `row`; it holds no blocks. Raises SequenceTableFull."""
+        position = self.last_token_position(row)
         child = self.add()
-        self.stage_blocks(child, 0, block_ids)
-        if (position := self.last_token_position(row)) is not None:
+        if position is not None:
             self._last_token_position[child] = position
             self.last_token[child] = self.last_token[row]
         return child
 
-    def stage_blocks(self, row: int, first_index: int, block_ids: Sequence[int]) -> None:
+    def stage_blocks(self, row: int, first_index: int, block_ids: Sequence[int], *, group: int = 0) -> None:
         """Set entries first_index, first_index + 1, ... of a row's block table; flush() sends them to the device.
 
-        Entries may be new or replace old ones, and must leave no hole. Raises ValueError for a hole, a table longer
-        than max_blocks_per_seq, or the null block.
+        Entries may be new or replace old ones, and must leave no hole. The first ones of a windowed group may begin
+        anywhere. Raises ValueError for a hole, an entry that was passed, a table longer than max_blocks_per_seq, or
+        the null block.
         """
-        num_blocks = self._num_blocks[row]
+        self._check_row(row)
+        self._check_group(group)
+        begin, held_end = int(self._begins[group, row]), int(self._ends[group, row])
         end = first_index + len(block_ids)
-        if not 0 <= first_index <= num_blocks:
-            raise ValueError(f"first_index={first_index} leaves a hole after the {num_blocks} blocks of row {row}")
+        if self._windowed[group] and not held_end:
+            begin = held_end = first_index
+        if not 0 <= begin <= first_index <= held_end:
+            held = f"entries {begin} .. {held_end - 1}" if begin else f"the {held_end} blocks"
+            raise ValueError(f"first_index={first_index} leaves a hole after {held} of row {row}")
         if end > self.max_blocks_per_seq:
             raise ValueError(f"row {row} would hold {end} blocks; max_blocks_per_seq is {self.max_blocks_per_seq}")
         if any(block_id <= NULL_BLOCK for block_id in block_ids):
             raise ValueError(f"row {row}: block ids must be above the null block {NULL_BLOCK}")
-        self._host_tables[row, first_index:end] = block_ids
-        self._num_blocks[row] = max(num_blocks, end)
-        self._stage(row, first_index, end)
+        self._host_tables[group, row, first_index:end] = block_ids
+        self._begins[group, row], self._ends[group, row] = begin, max(held_end, end)
+        self._stage(row, group, first_index, end)
 
-    def trim_blocks(self, row: int, num_blocks: int) -> None:
-        """Keep the first num_blocks blocks of a row, and its last token. Raises ValueError if it has fewer."""
-        held = self._num_blocks[row]
-        if not 0 <= num_blocks <= held:
-            raise ValueError(f"num_blocks={num_blocks} is not in 0 .. {held}, the blocks of row {row}")
-        self._host_tables[row, num_blocks:held] = NULL_BLOCK
-        self._num_blocks[row] = num_blocks
-        self._stage(row, num_blocks, held)
+    def pass_blocks(self, row: int, num_blocks: int, *, group: int) -> None:
+        """Make the first num_blocks entries of a row the null block: no later token sees these positions.
 
-    def _stage(self, row: int, begin: int, end: int) -> None:
-        offset = row * self.max_blocks_per_seq
+        Raises ValueError if the group has no window, if no more entries are passed than before, or if the row has
+        fewer.
+        """
+        self._check_row(row)
+        self._check_group(group)
+        begin, end = int(self._begins[group, row]), int(self._ends[group, row])
+        if not self._windowed[group]:
+            raise ValueError(f"row {row}: layer group {group} has no window to pass blocks behind")
+        if not begin < num_blocks <= end:
+            raise ValueError(f"row {row}: num_blocks={num_blocks} to pass is not in {begin + 1} .. {end}")
+        self._clear(row, group, num_blocks)
+        self._begins[group, row] = num_blocks
+
+    def _clear(self, row: int, group: int, end: int) -> None:
+        """Make the held entries before `end` the null block."""
+        begin = int(self._begins[group, row])
+        self._host_tables[group, row, begin:end] = NULL_BLOCK
+        self._stage(row, group, begin, end)
+
+    def _stage(self, row: int, group: int, begin: int, end: int) -> None:
+        offset = (group * (self.max_num_seqs + 1) + row) * self.max_blocks_per_seq
         self._staged.update(range(offset + begin, offset + end))
+
+    def _check_row(self, row: int) -> None:
+        if row not in self._rows:
+            raise KeyError(row)
+
+    def _check_group(self, group: int) -> None:
+        if not 0 <= group < self.num_groups:
+            raise ValueError(f"layer group {group} is not in 0 .. {self.num_groups - 1}")
 
     def flush(self) -> None:
         """Send staged entries to the device, all at once. Cost: one transfer of 12 bytes per entry, no sync."""
@@ -145,54 +195,73 @@ class SequenceTable:
     def note_sampled(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         """Note what position each row's newest token takes, if the caller writes the token to last_token."""
         for row, position in zip(rows, positions, strict=True):
-            if row not in self._num_blocks:
-                raise KeyError(row)
+            self._check_row(row)
             self._last_token_position[row] = position
 
     def slots(self, rows: Sequence[int], positions: Int64s, *, block_size: int) -> Int64s:
-        """The slot of one position of each row, [len(rows)], as the host has it. The rows must reach that far."""
-        block_ids = self._host_tables[rows, positions // block_size].astype(np.int64)
+        """The slot of one position of each row, [G, len(rows)], as the host has it. The rows must hold its block."""
+        block_ids = self._host_tables[:, rows, positions // block_size].astype(np.int64)
         return block_ids * block_size + positions % block_size
 
-    def block_ids(self, row: int) -> list[int]:
-        """The row's blocks in order, staged ones included. Cost: O(blocks), on the host."""
-        block_ids: list[int] = self._host_tables[row, : self._num_blocks[row]].tolist()
+    def block_ids(self, row: int, *, group: int = 0) -> list[int]:
+        """The row's entries in order, staged ones included; those before the blocks that it holds are the null block.
+
+        Cost: O(blocks), on the host.
+        """
+        self._check_row(row)
+        block_ids: list[int] = self._host_tables[group, row, : self._ends[group, row]].tolist()
         return block_ids
 
-    def num_blocks(self, row: int) -> int:
-        return self._num_blocks[row]
+    def num_blocks(self, row: int, *, group: int = 0) -> int:
+        """Entries of the row that block_ids() returns."""
+        self._check_row(row)
+        return int(self._ends[group, row])
+
+    def num_passed(self, row: int, *, group: int) -> int:
+        """Entries of the row before the blocks that it holds."""
+        self._check_row(row)
+        return int(self._begins[group, row])
+
+    def held(self, rows: Sequence[int]) -> tuple[Int64s, Int64s]:
+        """The entries that rows hold blocks in: begins and ends, [G, len(rows)] each."""
+        if not self._rows.issuperset(rows):
+            raise KeyError(min(set(rows) - self._rows))
+        return self._begins[:, rows], self._ends[:, rows]
 
     def last_token_position(self, row: int) -> int | None:
         """The position the row's last sampled token takes, or None if no token was sampled for it."""
-        if row not in self._num_blocks:
-            raise KeyError(row)
+        self._check_row(row)
         return self._last_token_position.get(row)
 
     def digest(self) -> int:
         """Return a number, 0 .. 2**63 - 1, that tables with equal rows and blocks share. Cost: reads all entries."""
-        held = [number for row in sorted(self._num_blocks.items()) for number in row]
-        content = np.asarray(held, dtype=np.int64).tobytes() + self._host_tables.tobytes()
+        numbers = (np.asarray(sorted(self._rows), dtype=np.int64), self._begins, self._ends, self._host_tables)
+        content = b"".join(each.tobytes() for each in numbers)
         return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
     def statistics(self) -> SequenceTableStatistics:
         return SequenceTableStatistics(
             max_num_seqs=self.max_num_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
-            num_seqs=len(self._num_blocks),
-            num_blocks=sum(self._num_blocks.values()),
+            num_seqs=len(self._rows),
+            num_blocks=int((self._ends - self._begins).sum()),
             num_staged=len(self._staged),
             num_flushes=self._num_flushes,
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a row is lost, holds a hole, or differs on the device. Waits for the device."""
-        rows = sorted([*self._free_rows, *self._num_blocks])
+        rows = sorted([*self._free_rows, *self._rows])
         assert rows == list(range(self.max_num_seqs)), "a row is lost, or both free and in use"
-        held = np.zeros(self._host_tables.shape, dtype=bool)
-        for row, num_blocks in self._num_blocks.items():
-            held[row, :num_blocks] = True
+        index = np.arange(self.max_blocks_per_seq)
+        held = (index >= self._begins[..., None]) & (index < self._ends[..., None])
         assert np.array_equal(self._host_tables != NULL_BLOCK, held), "an entry beyond a row's blocks, or a hole"
-        assert self._last_token_position.keys() <= self._num_blocks.keys(), "a free row has a last token"
+        free = [self.padding_row, *self._free_rows]
+        assert not self._ends[:, free].any(), "a free row holds blocks"
+        assert not self._begins[:, free].any(), "a free row has passed blocks"
+        full = [not windowed for windowed in self._windowed]
+        assert not self._begins[full].any(), "blocks were passed in a group without a window"
+        assert self._last_token_position.keys() <= self._rows, "a free row has a last token"
         device_tables = self.block_tables.cpu().numpy().reshape(-1)
         stale = set(np.flatnonzero(device_tables != self._host_tables.reshape(-1)).tolist())
         assert stale <= self._staged, "the device differs where nothing is staged"

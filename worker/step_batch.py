@@ -33,12 +33,12 @@ _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The batch of one forward. Sizes: T tokens, B sequences, M the most blocks one of them needs.
+    """The batch of one forward. Sizes: T tokens, B sequences, G layer groups, M the most blocks one of them needs.
 
         input_ids       [T]     int64
         positions       [T]     int64, absolute
-        slot_mapping    [T]     int64, slot = block_id * block_size + offset, distinct
-        block_tables    [B, M]  int32, the null block where a row has fewer than M blocks
+        slot_mapping    [G, T]  int64, slot = block_id * block_size + offset, distinct
+        block_tables    [G, B, M]   int32, the null block where a row holds none
         seq_lens        [B]     int32, tokens in the pool after this step
         cu_seqlens_q    [B+1]   int32
         last_indices    [B]     int64, index of each sequence's last token in this batch
@@ -81,8 +81,8 @@ def build_step_batch(
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
 
     Flushes the table first. Raises ValueError, before anything is sent, if the lists differ in length, a row occurs
-    twice, a count is not positive or not the number of tokens, a sequence has too few blocks for its last token, or
-    None is given for a row with its last sampled token at another position than starts[i].
+    twice, a count is not positive or not the number of tokens, a sequence does not hold the blocks of all its tokens in
+    some group, or None is given for a row with its last sampled token at another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
     check_runs(table, block_size, rows, starts, counts, token_ids)
@@ -111,7 +111,7 @@ def build_step_batch(
         input_ids=input_ids,
         positions=positions,
         slot_mapping=_slots(table, token_rows, positions, block_size),
-        block_tables=table.block_tables[:, :max_blocks].index_select(0, device_rows),
+        block_tables=table.block_tables[:, :, :max_blocks].index_select(1, device_rows),
         seq_lens=device_seq_lens.to(torch.int32),
         cu_seqlens_q=device_cu_seqlens.to(torch.int32),
         last_indices=device_cu_seqlens[1:] - 1,
@@ -139,12 +139,23 @@ def check_runs(
         num_ids = 1 if ids is None else len(ids)
         if start < 0 or count < 1 or count != num_ids:
             raise ValueError(f"row {row}: start={start}, count={count} with {num_ids} tokens")
-        capacity = table.num_blocks(row) * block_size
-        if start + count > capacity:
-            raise ValueError(f"row {row}: {start + count} tokens do not fit its blocks, which hold {capacity}")
         if ids is None and table.last_token_position(row) != start:
             expected = table.last_token_position(row)
             raise ValueError(f"row {row}: start={start}, but its last sampled token takes position {expected}")
+    _check_blocks(table, block_size, rows, starts, counts)
+
+
+def _check_blocks(
+    table: SequenceTable, block_size: int, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> None:
+    """Raise ValueError if a token's slot would be in a block that its row does not hold."""
+    first = np.asarray(starts)
+    end = first + np.asarray(counts)
+    begins, ends = table.held(rows)
+    for group, i in np.argwhere((ends * block_size < end) | (begins * block_size > first)):
+        where = f"row {rows[i]}: its blocks of layer group {group}"
+        held = f"positions {begins[group, i] * block_size} .. {ends[group, i] * block_size - 1}"
+        raise ValueError(f"{where} hold {held}, and the tokens take {first[i]} .. {end[i] - 1}")
 
 
 def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> tuple[Tensor, ...]:
@@ -154,7 +165,7 @@ def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> 
 
 
 def _slots(table: SequenceTable, token_rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """The slot of each token, [T] int64, read from the device's block tables."""
+    """The slot of each token in each group, [G, T] int64, read from the device's block tables."""
     index = token_rows * table.max_blocks_per_seq + positions.div(block_size, rounding_mode="floor")
-    block_ids = table.block_tables.view(-1).index_select(0, index).to(torch.int64)
+    block_ids = table.block_tables.view(table.num_groups, -1).index_select(1, index).to(torch.int64)
     return block_ids * block_size + positions.remainder(block_size)

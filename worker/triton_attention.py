@@ -34,13 +34,13 @@ class _Part:
     """n sequences of a step, all of one query or all of several.
 
     tokens          which of the step's: a range, or [N] int64
-    block_tables    [n, M]  int32
+    block_tables    [n, M]  int32, for each layer group
     seq_lens        [n]     int32
     cu_seqlens_q    [n+1]   int32, from 0, or None for one query each
     """
 
     tokens: slice | Tensor
-    block_tables: Tensor
+    block_tables: tuple[Tensor, ...]
     seq_lens: Tensor
     cu_seqlens_q: Tensor | None
 
@@ -103,7 +103,7 @@ class TritonAttentionStep(AttentionStep):
             return
         k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
         k, v = (_for_kernels(x, k_pool.dtype) for x in (k, v))
-        write_kv(k, v, k_pool, v_pool, slot_mapping=self.batch.slot_mapping)
+        write_kv(k, v, k_pool, v_pool, slot_mapping=self.slot_mapping(layer_idx))
 
     def attend(
         self,
@@ -120,6 +120,7 @@ class TritonAttentionStep(AttentionStep):
         spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
         if why_torch(spec) is not None:
             return super().attend(layer_idx, q, scaling=scaling, softcap=softcap, sinks=sinks, new_kv=new_kv, out=out)
+        group = self.pool.group_of(layer_idx)
         queries = _for_kernels(q, k_pool.dtype)
         if sinks is not None:
             sinks = sinks.contiguous()
@@ -129,7 +130,7 @@ class TritonAttentionStep(AttentionStep):
         if self._decodes is not None:
             part = self._decodes
             result = paged_decode(
-                part.take(queries), k_pool, v_pool, block_tables=part.block_tables, seq_lens=part.seq_lens,
+                part.take(queries), k_pool, v_pool, block_tables=part.block_tables[group], seq_lens=part.seq_lens,
                 plan=self._decode_plan(spec, part), scaling=scaling, softcap=softcap, sinks=sinks,
                 out=_view(out, part),
             )  # fmt: skip
@@ -139,7 +140,7 @@ class TritonAttentionStep(AttentionStep):
             assert part.cu_seqlens_q is not None
             window, chunk = _bounds(spec.mask)
             result = paged_prefill(
-                part.take(queries), k_pool, v_pool, block_tables=part.block_tables, seq_lens=part.seq_lens,
+                part.take(queries), k_pool, v_pool, block_tables=part.block_tables[group], seq_lens=part.seq_lens,
                 cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap,
                 sinks=sinks, out=_view(out, part),
             )  # fmt: skip
@@ -154,7 +155,7 @@ class TritonAttentionStep(AttentionStep):
         if plan is None:
             plan = self._decode_plans[decoding] = build_decode_plan(
                 part.seq_lens,
-                block_tables=part.block_tables,
+                block_tables=part.block_tables[0],  # only for slots in the plan, which are not used
                 block_size=self.pool.block_size,
                 num_programs=decoding.num_programs,
                 window=decoding.window,
@@ -193,7 +194,7 @@ def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | Non
     cu_seqlens_q = batch.cu_seqlens_q[begin : end + 1]
     return _Part(
         tokens=slice(firsts[begin], firsts[end]),
-        block_tables=batch.block_tables[begin:end],
+        block_tables=batch.block_tables[:, begin:end].unbind(),
         seq_lens=batch.seq_lens[begin:end],
         cu_seqlens_q=(cu_seqlens_q if begin == 0 else cu_seqlens_q - firsts[begin]) if ragged else None,
     )
@@ -208,7 +209,7 @@ def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _
     device_seqs, device_tokens, device_cu_seqlens = torch.split(packed, [len(seqs), len(tokens), len(cu_seqlens)])
     return _Part(
         tokens=device_tokens,
-        block_tables=batch.block_tables.index_select(0, device_seqs),
+        block_tables=batch.block_tables.index_select(1, device_seqs).unbind(),
         seq_lens=batch.seq_lens.index_select(0, device_seqs),
         cu_seqlens_q=device_cu_seqlens.to(torch.int32) if ragged else None,
     )

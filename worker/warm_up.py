@@ -74,13 +74,21 @@ class StepSizes:
         )
 
 
-def warm_up(executor: Executor, sizes: StepSizes, *, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+def warm_up(
+    executor: Executor,
+    sizes: StepSizes,
+    *,
+    block_size: int,
+    num_blocks: int,
+    num_groups: int,
+    num_host_blocks: int,
+) -> None:
     """Run the steps on the pool that will serve: afterwards its blocks have unused content.
 
     The executor is not used for anything else. Raises ValueError if a step fails.
     Cost: the tokens of about two largest steps, in some 60 steps.
     """
-    lease = _Lease(executor, block_size)
+    lease = _Lease(executor, block_size, num_groups)
     for runs in batches(sizes):
         lease.run(runs)
     for params in SAMPLED:
@@ -115,16 +123,18 @@ def _at_the_beginning(count: int) -> Iterator[list[Run]]:
 class _Lease:
     """A lease of the warm-up. All its sequences share one block, since their results are not used."""
 
-    def __init__(self, executor: Executor, block_size: int) -> None:
+    def __init__(self, executor: Executor, block_size: int, num_groups: int) -> None:
         self._executor = executor
         self._block_size = block_size
+        self._num_groups = num_groups
 
     def run(self, runs: Sequence[Run], params: SamplingParams | None = None) -> None:
         """Run a step of new sequences."""
         grant = self._grant()
         for seq_id, run in enumerate(runs):
             num_blocks = -(-(run.start + run.count) // self._block_size)
-            self._write(grant, seq_id, [FIRST_BLOCK] * num_blocks)
+            for group in range(self._num_groups):
+                self._write(grant, seq_id, group, [FIRST_BLOCK] * num_blocks)
             grant.run_sequence_ids.append(seq_id)
             grant.run_starts.append(run.start)
             grant.run_token_counts.append(run.count)
@@ -152,8 +162,9 @@ class _Lease:
     def _grant(self) -> grant_pb2.StepGrant:
         return grant_pb2.StepGrant(lease_id=LEASE_ID, step_number=1)
 
-    def _write(self, grant: grant_pb2.StepGrant, seq_id: int, block_ids: list[int]) -> None:
+    def _write(self, grant: grant_pb2.StepGrant, seq_id: int, group: int, block_ids: list[int]) -> None:
         grant.write_sequence_ids.append(seq_id)
+        grant.write_layer_groups.append(group)
         grant.write_first_indexes.append(0)
         grant.write_block_counts.append(len(block_ids))
         grant.write_block_ids.extend(block_ids)

@@ -57,9 +57,7 @@ def model(device: torch.device) -> PagedModel:
 
 
 def make_pool(model: PagedModel, dtype: torch.dtype | None = None) -> KVPool:
-    return KVPool(
-        model.specs, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype or model.dtype, device=model.device
-    )
+    return model.make_pool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
 
 
 def capture(model: PagedModel, pool: KVPool) -> StaticDecode:

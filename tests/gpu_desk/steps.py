@@ -41,6 +41,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "kv_dtype": "auto",
             "device": "auto",
             "attention": "auto",
+            "layer_groups": "auto",
             "cuda_graphs": True,
             "max_graph_tokens": 512,
             "block_size": BLOCK_SIZE,
@@ -64,15 +65,18 @@ def make_executor(loaded: Loaded) -> Executor:
     )
 
 
-def mixed_and_decode_steps(params: SamplingParams) -> tuple[list[Step], list[Step]]:
-    """NUM_MIXED steps in each of which one prompt begins and the others decode, then NUM_DECODES of one token each."""
+def mixed_and_decode_steps(params: SamplingParams, *, num_groups: int = 1) -> tuple[list[Step], list[Step]]:
+    """NUM_MIXED steps in each of which one prompt begins and the others decode, then NUM_DECODES of one token each.
+
+    num_groups are the layer groups of the pool, each with blocks of its own for a sequence.
+    """
     lengths: list[int] = []
     steps = []
     for number in range(1, NUM_MIXED + NUM_DECODES + 1):
         grant = grant_pb2.StepGrant(lease_id="lease", step_number=number, known_step_number=number - 1)
         given, sampling = {}, {}
         if number <= NUM_MIXED:
-            _admit(grant, number, PROMPTS[number - 1])
+            _admit(grant, number, num_groups)
             given[len(lengths)] = np.arange(PROMPTS[number - 1], dtype=np.int32)
             sampling[number] = RowSampling(params, prompt_token_ids=tuple(range(PROMPTS[number - 1])))
         for index, length in enumerate(lengths):
@@ -85,12 +89,14 @@ def mixed_and_decode_steps(params: SamplingParams) -> tuple[list[Step], list[Ste
     return steps[:NUM_MIXED], steps[NUM_MIXED:]
 
 
-def _admit(grant: grant_pb2.StepGrant, seq_id: int, num_tokens: int) -> None:
-    first = 1 + (seq_id - 1) * BLOCKS_PER_SEQ
-    grant.write_sequence_ids.append(seq_id)
-    grant.write_first_indexes.append(0)
-    grant.write_block_counts.append(BLOCKS_PER_SEQ)
-    grant.write_block_ids.extend(range(first, first + BLOCKS_PER_SEQ))
+def _admit(grant: grant_pb2.StepGrant, seq_id: int, num_groups: int) -> None:
+    for group in range(num_groups):
+        first = 1 + ((seq_id - 1) * num_groups + group) * BLOCKS_PER_SEQ
+        grant.write_sequence_ids.append(seq_id)
+        grant.write_layer_groups.append(group)
+        grant.write_first_indexes.append(0)
+        grant.write_block_counts.append(BLOCKS_PER_SEQ)
+        grant.write_block_ids.extend(range(first, first + BLOCKS_PER_SEQ))
 
 
 def _run(grant: grant_pb2.StepGrant, seq_id: int, start: int, count: int) -> None:

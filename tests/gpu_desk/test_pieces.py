@@ -28,7 +28,7 @@ OTHER_LAUNCHES = 31
 def run_mixed(gpu: FakeGPU, loaded: Loaded) -> list[Seen]:
     """Launch the mixed steps; return what each did."""
     executor, found = make_executor(loaded), []
-    for step in mixed_and_decode_steps(SamplingParams())[0]:
+    for step in mixed_and_decode_steps(SamplingParams(), num_groups=len(loaded.pool.groups))[0]:
         with gpu.watch() as seen:
             assert executor.launch(step).result.outcome is Outcome.COMPUTED
         found.append(seen)

@@ -44,7 +44,7 @@ def test_the_second_gpu_is_the_only_one_that_is_used(folder: Path) -> None:
         assert gpu.current == 1
         assert {tensor.device for tensor in loaded.pool.block_tensors} == {torch.device("cuda", 1)}
         executor = make_executor(loaded)
-        mixed, decodes = mixed_and_decode_steps(SamplingParams())
+        mixed, decodes = mixed_and_decode_steps(SamplingParams(), num_groups=len(loaded.pool.groups))
         for step in [*mixed, decodes[0]]:
             assert executor.launch(step).result.outcome is Outcome.COMPUTED
         assert gpu.contexts == {1}

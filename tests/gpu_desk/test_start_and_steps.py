@@ -95,7 +95,7 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
         assert loaded.decode.pieces is not None
         executor = make_executor(loaded)
         for params, copies, decode_copies in ((GREEDY, 4, 1), (EVERYTHING, 13, 3)):
-            mixed, decodes = mixed_and_decode_steps(params)
+            mixed, decodes = mixed_and_decode_steps(params, num_groups=len(loaded.pool.groups))
             seen = run(gpu, executor, mixed)
             assert_nothing_waits(seen)
             assert seen.to_device <= copies
@@ -177,7 +177,7 @@ def test_a_start_without_memory_for_static_steps_says_so_and_goes_on(
         loaded = start(save("llama", folder))
         assert loaded.decode is None
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(GREEDY):
+        for steps in mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups)):
             run(gpu, executor, steps)
     assert "decode steps run without CUDA graphs: OutOfMemoryError: CUDA out of memory" in caplog.text
 
@@ -188,7 +188,7 @@ def test_a_model_that_does_not_run_in_the_kernels_starts_and_runs(family: str, f
         loaded = start(save(family, folder), dtype="bfloat16")
         assert loaded.decode is None
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(EVERYTHING):
+        for steps in mixed_and_decode_steps(EVERYTHING, num_groups=len(loaded.pool.groups)):
             seen = run(gpu, executor, steps)
             assert seen.syncs == []
             assert [place for place in seen.pageable if place.startswith(("worker/", "kernels/"))] == []
@@ -199,8 +199,10 @@ def test_steps_of_torch_send_their_numbers_once_and_divide_their_slots_once(
     family: str, transfers: tuple[int, int], divisions: int, index_copies: int, folder: Path
 ) -> None:
     with FakeGPU() as gpu:
-        executor = make_executor(start(save(family, folder), dtype="bfloat16"))
-        for steps, most in zip(mixed_and_decode_steps(GREEDY), transfers, strict=True):
+        loaded = start(save(family, folder), dtype="bfloat16")
+        executor = make_executor(loaded)
+        both = mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups))
+        for steps, most in zip(both, transfers, strict=True):
             seen = run(gpu, executor, steps)
             of_transformers = [place for place in seen.pageable if not place.startswith(("worker/", "kernels/"))]
             assert seen.to_device - len(of_transformers) <= most
@@ -226,7 +228,7 @@ def test_kernels_read_sinks_where_the_weights_are(fuse: bool, folder: Path, monk
         loaded = start(save("gpt_oss", folder), dtype="bfloat16", fuse=fuse, cuda_graphs=False)
         executor = make_executor(loaded)
         read.clear()
-        for steps in mixed_and_decode_steps(GREEDY):
+        for steps in mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups)):
             run(gpu, executor, steps)
         weights = [tensor for name, tensor in loaded.model._model.named_parameters() if name.endswith("sinks")]
         assert {tensor.untyped_storage()._cdata for tensor in read} == {
@@ -255,7 +257,7 @@ def test_experts_that_wait_for_the_device_are_named_and_never_captured(
         assert loaded.decode is None
         assert gpu.captures == []
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(EVERYTHING):
+        for steps in mixed_and_decode_steps(EVERYTHING, num_groups=len(loaded.pool.groups)):
             seen = run(gpu, executor, steps)
             assert seen.syncs, "the model waits, and nothing else does"
             assert {place.rpartition(" ")[2] for place in seen.syncs} == {"_grouped_mm"}
@@ -280,7 +282,7 @@ def test_other_dtypes_are_captured(family: str, dtype: str, folder: Path) -> Non
         loaded = start(save(family, folder), dtype=dtype)
         assert loaded.decode is not None
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(GREEDY):
+        for steps in mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups)):
             assert_nothing_waits(run(gpu, executor, steps))
 
 
@@ -291,7 +293,7 @@ def test_a_pool_may_have_another_dtype_than_the_model(dtype: str, kv_dtype: str,
         loaded = start(save("qwen3", folder), dtype=dtype, kv_dtype=kv_dtype, fuse=fuse)
         assert loaded.decode is not None
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(GREEDY):
+        for steps in mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups)):
             assert_nothing_waits(run(gpu, executor, steps))
 
 

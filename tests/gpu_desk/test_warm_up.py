@@ -109,6 +109,7 @@ class Traffic:
     def __init__(self, loaded: Loaded, *, seed: int) -> None:
         self.random = random.Random(seed)
         self.num_host_blocks = loaded.host_pool.num_blocks
+        self.num_groups = len(loaded.pool.groups)
         self.executor = Executor(
             loaded.model, loaded.pool, max_num_seqs=MAX_NUM_SEQS, decode=loaded.decode, host_pool=loaded.host_pool
         )
@@ -119,7 +120,7 @@ class Traffic:
         ends = [self.draw_end(count) for count in counts]
         first = grant_pb2.StepGrant(lease_id="traffic", step_number=1)
         for seq_id, (count, end) in enumerate(zip(counts, ends, strict=True)):
-            write(first, seq_id, num_tokens=min(end + 2, MAX_MODEL_LEN))
+            write(first, seq_id, num_tokens=min(end + 2, MAX_MODEL_LEN), num_groups=self.num_groups)
             add_run(first, seq_id, end - count, count)
         self.move_blocks(first)
         given = {index: np.zeros(count, dtype=np.int32) for index, count in enumerate(counts)}
@@ -132,7 +133,7 @@ class Traffic:
         for child_id, parent_id in enumerate(going_on[: MAX_NUM_SEQS - len(counts)], start=len(counts)):
             second.fork_parent_ids.append(parent_id)
             second.fork_child_ids.append(child_id)
-            write(second, child_id, num_tokens=ends[parent_id] + 1)
+            write(second, child_id, num_tokens=ends[parent_id] + 1, num_groups=self.num_groups)
             add_run(second, child_id, ends[parent_id], 1)
         if second.run_sequence_ids:
             self.execute(Step(second))
@@ -168,12 +169,15 @@ class Traffic:
         assert self.executor.execute(step).outcome is Outcome.COMPUTED
 
 
-def write(grant: grant_pb2.StepGrant, seq_id: int, *, num_tokens: int) -> None:
+def write(grant: grant_pb2.StepGrant, seq_id: int, *, num_tokens: int, num_groups: int) -> None:
+    """Write the same blocks to the tables of all layer groups."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    grant.write_sequence_ids.append(seq_id)
-    grant.write_first_indexes.append(0)
-    grant.write_block_counts.append(num_blocks)
-    grant.write_block_ids.extend(range(1, num_blocks + 1))
+    for group in range(num_groups):
+        grant.write_sequence_ids.append(seq_id)
+        grant.write_layer_groups.append(group)
+        grant.write_first_indexes.append(0)
+        grant.write_block_counts.append(num_blocks)
+        grant.write_block_ids.extend(range(1, num_blocks + 1))
 
 
 def add_run(grant: grant_pb2.StepGrant, seq_id: int, start: int, count: int) -> None:

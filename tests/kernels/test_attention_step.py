@@ -77,7 +77,7 @@ class Case:
             self.q,
             self.pool.k(0).contiguous(),
             self.pool.v(0).contiguous(),
-            block_tables=self.batch.block_tables,
+            block_tables=self.batch.block_tables[0],
             seq_lens=self.batch.seq_lens,
             cu_seqlens_q=self.batch.cu_seqlens_q,
             scaling=self.spec.scaling,

@@ -21,7 +21,7 @@ from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import StepBatch, build_step_batch
 from quire.worker.triton_attention import TritonAttentionStep
 
-BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 16, 48, 9
+BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 16, 48, 8
 NUM_LAYERS = 2
 BUCKETS = (8, 24)
 SMALL_DEVICE = replace(launching.DEFAULT_LIMITS, num_multiprocessors=2)
@@ -78,16 +78,24 @@ def unfused(device: torch.device) -> PagedModel:
 
 def make_pool(model: PagedModel) -> KVPool:
     """NaN in every block but the null block."""
-    pool = KVPool(model.specs, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
+    pool = model.make_pool(num_blocks=1 + NUM_BLOCKS * len(model.layer_groups), block_size=BLOCK_SIZE)
     for tensor in pool.tensors():
         tensor[NULL_BLOCK + 1 :].fill_(torch.nan)
     return pool
 
 
 def make_batches(model: PagedModel) -> list[StepBatch]:
-    table = SequenceTable(max_num_seqs=3, max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE, device=model.device)
+    """Batches of the steps; each layer group has NUM_BLOCKS blocks of its own."""
+    table = SequenceTable(
+        max_num_seqs=3,
+        max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE,
+        device=model.device,
+        windowed=[group.is_windowed for group in model.layer_groups],
+    )
     for blocks in TABLES:
-        table.stage_blocks(table.add(), 0, blocks)
+        row = table.add()
+        for group in range(table.num_groups):
+            table.stage_blocks(row, 0, [group * NUM_BLOCKS + block_id for block_id in blocks], group=group)
     generator = torch.Generator().manual_seed(4)
     return [
         build_step_batch(

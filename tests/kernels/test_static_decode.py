@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import model_zoo as zoo
 import pytest
 import torch
 from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_decode_steps
@@ -13,8 +14,9 @@ from quire.worker.executor import Executor, Outcome, StepResult
 from quire.worker.grants import Step
 from quire.worker.graphs import CannotCapture, Stage, StaticDecode
 from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel
+from quire.worker.model import PagedModel, prepare_model
 from quire.worker.sampler import Sampler, SamplingParams, Way
+from quire.worker.triton_attention import TritonAttentionStep
 from quire.worker.verify import VerifyingExecutor
 
 pytestmark = pytest.mark.usefixtures("small_device")
@@ -35,7 +37,7 @@ BATCHES = {
 
 
 def make_pool(model: PagedModel) -> KVPool:
-    return KVPool(model.specs, num_blocks=17, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
+    return model.make_pool(num_blocks=1 + 16 * len(model.layer_groups), block_size=BLOCK_SIZE)
 
 
 def make_static(model: PagedModel, pool: KVPool) -> StaticDecode:
@@ -43,9 +45,9 @@ def make_static(model: PagedModel, pool: KVPool) -> StaticDecode:
     return StaticDecode(model, pool, max_num_seqs=MAX_NUM_SEQS, max_blocks_per_seq=width)
 
 
-def make_steps(params: tuple[SamplingParams, ...]) -> list[Step]:
+def make_steps(params: tuple[SamplingParams, ...], *, num_groups: int = 1) -> list[Step]:
     """Steps of four sequences; in the last two only of three, and in the last one the first does not sample."""
-    mixed, decodes = mixed_and_decode_steps(GREEDY)
+    mixed, decodes = mixed_and_decode_steps(GREEDY, num_groups=num_groups)
     decodes = decodes[:NUM_DECODES]
     for step in mixed:
         step.grant.given_run_indexes.extend(step.given_tokens)
@@ -99,11 +101,25 @@ def test_static_steps_sample_what_ordinary_steps_sample(
         torch.testing.assert_close(written, expected_blocks, atol=1e-5, rtol=1e-5)
 
 
+def test_static_steps_read_the_tables_of_each_layer_group(device: torch.device) -> None:
+    model = prepare_model(zoo.build("gemma2").to(device), max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
+    num_groups = len(model.layer_groups)
+    assert num_groups == 3
+    pools = [make_pool(model) for _ in range(2)]
+    steps = [make_steps((GREEDY,) * 4, num_groups=num_groups) for _ in pools]
+    ordinary = run(Executor(model, pools[0], max_num_seqs=MAX_NUM_SEQS), steps[0])
+    decode = make_static(model, pools[1])
+    static = run(VerifyingExecutor(model, pools[1], max_num_seqs=MAX_NUM_SEQS, decode=decode), steps[1])
+    assert [result.sampled_tokens for result in static] == [result.sampled_tokens for result in ordinary]
+    for written, expected in zip(pools[1].tensors(), pools[0].tensors(), strict=True):
+        torch.testing.assert_close(written, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_prepared_step_is_refused_as_an_ordinary_one(model: PagedModel) -> None:
     decode = make_static(model, make_pool(model))
     row = decode.table.add()
     decode.table.stage_blocks(row, 0, [3])
-    with pytest.raises(ValueError, match="17 tokens do not fit its blocks, which hold 16"):
+    with pytest.raises(ValueError, match=r"hold positions 0 \.\. 15, and the tokens take 16 \.\. 16"):
         decode.prepare([row], [16], [[5]], draws=None)
     with pytest.raises(ValueError, match="its last sampled token takes position None"):
         decode.prepare([row], [4], [None], draws=None)

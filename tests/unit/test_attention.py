@@ -99,13 +99,13 @@ class Case:
 
     def expected(self) -> torch.Tensor:
         k_pool, v_pool = self.pool.k(0).clone(), self.pool.v(0).clone()
-        reference.write_kv(self.k, self.v, k_pool, v_pool, slot_mapping=self.batch.slot_mapping)
+        reference.write_kv(self.k, self.v, k_pool, v_pool, slot_mapping=self.batch.slot_mapping[0])
         mask = self.spec.mask
         return reference.paged_attention(
             self.q,
             k_pool,
             v_pool,
-            block_tables=self.batch.block_tables,
+            block_tables=self.batch.block_tables[0],
             seq_lens=self.batch.seq_lens,
             cu_seqlens_q=self.batch.cu_seqlens_q,
             scaling=self.spec.scaling,
@@ -205,7 +205,7 @@ def test_a_pool_of_another_dtype_holds_rounded_keys_and_values(kv_dtype: torch.d
     out = case.run()
     limit = torch.finfo(kv_dtype).max
     for pool, new in ((case.pool.k(0), case.k), (case.pool.v(0), case.v)):
-        stored = pool.float().flatten(0, 1).index_select(0, case.batch.slot_mapping)
+        stored = pool.float().flatten(0, 1).index_select(0, case.batch.slot_mapping[0])
         assert torch.equal(stored, new.clamp(-limit, limit).to(kv_dtype).float())
     as_read = make_case(CAUSAL, BATCHES["all at once"])
     as_read.pool.k(0).copy_(case.pool.k(0).float())
@@ -242,7 +242,7 @@ def test_small_tiles_and_groups_change_nothing(spec: LayerSpec, monkeypatch: pyt
 def test_writes_only_this_steps_slots() -> None:
     case = make_case(CAUSAL, BATCHES["all at once"])
     k_pool, v_pool = case.pool.k(0).clone(), case.pool.v(0).clone()
-    reference.write_kv(case.k, case.v, k_pool, v_pool, slot_mapping=case.batch.slot_mapping)
+    reference.write_kv(case.k, case.v, k_pool, v_pool, slot_mapping=case.batch.slot_mapping[0])
     case.run()
     assert torch.equal(case.pool.k(0).nan_to_num(9e9), k_pool.nan_to_num(9e9))
     assert torch.equal(case.pool.v(0).nan_to_num(9e9), v_pool.nan_to_num(9e9))
@@ -273,7 +273,7 @@ def test_keys_outside_the_window_are_not_read(mask: Sliding | Chunked, count: in
     expected = case.expected()
     hidden = mask.first_visible(start)
     for position in range(hidden):
-        block_id = int(case.batch.block_tables[0, position // BLOCK_SIZE])
+        block_id = int(case.batch.block_tables[0, 0, position // BLOCK_SIZE])
         case.pool.k(0)[block_id, position % BLOCK_SIZE] = float("nan")
         case.pool.v(0)[block_id, position % BLOCK_SIZE] = float("nan")
     torch.testing.assert_close(case.run().double(), expected, atol=1e-6, rtol=1e-5)
@@ -312,8 +312,8 @@ def test_refuses_a_mask_and_another_dtype() -> None:
 def test_workspace_is_reused_and_survives_inference_mode() -> None:
     case = make_case(CAUSAL, BATCHES["skewed decode"])
     step = AttentionStep(case.batch, case.pool, specs={0: CAUSAL})
-    slots = Slots(case.batch.slot_mapping, case.pool.block_size)
-    fewer = Slots(case.batch.slot_mapping[:2], case.pool.block_size)
+    slots = Slots(case.batch.slot_mapping[0], case.pool.block_size)
+    fewer = Slots(case.batch.slot_mapping[0, :2], case.pool.block_size)
     with torch.inference_mode():
         first = step.workspace.gather("k", case.pool.k(0), slots)
     again = step.workspace.gather("k", case.pool.k(0), fewer)

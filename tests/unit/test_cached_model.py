@@ -14,6 +14,7 @@ from quire.worker import cached_model
 from quire.worker.cached_model import CacheLayout, cut_step
 from quire.worker.config import WorkerConfig
 from quire.worker.executor import Outcome
+from quire.worker.layer_groups import one_group
 from quire.worker.model import CachedModel, PagedModel, prepare_model
 from quire.worker.probe import UnsupportedModel
 from quire.worker.process import size_empty_pool
@@ -83,9 +84,10 @@ def test_positions_that_are_counted_from_the_cache_are_refused() -> None:
 
 def test_blocks_without_bytes_are_enough_for_every_sequence() -> None:
     config = SimpleNamespace(block_size=16, max_num_seqs=4, num_blocks=None)
-    assert size_empty_pool(cast(WorkerConfig, config), 100).num_blocks == 1 + 4 * 7
+    model = cast(PagedModel, SimpleNamespace(max_model_len=100, layer_groups=one_group({})))
+    assert size_empty_pool(cast(WorkerConfig, config), model).num_blocks == 1 + 4 * 7
     config.num_blocks = 9
-    assert size_empty_pool(cast(WorkerConfig, config), 100).num_blocks == 9
+    assert size_empty_pool(cast(WorkerConfig, config), model).num_blocks == 9
 
 
 class TestOrder:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import text_model
 import torch
+from executor_driver import FORKED, MAX_MODEL_LEN, ExecutorDriver, make_prompts, run_mixed
 
 from quire.cache.v1 import grant_pb2
 from quire.worker import sampler
@@ -21,10 +22,12 @@ from quire.worker.grammars import Grammar, Grammars, load_grammars
 from quire.worker.grants import RowSampling, Step
 from quire.worker.host_pool import HostCopies, make_host_pool
 from quire.worker.kv_pool import KVPool
+from quire.worker.layer_groups import LayerGroupChoice
 from quire.worker.model import PagedModel, load_model, prepare_model
 from quire.worker.model_source import find_tokenizer
 from quire.worker.sampler import SamplingParams
 from quire.worker.transfer import Moment, Readback, to_device
+from quire.worker.verify import VerifyingExecutor
 
 BLOCK_SIZE = 4
 PROMPTS = {1: [5, 9, 2, 11, 3, 8], 2: [7, 1]}
@@ -126,6 +129,110 @@ def test_parameters_that_cannot_be_set_fail_the_steps_that_need_them_and_nothing
     assert run(2, 1) is Outcome.COMPUTED
     assert run(3, 2) is Outcome.FAILED  # and not sampled with the parameters that it had before
     assert run(4, 2, penalties) is Outcome.COMPUTED
+
+
+@pytest.mark.parametrize("choice", ["auto", "one"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss", "llama4"])
+def test_models_with_windows_run_in_tables_by_layer_group(family: str, choice: LayerGroupChoice) -> None:
+    """Passed blocks are full of NaN, and handed out again."""
+    model = prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN, layer_groups=choice)
+    kinds = {group.is_windowed for group in model.layer_groups}
+    assert kinds == ({False} if choice == "one" else {True} if family == "mistral" else {True, False})
+    driver = ExecutorDriver(model)
+    found, forked = run_mixed(model, 10, driver=driver)
+    own = zoo.build(family)
+    own.set_attn_implementation("eager")
+    expected = [zoo.generate(own, prompt, 10) for prompt in make_prompts()]
+    assert found == expected
+    assert forked == [expected[i] for i in FORKED]
+    assert (driver.num_passed > 0) == (choice == "auto")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "llama4", "llama"])
+def test_a_sequence_goes_on_with_the_blocks_of_all_groups_from_the_host_tier(family: str) -> None:
+    model = prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN)
+    driver, prompts = ExecutorDriver(model), make_prompts()
+    moved, other = driver.admit(prompts[1]), driver.admit(prompts[2])
+    driver.step([(moved, len(prompts[1])), (other, len(prompts[2]))])
+    driver.step([(moved, 1), (other, 1)])
+    driver.offload(moved)
+    driver.step([(other, 1)])
+    driver.restore(moved)
+    for _ in range(4):
+        assert driver.step([(moved, 1), (other, 1)]) is Outcome.COMPUTED
+    own = zoo.build(family)
+    own.set_attn_implementation("eager")
+    assert moved.tokens == zoo.generate(own, prompts[1], 6)
+    assert other.tokens == zoo.generate(own, prompts[2], 7)
+
+
+def test_a_sequence_longer_than_the_pool_runs_if_its_windows_fit() -> None:
+    """60 tokens through 5 blocks of 4: the window of 8 needs 3 of them."""
+    model = prepare_model(zoo.build("mistral"), max_model_len=64)
+    pool = model.make_pool(num_blocks=6, block_size=BLOCK_SIZE)
+    some = VerifyingExecutor(model, pool, max_num_seqs=1)
+    free, table, tokens = [1, 2, 3, 4, 5], list[int](), [7]
+    for position in range(60):
+        number = position + 1
+        step_grant = grant(number, known_step_number=position, run_sequence_ids=[1], run_samples=[True])
+        step_grant.run_starts.append(position)
+        step_grant.run_token_counts.append(1)
+        passed = pool.groups[0].count_passed(position, BLOCK_SIZE)
+        if any(table[:passed]):
+            step_grant.passed_sequence_ids.append(1)
+            step_grant.passed_layer_groups.append(0)
+            step_grant.passed_block_counts.append(passed)
+            free += [block_id for block_id in table[:passed] if block_id]
+            table[:passed] = [0] * passed
+        if position % BLOCK_SIZE == 0:
+            step_grant.write_sequence_ids.append(1)
+            step_grant.write_first_indexes.append(len(table))
+            step_grant.write_block_counts.append(1)
+            step_grant.write_block_ids.append(free.pop(0))
+            table.append(step_grant.write_block_ids[0])
+        given = [[7]] if position == 0 else []
+        step_grant.given_run_indexes.extend(range(len(given)))
+        tokens += some.execute(make_step(step_grant, *given)).sampled_tokens
+    own = zoo.build("mistral")
+    own.set_attn_implementation("eager")
+    assert tokens == zoo.generate(own, [7], 60)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"passed_layer_groups": [1], "passed_block_counts": [4]}, r"num_blocks=4 to pass is not in 1 \.\. 3"),
+        ({"passed_layer_groups": [0], "passed_block_counts": [1]}, "layer group 0 has no window"),
+        ({"passed_layer_groups": [3], "passed_block_counts": [1]}, r"layer group 3 is not in 0 \.\. 2"),
+        ({"passed_layer_groups": [1]}, "shorter"),
+    ],
+)
+def test_a_grant_that_passes_what_it_can_not_damages_the_pool(fields: dict[str, list[int]], message: str) -> None:
+    model = prepare_model(zoo.build("gemma3"), max_model_len=64)
+    some = Executor(model, model.make_pool(num_blocks=12, block_size=BLOCK_SIZE), max_num_seqs=4)
+    tables = grant(1, write_sequence_ids=[1] * 3, write_layer_groups=[0, 1, 2], write_first_indexes=[0] * 3)
+    tables.write_block_counts.extend([3] * 3)
+    tables.write_block_ids.extend(range(1, 10))
+    assert some.execute(make_step(tables)).outcome is Outcome.COMPUTED
+    with pytest.raises(PoolDamagedError, match=message):
+        some.execute(make_step(grant(2, passed_sequence_ids=[1], **fields)))
+
+
+def test_blocks_that_are_passed_and_then_written_are_those_of_the_grant() -> None:
+    """A table is passed before it is written: the order in the grant's fields does not matter."""
+    model = prepare_model(zoo.build("gemma3"), max_model_len=64)
+    some = Executor(model, model.make_pool(num_blocks=12, block_size=BLOCK_SIZE), max_num_seqs=4)
+    tables = grant(1, write_sequence_ids=[1, 1], write_layer_groups=[0, 2], write_first_indexes=[0, 0])
+    tables.write_block_counts.extend([1, 2])
+    tables.write_block_ids.extend([1, 2, 3])
+    some.execute(make_step(tables))
+    both = grant(2, write_sequence_ids=[1], write_layer_groups=[2], write_first_indexes=[2], write_block_counts=[1])
+    both.write_block_ids.append(2)
+    both.passed_sequence_ids.append(1)
+    both.passed_layer_groups.append(2)
+    both.passed_block_counts.append(1)
+    some.execute(make_step(both))
+    assert [some._table.block_ids(0, group=group) for group in range(3)] == [[1], [], [0, 3, 2]]
 
 
 def test_a_grant_that_cannot_be_applied_damages_the_pool(model: PagedModel) -> None:

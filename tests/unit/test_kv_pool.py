@@ -10,6 +10,8 @@ from layers import UNEVEN_LAYERS, causal_layer
 
 from quire.kernels import reference
 from quire.worker.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, share_of_device, size_pool
+from quire.worker.layer_groups import LayerGroup
+from quire.worker.probe import Causal, Sliding
 
 BLOCK_SIZE = 4
 
@@ -227,6 +229,38 @@ class TestOneTensor:
     def test_layers_that_differ_do_not_fit(self) -> None:
         with pytest.raises(ValueError, match="the layers differ"):
             KVPool(UNEVEN_LAYERS, num_blocks=3, block_size=4, dtype=torch.float32, device="cpu", in_one_tensor=True)
+
+
+class TestLayerGroups:
+    """Five layers in three groups of up to two: a block has two places."""
+
+    LAYERS: ClassVar = {i: causal_layer(i, num_kv_heads=2, k_head_dim=8, v_head_dim=8) for i in range(5)}
+    GROUPS = (LayerGroup(Causal(), (1, 3)), LayerGroup(Sliding(8), (0, 2)), LayerGroup(Sliding(8), (4,)))
+
+    def pool(self, *, in_one_tensor: bool) -> KVPool:
+        sizes = {"num_blocks": 7, "block_size": BLOCK_SIZE}
+        options = {"device": "cpu", "in_one_tensor": in_one_tensor}
+        return KVPool(self.LAYERS, groups=self.GROUPS, dtype=torch.float32, **sizes, **options)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("in_one_tensor", [True, False])
+    def test_a_block_has_the_places_of_one_group(self, in_one_tensor: bool) -> None:
+        pool = self.pool(in_one_tensor=in_one_tensor)
+        per_layer = bytes_per_block({0: self.LAYERS[0]}, BLOCK_SIZE, torch.float32)
+        assert pool.bytes_per_block == 2 * per_layer
+        assert (pool.statistics().num_layers, pool.statistics().num_bytes) == (5, 7 * 2 * per_layer)
+        assert [pool.group_of(layer) for layer in range(5)] == [1, 0, 1, 0, 2]
+        assert pool.windowed == [False, True, True]
+        assert pool.k(0).data_ptr() == pool.k(1).data_ptr() == pool.k(4).data_ptr()
+        assert pool.v(2).data_ptr() == pool.v(3).data_ptr() != pool.v(0).data_ptr()
+        assert sum(tensor.nbytes for tensor in pool.block_tensors) == pool.statistics().num_bytes
+
+    def test_a_copy_moves_all_places_of_a_block(self) -> None:
+        pool = self.pool(in_one_tensor=False)
+        pool.k(4)[2], pool.v(3)[2] = 1.0, 2.0
+        pool.copy_blocks([(2, 5)])
+        assert pool.checksum_blocks([2]) == pool.checksum_blocks([5]) != pool.checksum_blocks([3])
+        assert bool((pool.k(1)[5] == 1).all())
+        assert bool((pool.v(2)[5] == 2).all())
 
 
 class TestShareOfDevice:

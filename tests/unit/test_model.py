@@ -64,6 +64,7 @@ class Driver:
         """A second sequence on the same blocks; the last one, if it is not full, is copied."""
         child = Stream(self.table.fork(stream.row), list(stream.tokens), stream.num_computed)
         self.sampler.fork(stream.row, child.row)
+        self.table.stage_blocks(child.row, 0, self.table.block_ids(stream.row))
         if stream.num_computed % BLOCK_SIZE:
             last = stream.num_computed // BLOCK_SIZE
             copy = self.free_blocks.pop()

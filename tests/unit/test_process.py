@@ -6,8 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cache.v1 import attach_pb2
 from quire.worker.attention import AttentionStep
-from quire.worker.process import make_watchdog, pick_attention, pick_kv_dtype
+from quire.worker.layer_groups import LayerGroup, LayerGroups
+from quire.worker.probe import Causal, Chunked, Sliding
+from quire.worker.process import (
+    MAX_BLOCKS,
+    count_usable_blocks,
+    describe_layer_groups,
+    make_watchdog,
+    pick_attention,
+    pick_kv_dtype,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -61,3 +71,35 @@ def test_a_step_on_a_gpu_has_a_limit_unless_told_otherwise(
     assert (watchdog._limit_s if watchdog else 0) == limit_s
     of_ranks = make_watchdog(config, others, others, others, device=device, group=others)
     assert (of_ranks._limit_s if of_ranks else 0) == (120 if step_timeout_s is None else limit_s)
+
+
+FULL = LayerGroup(Causal(), (0, 1))
+WINDOW = LayerGroup(Sliding(32), (2, 3))
+
+
+def test_one_group_without_a_window_is_not_registered() -> None:
+    assert describe_layer_groups((FULL,)) == []
+    assert describe_layer_groups((WINDOW,)) == [
+        attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_SLIDING, window_token_count=32, layer_count=2)
+    ]
+    chunked = LayerGroup(Chunked(8), (4,))
+    assert describe_layer_groups((FULL, chunked)) == [
+        attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL, layer_count=2),
+        attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_CHUNKED, window_token_count=8, layer_count=1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "max_model_len", "num_blocks"),
+    [
+        ((FULL,), 640, 1 + 4 * 40),
+        ((FULL, FULL), 640, 1 + 2 * 4 * 40),
+        ((WINDOW,), 640, 1 + 4 * 4 + 2 * 128 // 16),  # a window of 32 tokens may begin and end inside of blocks
+        ((FULL, WINDOW), 48, 1 + 2 * 4 * 3),
+        ((FULL,), 2**30, MAX_BLOCKS),
+    ],
+)
+def test_blocks_that_all_sequences_can_use(groups: LayerGroups, max_model_len: int, num_blocks: int) -> None:
+    config: Any = SimpleNamespace(block_size=16, max_num_seqs=4, max_step_tokens=128)
+    model: Any = SimpleNamespace(layer_groups=groups, max_model_len=max_model_len)
+    assert count_usable_blocks(config, model) == num_blocks

@@ -39,7 +39,7 @@ class TestSequenceTable:
         assert not table.block_tables.any()
         table.check_invariants()
         table.flush()
-        assert table.block_tables[:2, :3].tolist() == [[3, 4, 0], [9, 0, 0]]
+        assert table.block_tables[0, :2, :3].tolist() == [[3, 4, 0], [9, 0, 0]]
         assert table.block_tables.dtype == torch.int32
         table.check_invariants()
         table.flush()
@@ -54,9 +54,9 @@ class TestSequenceTable:
         assert table.block_ids(0) == [3, 8, 5, 6]
         table.flush()
         table.stage_blocks(0, 3, [7])
-        assert table.block_tables[0].tolist() == [3, 8, 5, 6, 0, 0]
+        assert table.block_tables[0, 0].tolist() == [3, 8, 5, 6, 0, 0]
         table.flush()
-        assert table.block_tables[0].tolist() == [3, 8, 5, 7, 0, 0]
+        assert table.block_tables[0, 0].tolist() == [3, 8, 5, 7, 0, 0]
         table.check_invariants()
 
     def test_a_removed_row_points_nowhere(self) -> None:
@@ -68,27 +68,18 @@ class TestSequenceTable:
         assert table.last_token_position(1) is None
         table.stage_blocks(1, 0, [6])
         table.flush()
-        assert table.block_tables[1].tolist() == [6, 0, 0, 0, 0, 0]
+        assert table.block_tables[0, 1].tolist() == [6, 0, 0, 0, 0, 0]
         table.check_invariants()
 
-    def test_trimmed_blocks_are_gone(self) -> None:
-        table = make_table([3, 4, 5])
-        table.flush()
-        table.trim_blocks(0, 1)
-        table.flush()
-        assert table.block_tables[0].tolist() == [3, 0, 0, 0, 0, 0]
-        assert table.num_blocks(0) == 1
-        with pytest.raises(ValueError, match=r"num_blocks=2 is not in 0 \.\. 1"):
-            table.trim_blocks(0, 2)
-
-    def test_a_fork_has_its_own_copy(self) -> None:
+    def test_a_fork_has_its_own_blocks_and_a_copy_of_the_last_token(self) -> None:
         table = make_table([3, 4])
         table.store_sampled([0], torch.tensor([17]), [6])
         child = table.fork(0)
-        table.stage_blocks(child, 1, [5])
+        assert table.num_blocks(child) == 0
+        table.stage_blocks(child, 0, [3, 5])
         table.store_sampled([0], torch.tensor([18]), [7])
         table.flush()
-        assert table.block_tables[:2, :2].tolist() == [[3, 4], [3, 5]]
+        assert table.block_tables[0, :2, :2].tolist() == [[3, 4], [3, 5]]
         assert table.last_token[:2].tolist() == [18, 17]
         assert (table.last_token_position(0), table.last_token_position(child)) == (7, 6)
         table.check_invariants()
@@ -136,9 +127,117 @@ class TestSequenceTable:
     def test_invariants_notice_a_device_that_differs(self) -> None:
         table = make_table([3])
         table.flush()
-        table.block_tables[0, 0] = 4
+        table.block_tables[0, 0, 0] = 4
         with pytest.raises(AssertionError, match="device differs"):
             table.check_invariants()
+
+
+class TestLayerGroups:
+    """A table of two groups, the second one with a window."""
+
+    def make(self) -> SequenceTable:
+        table = SequenceTable(max_num_seqs=3, max_blocks_per_seq=6, device="cpu", windowed=[False, True])
+        row = table.add()
+        table.stage_blocks(row, 0, [3, 4, 5])
+        table.stage_blocks(row, 0, [7, 8, 9], group=1)
+        return table
+
+    def test_each_group_has_a_table_of_its_own(self) -> None:
+        table = self.make()
+        table.flush()
+        assert table.block_tables[:, 0, :4].tolist() == [[3, 4, 5, 0], [7, 8, 9, 0]]
+        assert table.statistics().num_blocks == 6
+        table.stage_blocks(0, 3, [6])
+        assert (table.num_blocks(0), table.num_blocks(0, group=1)) == (4, 3)
+        table.check_invariants()
+
+    def test_passed_blocks_become_the_null_block(self) -> None:
+        table = self.make()
+        table.flush()
+        table.pass_blocks(0, 2, group=1)
+        assert table.block_ids(0, group=1) == [0, 0, 9]
+        assert (table.num_passed(0, group=1), table.num_blocks(0, group=1)) == (2, 3)
+        assert table.statistics().num_blocks == 4
+        table.stage_blocks(0, 3, [2], group=1)
+        table.flush()
+        assert table.block_tables[:, 0, :5].tolist() == [[3, 4, 5, 0, 0], [0, 0, 9, 2, 0]]
+        table.check_invariants()
+
+    @pytest.mark.parametrize(
+        ("num_blocks", "group", "message"),
+        [
+            (1, 0, "layer group 0 has no window"),
+            (1, 2, r"layer group 2 is not in 0 \.\. 1"),
+            (1, -1, r"layer group -1 is not in 0 \.\. 1"),
+            (2, 1, r"num_blocks=2 to pass is not in 3 \.\. 3"),
+            (4, 1, r"num_blocks=4 to pass is not in 3 \.\. 3"),
+        ],
+    )
+    def test_what_cannot_be_passed_is_refused(self, num_blocks: int, group: int, message: str) -> None:
+        table = self.make()
+        table.pass_blocks(0, 2, group=1)
+        with pytest.raises(ValueError, match=message):
+            table.pass_blocks(0, num_blocks, group=group)
+        with pytest.raises(KeyError):
+            table.pass_blocks(1, 1, group=1)
+        assert table.block_ids(0, group=1) == [0, 0, 9]
+        table.check_invariants()
+
+    def test_a_windowed_group_may_begin_late_and_another_may_not(self) -> None:
+        table = self.make()
+        row = table.add()
+        table.stage_blocks(row, 2, [6], group=1)
+        assert table.block_ids(row, group=1) == [0, 0, 6]
+        with pytest.raises(ValueError, match="first_index=2 leaves a hole after the 0 blocks of row 1"):
+            table.stage_blocks(row, 2, [5])
+        for first_index in (1, 4):
+            with pytest.raises(ValueError, match=r"leaves a hole after entries 2 \.\. 2 of row 1"):
+                table.stage_blocks(row, first_index, [5], group=1)
+        with pytest.raises(ValueError, match=r"layer group 2 is not in 0 \.\. 1"):
+            table.stage_blocks(row, 0, [5], group=2)
+        table.check_invariants()
+
+    def test_a_removed_row_points_nowhere_in_any_group(self) -> None:
+        table = self.make()
+        table.pass_blocks(0, 1, group=1)
+        before = table.digest()
+        table.flush()
+        table.remove(0)
+        table.flush()
+        assert not table.block_tables.any()
+        assert table.digest() != before
+        assert table.statistics().num_blocks == 0
+        table.check_invariants()
+        row = table.add()
+        table.stage_blocks(row, 0, [1], group=1)
+        assert table.block_ids(row, group=1) == [1]
+        table.check_invariants()
+
+    def test_a_digest_tells_passed_blocks_and_groups_apart(self) -> None:
+        tables = [self.make() for _ in range(3)]
+        assert tables[0].digest() == tables[1].digest()
+        tables[1].pass_blocks(0, 1, group=1)
+        tables[2].stage_blocks(0, 0, [9], group=1)
+        assert len({table.digest() for table in tables}) == 3
+
+    def test_a_batch_has_tables_and_slots_of_each_group(self) -> None:
+        table = self.make()
+        table.pass_blocks(0, 1, group=1)
+        table.stage_blocks(table.add(), 0, [1])
+        table.stage_blocks(1, 0, [2], group=1)
+        batch = build(table, (1, 0, [5, 6]), (0, 7, [1, 2, 3]))
+        assert batch.block_tables.tolist() == [[[1, 0, 0], [3, 4, 5]], [[2, 0, 0], [0, 8, 9]]]
+        assert batch.slot_mapping.tolist() == [[4, 5, 19, 20, 21], [8, 9, 35, 36, 37]]
+        assert table.slots([0, 1], np.array([7, 1]), block_size=4).tolist() == [[19, 5], [35, 9]]
+
+    def test_a_run_without_the_blocks_of_its_tokens_in_a_group_is_refused(self) -> None:
+        table = self.make()
+        table.pass_blocks(0, 2, group=1)
+        with pytest.raises(ValueError, match=r"row 0: its blocks of layer group 1 hold positions 8 \.\. 11"):
+            build(table, (0, 7, [1]))
+        table.stage_blocks(0, 3, [6])
+        with pytest.raises(ValueError, match=r"layer group 1 hold positions 8 \.\. 11, and the tokens take 12 \.\. 12"):
+            build(table, (0, 12, [1]))
 
 
 class TestStepBatch:
@@ -148,8 +247,8 @@ class TestStepBatch:
         batch = build(table, (2, 3, [60, 61, 62]), (1, 2, None), (0, 0, [1, 2, 3, 4, 5]))
         assert batch.input_ids.tolist() == [60, 61, 62, 31, 1, 2, 3, 4, 5]
         assert batch.positions.tolist() == [3, 4, 5, 2, 0, 1, 2, 3, 4]
-        assert batch.slot_mapping.tolist() == [19, 12, 13, 38, 28, 29, 30, 31, 8]
-        assert batch.block_tables.tolist() == [[4, 3], [9, 0], [7, 2]]
+        assert batch.slot_mapping.tolist() == [[19, 12, 13, 38, 28, 29, 30, 31, 8]]
+        assert batch.block_tables.tolist() == [[[4, 3], [9, 0], [7, 2]]]
         assert batch.seq_lens.tolist() == [6, 3, 5]
         assert batch.cu_seqlens_q.tolist() == [0, 3, 4, 9]
         assert batch.last_indices.tolist() == [2, 3, 8]
@@ -180,13 +279,13 @@ class TestStepBatch:
         table = make_table([7])
         table.flush()
         table.stage_blocks(0, 1, [3])
-        assert build(table, (0, 4, [9])).slot_mapping.tolist() == [12]
+        assert build(table, (0, 4, [9])).slot_mapping.tolist() == [[12]]
 
     @pytest.mark.parametrize(
         ("run", "message"),
         [
-            ((0, 8, [1]), "row 0: 9 tokens do not fit its blocks, which hold 8"),
-            ((0, 3, [1, 2, 3, 4, 5, 6]), "row 0: 9 tokens do not fit"),
+            ((0, 8, [1]), r"layer group 0 hold positions 0 \.\. 7, and the tokens take 8 \.\. 8"),
+            ((0, 3, [1, 2, 3, 4, 5, 6]), r"row 0: .* the tokens take 3 \.\. 8"),
             ((0, -1, [1]), "start=-1"),
             ((0, 0, []), "count=0 with 0 tokens"),
             ((0, 5, None), "start=5, but its last sampled token takes position 6"),

@@ -9,6 +9,7 @@ import pytest
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.executor import Outcome, StepResult
+from quire.worker.probe import Causal, Sliding
 from quire.worker.verify import OwnershipVerifier, OwnershipViolation
 
 SIZE = 4
@@ -77,8 +78,8 @@ class Worker:
             tables = [self.tables[lease, seq_id] for seq_id, _, _ in runs]
             told = {
                 "tokens": [token for _, _, tokens in runs for token in tokens],
-                "slots": [slot for run, table in zip(runs, tables, strict=True) for slot in slots_of(run, table)],
-                "tables": tables,
+                "slots": [[slot for run, table in zip(runs, tables, strict=True) for slot in slots_of(run, table)]],
+                "tables": [tables],
             }
             self.verifier.begin_step(grant, **(told | lies))
         result = StepResult(
@@ -101,12 +102,198 @@ def worker() -> Worker:
     return worker
 
 
-def assert_violation(worker: Worker, invariant: str, block_id: int, what: str) -> None:
+def assert_violation(worker: Worker | GroupedWorker, invariant: str, block_id: int, what: str) -> None:
     """It was noticed and named."""
     violation = worker.verifier.violation
     assert violation is not None
     assert str(violation).startswith(f"{invariant} violated: block {block_id} ")
     assert what in str(violation)
+
+
+WINDOW = 6
+MASKS = (Causal(), Sliding(WINDOW))
+
+
+class GroupedWorker:
+    """A verifier of two layer groups, one without and one with a window. Tables are given by group."""
+
+    def __init__(self) -> None:
+        self.verifier = OwnershipVerifier(
+            num_blocks=NUM_BLOCKS * 2, block_size=SIZE, num_host_blocks=NUM_HOST_BLOCKS, masks=MASKS
+        )
+        self.tables: dict[int, list[list[int]]] = {}
+        self.number = 0
+
+    def step(
+        self,
+        *runs: Run,
+        writes: Sequence[tuple[int, int, int, list[int]]] = (),
+        passed: Sequence[tuple[int, int, int]] = (),
+        released: Sequence[int] = (),
+        forks: Sequence[tuple[int, int]] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        offloaded: Sequence[int] = (),
+        offloads: Sequence[tuple[int, int]] = (),
+        restores: Sequence[tuple[int, int]] = (),
+        known: int | None = None,
+        **lies: Any,
+    ) -> None:
+        """One step. Writes are (sequence, group, first index, blocks), passed (sequence, group, number)."""
+        self.number += 1
+        grant = grant_pb2.StepGrant(
+            lease_id="lease-aa",
+            step_number=self.number,
+            known_step_number=self.number - 1 if known is None else known,
+            released_sequence_ids=released,
+            fork_parent_ids=[parent for parent, _ in forks],
+            fork_child_ids=[child for _, child in forks],
+            passed_sequence_ids=[seq_id for seq_id, _, _ in passed],
+            passed_layer_groups=[group for _, group, _ in passed],
+            passed_block_counts=[count for _, _, count in passed],
+            write_sequence_ids=[seq_id for seq_id, _, _, _ in writes],
+            write_layer_groups=[group for _, group, _, _ in writes],
+            write_first_indexes=[first for _, _, first, _ in writes],
+            write_block_counts=[len(ids) for _, _, _, ids in writes],
+            write_block_ids=[block_id for _, _, _, ids in writes for block_id in ids],
+            copy_source_block_ids=[source for source, _ in copies],
+            copy_target_block_ids=[target for _, target in copies],
+            offloaded_sequence_ids=offloaded,
+            offload_source_block_ids=[block for block, _ in offloads],
+            offload_target_host_block_ids=[host for _, host in offloads],
+            restore_source_host_block_ids=[host for host, _ in restores],
+            restore_target_block_ids=[block for _, block in restores],
+            run_sequence_ids=[seq_id for seq_id, _, _ in runs],
+            run_starts=[start for _, start, _ in runs],
+            run_token_counts=[len(tokens) for _, _, tokens in runs],
+            given_run_indexes=range(len(runs)),
+        )
+        for seq_id in offloaded:
+            self.tables.pop(seq_id)
+        for seq_id, group, count in passed:
+            self.tables[seq_id][group][:count] = [0] * count
+        for seq_id, group, first, ids in writes:
+            table = self.tables.setdefault(seq_id, [[], []])[group]
+            table += [0] * (first - len(table))
+            table[first : first + len(ids)] = ids
+        self.verifier.apply(grant)
+        if runs:
+            tables = [[self.tables[seq_id][group] for seq_id, _, _ in runs] for group in range(2)]
+            told = {
+                "tokens": [token for _, _, tokens in runs for token in tokens],
+                "slots": [
+                    [slot for run, table in zip(runs, each, strict=True) for slot in slots_of(run, table)]
+                    for each in tables
+                ],
+                "tables": tables,
+            }
+            self.verifier.begin_step(grant, **(told | lies))
+        self.verifier.end_step(grant, StepResult(self.number, Outcome.COMPUTED))
+
+
+@pytest.fixture
+def grouped() -> GroupedWorker:
+    """Sequence 1 has run the tokens 0 .. 11 in blocks 1 to 3 without a window, and in blocks 4 to 6 with one."""
+    worker = GroupedWorker()
+    worker.step((1, 0, list(range(12))), writes=[(1, 0, 0, [1, 2, 3]), (1, 1, 0, [4, 5, 6])])
+    return worker
+
+
+class TestLayerGroups:
+    """A window of 6: position 12 sees 7 .. 12, so that blocks of 0 .. 3 are passed."""
+
+    def test_passed_blocks_are_another_sequences_of_any_group(self, grouped: GroupedWorker) -> None:
+        grouped.step((1, 12, [12]), passed=[(1, 1, 1)], writes=[(1, 0, 3, [7]), (1, 1, 3, [8])])
+        grouped.step((2, 0, [9, 9]), (1, 13, [13]), writes=[(2, 0, 0, [4]), (2, 1, 0, [9])])
+        grouped.step((2, 2, [9]), (1, 14, [14]))
+
+    def test_a_sequence_that_was_found_begins_at_its_window(self, grouped: GroupedWorker) -> None:
+        grouped.step((2, 8, [8, 9]), writes=[(2, 0, 0, [1, 2, 7]), (2, 1, 0, [4, 5, 8])])
+        grouped.step((3, 12, [12]), writes=[(3, 0, 0, [1, 2, 3, 9]), (3, 1, 1, [5, 6, 10])])
+        grouped.step((3, 13, [13]), (2, 10, [10]))
+
+    def test_a_fork_begins_at_its_window(self, grouped: GroupedWorker) -> None:
+        writes = [(2, 0, 0, [1, 2, 7]), (2, 1, 1, [5, 8])]
+        grouped.step((2, 11, [20]), forks=[(1, 2)], writes=writes, copies=[(3, 7), (6, 8)])
+        grouped.step((1, 12, [12]), (2, 12, [12]), writes=[
+            (1, 0, 3, [9]), (1, 1, 3, [10]), (2, 0, 3, [11]), (2, 1, 3, [12]),
+        ])  # fmt: skip
+
+    def test_a_sequence_goes_on_with_what_it_had_in_the_host_tier(self, grouped: GroupedWorker) -> None:
+        grouped.step(offloaded=[1], passed=[], offloads=[(3, 0), (5, 1), (6, 2)])
+        writes = [(1, 0, 0, [1, 2, 7, 8]), (1, 1, 1, [9, 10, 11])]
+        grouped.step((1, 12, [12]), writes=writes, restores=[(0, 7), (1, 9), (2, 10)])
+
+    def test_a_run_of_many_tokens_sees_the_window_of_its_first(self, grouped: GroupedWorker) -> None:
+        writes = [(1, 0, 3, [7, 8]), (1, 1, 3, [9, 10])]
+        grouped.step((1, 12, list(range(12, 20))), passed=[(1, 1, 1)], writes=writes)
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 15, list(range(15, 20))), passed=[(1, 1, 3)])
+        assert_violation(grouped, "I5", 0, "is read as block 2 of layer group 1, which was passed")
+
+    def test_a_block_that_was_passed_too_early(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 12, [12]), passed=[(1, 1, 2)], writes=[(1, 0, 3, [7]), (1, 1, 3, [8])])
+        assert_violation(grouped, "I5", 0, "is read as block 1 of layer group 1, which was passed")
+
+    def test_a_device_that_still_has_a_passed_block(self, grouped: GroupedWorker) -> None:
+        writes = [(1, 0, 3, [7]), (1, 1, 3, [8])]
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 12, [12]), passed=[(1, 1, 1)], writes=writes, tables=[[[1, 2, 3, 7]], [[4, 5, 6, 8]]])
+        assert_violation(grouped, "I5", 4, "is read as block 0, which is 0")
+
+    def test_tables_of_the_wrong_groups(self, grouped: GroupedWorker) -> None:
+        writes = [(1, 0, 3, [7]), (1, 1, 3, [8])]
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 12, [12]), writes=writes, tables=[[[4, 5, 6, 8]], [[1, 2, 3, 7]]])
+        assert_violation(grouped, "I5", 4, "is read as block 0, which is 1")
+
+    def test_a_slot_of_the_wrong_group(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 12, [12]), writes=[(1, 0, 3, [7]), (1, 1, 3, [8])], slots=[[7 * SIZE], [7 * SIZE]])
+        assert_violation(grouped, "I5", 7, "is written for position 12")
+
+    def test_a_block_that_was_handed_to_another_group_is_not_read(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((2, 0, [9]), (1, 12, [12]), writes=[
+                (2, 0, 0, [5]), (2, 1, 0, [10]), (1, 0, 3, [7]), (1, 1, 3, [8]),
+            ])  # fmt: skip
+        assert_violation(grouped, "I5", 5, "was given to layer group 0 since, and is read in group 1 (position 7)")
+
+    def test_a_block_that_was_handed_to_another_group_is_not_written(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 11, [11]), writes=[(2, 0, 0, [6])], known=0)
+        assert_violation(grouped, "I5", 6, "was given to layer group 0 since, and would be written in group 1")
+
+    def test_one_block_in_two_groups_of_a_sequence(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((2, 0, [9]), writes=[(2, 0, 0, [7]), (2, 1, 0, [7])])
+        assert_violation(grouped, "I5", 7, "was given to layer group 1 since, and would be written in group 0")
+
+    def test_what_a_group_found_has_to_be_what_another_found(self, grouped: GroupedWorker) -> None:
+        """Blocks of other tokens in the windowed group: each group by itself is a possible prefix."""
+        grouped.step((2, 0, [7] * 8), writes=[(2, 0, 0, [7, 8]), (2, 1, 0, [9, 10])])
+        with pytest.raises(OwnershipViolation):
+            grouped.step((3, 8, [8]), writes=[(3, 0, 0, [1, 2, 11]), (3, 1, 0, [9, 10, 12])])
+        assert_violation(grouped, "I5", 9, "does not have the content of the sequence (position 3)")
+
+    def test_equal_tokens_of_another_group_are_other_content(self, grouped: GroupedWorker) -> None:
+        grouped.step((2, 0, [0, 1, 2, 3]), writes=[(2, 0, 0, [9]), (2, 1, 0, [10])])
+        with pytest.raises(OwnershipViolation):
+            grouped.step((3, 8, [8]), released=[2], writes=[(3, 0, 0, [1, 2, 11]), (3, 1, 0, [9, 5, 12])])
+        assert_violation(grouped, "I5", 9, "does not have the content of the sequence (position 3)")
+
+    def test_a_copy_between_groups(self, grouped: GroupedWorker) -> None:
+        with pytest.raises(OwnershipViolation):
+            grouped.step((2, 11, [20]), forks=[(1, 2)], writes=[(2, 0, 0, [1, 2, 7]), (2, 1, 1, [5, 8])],
+                         copies=[(6, 7), (3, 8)])  # fmt: skip
+        assert_violation(grouped, "I5", 7, "is the target of a copy from layer group 1, and one of group 0")
+
+    def test_a_restore_to_another_group(self, grouped: GroupedWorker) -> None:
+        grouped.step(offloaded=[1], offloads=[(3, 0), (5, 1), (6, 2)])
+        with pytest.raises(OwnershipViolation):
+            grouped.step((1, 12, [12]), writes=[(1, 0, 0, [1, 2, 7, 8]), (1, 1, 1, [9, 10, 11])],
+                         restores=[(1, 7), (0, 9), (2, 10)])  # fmt: skip
+        assert_violation(grouped, "I5", 7, "is the target of a copy from layer group 1, and one of group 0")
 
 
 class TestWhatIsAllowed:
@@ -350,15 +537,15 @@ class TestWhatIsNot:
 
     def test_a_run_beyond_the_blocks_granted(self, worker: Worker) -> None:
         with pytest.raises(OwnershipViolation):
-            worker.step((1, 6, [6, 7, 8]), tables=[[1, 2, 0]])
+            worker.step((1, 6, [6, 7, 8]), tables=[[[1, 2, 0]]])
         assert_violation(worker, "I5", 0, "is read beyond the 2 blocks granted")
 
     def test_a_device_table_that_is_not_what_was_granted(self, worker: Worker) -> None:
         with pytest.raises(OwnershipViolation):
-            worker.step((1, 6, [6]), tables=[[3, 2]])
+            worker.step((1, 6, [6]), tables=[[[3, 2]]])
         assert_violation(worker, "I5", 3, "is read as block 0, which is 1")
 
     def test_a_slot_that_is_not_the_positions(self, worker: Worker) -> None:
         with pytest.raises(OwnershipViolation):
-            worker.step((1, 6, [6]), slots=[3 * SIZE + 2])
+            worker.step((1, 6, [6]), slots=[[3 * SIZE + 2]])
         assert_violation(worker, "I5", 3, "is written for position 6")

@@ -167,7 +167,7 @@ def check_sync() -> None:
 
 def run_steps(loaded: Loaded) -> None:
     executor = make_executor(loaded)
-    for steps in mixed_and_decode_steps(sampler.SamplingParams()):
+    for steps in mixed_and_decode_steps(sampler.SamplingParams(), num_groups=len(loaded.pool.groups)):
         for step in steps:
             assert executor.execute(step).outcome is Outcome.COMPUTED
 
