@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cache.v1.attach_pb2 import PoolGeometry
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
+from quire.client.cli.render import layer_group_name
 from quire.client.cli.snapshot import REACH_TIMEOUT_S, UnreachableError, answering, as_dict, check_pool, check_reachable
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine.tokenizer import Tokenizer
@@ -77,20 +79,30 @@ def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: boo
 def run_explain(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bool) -> None:
     """Print why no more of a prompt is found in a pool's prefix cache; tenant None is the caller's."""
 
-    async def look(cache: CacheClient) -> pb.ExplainPrefixResponse:
+    async def look(cache: CacheClient) -> tuple[pb.ExplainPrefixResponse, pb.Pool]:
         token_ids = await _tokens_of(place, prefix)
-        return await cache.explain_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
+        salt = prefix.salt.encode()
+        answer = await cache.explain_prefix(token_ids, pool=place.pool, salt=salt, tenant=tenant)
+        return answer, await cache.get_pool(answer.pool)
 
-    answer = _ask(place, look)
+    answer, pool = _ask(place, look)
+    _print(answer, explanation(answer, pool.geometry), as_json=as_json)
+
+
+def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Table:
+    """Return the answer as a table. In a pool with several layer groups it names the group of the missing block."""
     table = Table.grid("", "", padding=(0, 2))
     for name, value in _as_json(answer).items():
-        if value != "" and name not in ("reason", "lost_time"):
+        if value != "" and name not in ("reason", "lost_time", "missing_layer_group"):
             table.add_row(name.replace("_", " "), str(value))
+    groups, missing = geometry.layer_groups, answer.missing_layer_group
+    if answer.missing_prefix_hash and len(groups) > max(1, missing):
+        table.add_row("missing in layer group", f"{missing} ({layer_group_name(groups[missing])})")
     reason = _name_of(pb.MissReason.Name(answer.reason))
     table.add_row("reason", reason if answer.block_count else f"{reason}: the prompt has no full block to look for")
     if answer.HasField("lost_time"):
         table.add_row("lost time", _time_of(answer.lost_time.ToJsonString()))
-    _print(answer, table, as_json=as_json)
+    return table
 
 
 def run_pin(place: Place, prefix: Prefix, *, tenant: str | None, ttl_s: float | None, as_json: bool) -> None:

@@ -19,6 +19,7 @@ NAMES = (
     "door",
     "kernel",
     "step",
+    "lab",
     "launches",
     "allocator",
     "control-plane",

@@ -458,21 +458,22 @@ class LocalServices:
         await asyncio.to_thread(self.stop)
 
     def _start(self) -> None:
-        try:
-            atexit.register(self.stop)
-            self._catch_sigterm()
-            with signals_held():
-                self._make_services()
-            self._start_one(self.cachemgr)
-            self.cachemgr.wait_serving(CACHEMGR_START_TIMEOUT_S)
-            self._start_one(self.worker)
-            self.worker.wait_serving(self._worker_start_timeout_s)
-            if self.gateway is not None:
-                self._start_one(self.gateway)
-                self.gateway.wait_serving(GATEWAY_START_TIMEOUT_S)
-        except BaseException:
-            self.stop()
-            raise
+        with interrupted_once():  # an interrupt between the first one and stop() would leave the children
+            try:
+                atexit.register(self.stop)
+                self._catch_sigterm()
+                with signals_held():
+                    self._make_services()
+                self._start_one(self.cachemgr)
+                self.cachemgr.wait_serving(CACHEMGR_START_TIMEOUT_S)
+                self._start_one(self.worker)
+                self.worker.wait_serving(self._worker_start_timeout_s)
+                if self.gateway is not None:
+                    self._start_one(self.gateway)
+                    self.gateway.wait_serving(GATEWAY_START_TIMEOUT_S)
+            except BaseException:
+                self.stop()
+                raise
 
     def _start_one(self, service: ServiceProcess) -> None:
         with self._stop_lock:
@@ -585,6 +586,27 @@ def signals_held(on_signal: Callable[[], None] | None = None) -> Iterator[None]:
                 signal.signal(number, handler)
         if noted:
             signal.raise_signal(noted[0])
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Within the block the first SIGINT raises KeyboardInterrupt, and later ones do nothing.
+
+    It does nothing in other threads than the main one, and where SIGINT has another handler than Python's own.
+    """
+    if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _address_of(name: str, folder: Path) -> str:

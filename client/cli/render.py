@@ -15,6 +15,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cli.snapshot import Snapshot, ratio
@@ -22,6 +23,11 @@ from quire.client.cli.snapshot import Snapshot, ratio
 MAX_MAP_ROWS = 16
 BARS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_GROUP_NAMES = {
+    attach_pb2.LAYER_GROUP_KIND_FULL: "full",
+    attach_pb2.LAYER_GROUP_KIND_SLIDING: "sliding",
+    attach_pb2.LAYER_GROUP_KIND_CHUNKED: "chunked",
+}
 # The only control characters that reach a terminal.
 _HARMLESS_CONTROLS = "\n\t"
 
@@ -222,6 +228,8 @@ def pool_view(snapshot: Snapshot, *, rows: int = MAX_MAP_ROWS) -> RenderableType
     )
     address = Text(f"worker {pool.worker_address}  epoch {pool.epoch}  term {pool.term}", style="dim", overflow="fold")
     parts: list[RenderableType] = [heading, address, Text(), Columns(_tables(snapshot), padding=(0, 2))]
+    if snapshot.statistics.layer_groups:
+        parts += [Text(), layer_group_table(snapshot)]
     if rows:
         title = "Blocks by state" if snapshot.blocks else "Blocks in order of state: too many to be listed by number"
         parts += [Text(), map_panel(snapshot, title, rows=rows)]
@@ -273,6 +281,33 @@ class StatsScreen:
             parts.append(Text(self._trouble, style="bold red", no_wrap=True, overflow="ellipsis"))
         parts += [pool_view(snapshot, rows=rows) for snapshot in self._snapshots]
         return console.render_lines(Group(*parts), options)
+
+
+def layer_group_name(group: attach_pb2.LayerGroup) -> str:
+    """ "full", "sliding, 1,024 tokens", "chunked, 8,192 tokens"."""
+    name = _GROUP_NAMES.get(group.kind, "unknown")
+    return f"{name}, {counted(group.window_token_count, 'token')}" if group.window_token_count else name
+
+
+def layer_group_table(snapshot: Snapshot) -> Table:
+    """A line for each layer group. found, passed and evicted are counters."""
+    table = Table(title="Layer groups", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("group", justify="right", style="dim", header_style="dim")
+    table.add_column("attention", header_style="dim", no_wrap=True)
+    for name in ("layers", "held", "findable", "found", "passed", "evicted"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    groups = zip(snapshot.pool.geometry.layer_groups, snapshot.statistics.layer_groups, strict=False)
+    for index, (group, numbers) in enumerate(groups):
+        counts = (
+            group.layer_count,
+            numbers.active_block_count,
+            numbers.findable_block_count,
+            numbers.found_block_count,
+            numbers.passed_block_count,
+            numbers.evicted_block_count,
+        )
+        table.add_row(str(index), layer_group_name(group), *(f"{count:,}" for count in counts))
+    return table
 
 
 def _rows_now(snapshot: Snapshot) -> list[Row]:
@@ -349,7 +384,7 @@ def memory_table(snapshot: Snapshot) -> Table:
     num_active = snapshot.statistics.block_counts.active_count
     table.add_row(
         f"Quire: {counted(num_active, 'block')} of {snapshot.block_size} tokens",
-        *_memory_cells(held, paged, snapshot.bytes_per_token),
+        *_memory_cells(held, paged, snapshot.bytes_per_slot),
         style="green",
     )
     table.add_row(

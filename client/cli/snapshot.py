@@ -62,9 +62,14 @@ class Snapshot:
         return self.pool.geometry.block_size_tokens
 
     @property
+    def bytes_per_slot(self) -> float:
+        """Bytes of KV of one token in one block: in all layers of its group."""
+        return self.pool.geometry.block_bytes / self.block_size
+
+    @property
     def bytes_per_token(self) -> float:
         """Bytes of KV of one token, all layers together."""
-        return self.pool.geometry.block_bytes / self.block_size
+        return self.bytes_per_slot * max(1, len(self.pool.geometry.layer_groups))
 
     @property
     def num_sequence_tokens(self) -> int:

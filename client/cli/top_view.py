@@ -1,7 +1,9 @@
 """The screen of `quire top`: a frame of the known state, for any width and height. Draws only, makes no calls."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
@@ -9,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cache.v1.attach_pb2 import LayerGroup
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cli.render import (
     BARS,
@@ -20,6 +23,7 @@ from quire.client.cli.render import (
     glyph_of,
     grid_of,
     kind_counts,
+    layer_group_name,
     map_rows,
     printable,
 )
@@ -226,7 +230,7 @@ def _help() -> list[RenderableType]:
 
 
 def _numbers(shown: Shown, options: ConsoleOptions) -> list[RenderableType]:
-    """Six lines of a pool's numbers."""
+    """Six lines of a pool's numbers, and one for its layer groups if there are several."""
     look, rates = shown.look, shown.rates
     statistics = look.statistics.get(look.pool, pb.PoolStatistics())
     width = options.max_width - _LABEL_WIDTH - 1
@@ -238,6 +242,8 @@ def _numbers(shown: Shown, options: ConsoleOptions) -> list[RenderableType]:
         ("steps", _step_numbers(statistics, rates, options, width)),
         ("holders", _holder_numbers(look, statistics)),
     ]
+    if look.chosen is not None and statistics.layer_groups:
+        lines.append(("groups", _group_numbers(look.chosen.geometry.layer_groups, statistics.layer_groups)))
     return [_labelled(name, text, options.max_width) for name, text in lines]
 
 
@@ -328,6 +334,23 @@ def _holder_numbers(look: Look, statistics: pb.PoolStatistics) -> Text:
         f"{format_ratio(ratio(statistics.held_token_count, num_slots))} of their slots",
     ]
     return Text.assemble(*parts)
+
+
+def _group_numbers(groups: Sequence[LayerGroup], statistics: Sequence[pb.LayerGroupStatistics]) -> Text:
+    """The blocks of the layer groups, those that see the same positions together."""
+    held: Counter[str] = Counter()
+    findable: Counter[str] = Counter()
+    names = list(map(layer_group_name, groups))
+    for name, numbers in zip(names, statistics, strict=False):
+        held[name] += numbers.active_block_count
+        findable[name] += numbers.findable_block_count
+    parts: list[str | tuple[str, str]] = []
+    for name, count in Counter(names).items():
+        several = f" ({count} groups)" if count > 1 else ""
+        parts += [f"{name}{several}: ", _number(f"{held[name]:,}"), f" held, {findable[name]:,} findable   "]
+    text = Text.assemble(*parts)
+    text.rstrip()
+    return text
 
 
 def _sparkline(values: Sequence[float], width: int, options: ConsoleOptions) -> str:
@@ -535,8 +558,11 @@ def _opened(shown: Shown, options: ConsoleOptions, width: int, height: int | Non
         title,
         _labelled("tokens", _token_numbers(sequence), width),
         _labelled("blocks", _sequence_bar(sequence, chosen.geometry.block_size_tokens, options, width), width),
-        Text(),
     ]
+    if sequence.group_block_tables:
+        numbers = _table_numbers(chosen.geometry.layer_groups, sequence.group_block_tables)
+        lines.append(_labelled("groups", numbers, width))
+    lines.append(Text())
     left = None if height is None else max(0, height - len(lines))
     return [*lines, *_block_table(shown, sequence, chosen.geometry.block_size_tokens, width, left)]
 
@@ -553,7 +579,11 @@ def _token_numbers(sequence: pb.Sequence) -> Text:
 
 def _sequence_bar(sequence: pb.Sequence, block_size: int, options: ConsoleOptions, width: int) -> Text:
     """The sequence from its first token to the end of its last block."""
-    num_slots = max(sequence.block_count * block_size, sequence.token_count)
+    num_blocks = max(
+        (table.passed_block_count + table.block_count for table in sequence.group_block_tables),
+        default=sequence.block_count,
+    )
+    num_slots = max(num_blocks * block_size, sequence.token_count)
     cached, computed = sequence.cached_token_count, sequence.computed_token_count
     sizes = (
         (cached, "▒", "o", "cyan", "cached"),
@@ -572,42 +602,74 @@ def _sequence_bar(sequence: pb.Sequence, block_size: int, options: ConsoleOption
     return bar
 
 
+def _table_numbers(groups: Sequence[LayerGroup], tables: Sequence[pb.GroupBlockTable]) -> Text:
+    """The blocks of each layer group's table, and those that it let go."""
+    parts: list[str | tuple[str, str]] = []
+    for index, (group, table) in enumerate(zip(groups, tables, strict=False)):
+        parts += [f"{index} {layer_group_name(group)}: ", _number(f"{table.block_count:,}")]
+        parts.append(f", {table.passed_block_count:,} passed   " if table.passed_block_count else "   ")
+    text = Text.assemble(*parts)
+    text.rstrip()
+    return text
+
+
+def entries_of(sequence: pb.Sequence) -> list[tuple[int, int, int]]:
+    """Return the layer group, the index and the block of each entry of a sequence's block tables."""
+    if not sequence.group_block_tables:
+        return [(0, index, block_id) for index, block_id in enumerate(sequence.block_ids)]
+    block_ids = iter(sequence.block_ids)
+    return [
+        (group, index, block_id)
+        for group, table in enumerate(sequence.group_block_tables)
+        for index, block_id in enumerate(islice(block_ids, table.block_count), table.passed_block_count)
+    ]
+
+
 _TABLE = (("index", 6), ("tokens", 17), ("block", 9), ("state", 8), ("holders", 7), ("priority", 8), ("pins", 5))
 
 
 def _block_table(
     shown: Shown, sequence: pb.Sequence, block_size: int, width: int, height: int | None
 ) -> list[RenderableType]:
-    """A line per entry of the block table, from the place's offset on."""
-    if not sequence.block_ids:
+    """A line per entry of the block tables, from the place's offset on."""
+    entries = entries_of(sequence)
+    if not entries:
         return [Text(f" {counted(sequence.block_count, 'block')}; cachemgr does not list them.", "dim", no_wrap=True)]
-    titles = _cells([f"{name:>{size}}" for name, size in _TABLE] + ["prefix hash"], width)
+    has_groups = bool(sequence.group_block_tables)
+    columns = (("group", 6), *_TABLE) if has_groups else _TABLE
+    titles = _cells([f"{name:>{size}}" for name, size in columns] + ["prefix hash"], width)
     titles.stylize("dim")
-    first = min(shown.place.offset, len(sequence.block_ids) - 1)
-    last = len(sequence.block_ids) if height is None else min(len(sequence.block_ids), first + max(0, height - 1))
+    first = min(shown.place.offset, len(entries) - 1)
+    last = len(entries) if height is None else min(len(entries), first + max(0, height - 1))
     lines: list[RenderableType] = [titles]
-    for index in range(first, last):
-        block = shown.book.block(sequence.block_ids[index]) if shown.book is not None else None
-        lines.append(_table_line(sequence, index, block, block_size, width))
+    for group, index, block_id in entries[first:last]:
+        block = shown.book.block(block_id) if shown.book is not None else None
+        values, style = _entry_values(sequence, index, block_id, block, block_size)
+        if has_groups:
+            values.insert(0, str(group))
+        padded = [f"{value:>{size}}" for value, (_, size) in zip(values, columns, strict=False)]
+        line = _cells(padded + values[len(columns) :], width)
+        line.stylize(style, 44 if has_groups else 36)
+        lines.append(line)
     return lines
 
 
-def _table_line(sequence: pb.Sequence, index: int, block: pb.Block | None, block_size: int, width: int) -> Text:
+def _entry_values(
+    sequence: pb.Sequence, index: int, block_id: int, block: pb.Block | None, block_size: int
+) -> tuple[list[str], str]:
+    """The texts of an entry's columns, and the style of those about its block."""
     start = index * block_size
     stop = min(start + block_size, sequence.token_count)
     tokens = f"{start:,} to {stop - 1:,}" if stop > start else "none yet"
-    values = [f"{index:,}", tokens, f"{sequence.block_ids[index]:,}"]
-    style = ""
-    if block is not None:
-        kind = kind_of(block)
-        style = LOOKS[kind].style
-        pins = block.pin_count + block.prefix_pin_count
-        state = "held" if kind is BlockKind.ACTIVE else LOOKS[kind].label
-        values += [state, f"{block.reference_count:,}", str(block.priority or "–"), f"{pins:,}"]
-        values.append(block.prefix_hash.hex()[:16] or "–")
-    line = _cells([f"{value:>{size}}" for value, (_, size) in zip(values, _TABLE, strict=False)] + values[7:], width)
-    line.stylize(style, 36)
-    return line
+    values = [f"{index:,}", tokens, f"{block_id:,}"]
+    if block is None:
+        return values, ""
+    kind = kind_of(block)
+    pins = block.pin_count + block.prefix_pin_count
+    state = "held" if kind is BlockKind.ACTIVE else LOOKS[kind].label
+    values += [state, f"{block.reference_count:,}", str(block.priority or "–"), f"{pins:,}"]
+    values.append(block.prefix_hash.hex()[:16] or "–")
+    return values, LOOKS[kind].style
 
 
 def _cells(values: Iterable[str], width: int) -> Text:

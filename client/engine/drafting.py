@@ -44,6 +44,7 @@ class Draft:
         self.line = room.line(queues.waiting)
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
+        self._apart: abc.Sequence[Sequence] = queues.apart
         self._places = limits.num_places - queues.num_places_taken
         self._trims: dict[int, int] = {}
         self._appended: dict[int, list[int]] = {}
@@ -62,16 +63,21 @@ class Draft:
         """
         self._add_decodes()
         self._add_forks()
-        self._add_chunks(newcomer)
+        self._shorten()
+        self._add_chunks(self._apart[0] if self._apart else newcomer)
+        self._add_apart()
 
     def add_alone(self, suspect: Sequence) -> None:
         """Ask for one sequence, or the beams of one group, and nothing else."""
         if suspect.state is SequenceState.WAITING:
+            self._shorten()
             self._add_newcomer(suspect)
         elif suspect.group is not None:
             self._running = suspect.group.running
+            self._apart = [beam for beam in self._apart if beam.group is suspect.group]
             self.add_running(None)
         elif suspect.seq_id is not None:
+            self._shorten()
             self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
 
     def plan(self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int]) -> Plan:
@@ -95,7 +101,7 @@ class Draft:
         )
 
     def _reserve_of(self, newcomers: list[int]) -> int:
-        if not newcomers or self._queues.suspects:
+        if not newcomers or self._apart or self._queues.suspects:
             return 0
         sequences = [self._sequences[seq_id] for seq_id in newcomers]
         num_copies = sum(sequence.num_places - 1 for sequence in sequences)
@@ -137,6 +143,11 @@ class Draft:
         self._counts = [1] * len(ready)
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)
+
+    def _shorten(self) -> None:
+        """Leave no more of the budget than the pool has blocks for."""
+        if self._room.max_chunk_tokens is not None:
+            self._budget = min(self._budget, self._room.max_chunk_tokens)
 
     def _add_chunks(self, newcomer: Sequence | None) -> None:
         prompts = [sequence for sequence in self._running if sequence.num_schedulable_tokens > 1]
@@ -184,6 +195,16 @@ class Draft:
         if child_ids:
             self._forks.append(Fork(id_of(parent), tuple(child_ids), num_tokens))
         return len(child_ids)
+
+    def _add_apart(self) -> None:
+        """Offer beams of groups that run, in order of rank, as far as the budget goes. They have places already."""
+        budget, num_given = float(self._budget), 0
+        for beam in self._apart:
+            num_given += beam.num_sent_ids + len(beam.token_ids)
+            if budget <= 0 or (num_given > _MAX_PLAN_TOKENS and self._admissions):
+                return
+            self._add_newcomer(beam)
+            budget -= max(1.0, self._expected_run_of(beam))
 
     def add_newcomers(self) -> None:
         """Offer sequences that wait, in order of rank, as far as budget and places go."""

@@ -10,6 +10,7 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.channel import decode_error
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
+from quire.client.engine.layer_groups import LayerGroup, LayerGroupKind
 from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
 from quire.client.engine.sequence import Sequence
 from quire.client.errors import ProtocolViolation
@@ -31,11 +32,20 @@ _CACHE_USES = {
     CacheUse.NONE: cache_service_pb2.CACHE_USE_NONE,
 }
 
+_LAYER_GROUP_KINDS = {
+    attach_pb2.LAYER_GROUP_KIND_FULL: LayerGroupKind.FULL,
+    attach_pb2.LAYER_GROUP_KIND_SLIDING: LayerGroupKind.SLIDING,
+    attach_pb2.LAYER_GROUP_KIND_CHUNKED: LayerGroupKind.CHUNKED,
+}
+
 
 def limits_of(
     geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_running_sequences: int
 ) -> SchedulerLimits:
-    """The limits of a pool, within those of the configuration."""
+    """The limits of a pool, within those of the configuration.
+
+    Raises ProtocolViolation if a layer group has a kind that the contract does not have.
+    """
     return SchedulerLimits(
         max_step_tokens=max_step_tokens,
         max_running_sequences=min(max_running_sequences, geometry.max_sequence_count),
@@ -46,7 +56,15 @@ def limits_of(
         num_host_blocks=geometry.host_block_count,
         block_bytes=geometry.block_bytes,
         has_recurrent_state=geometry.has_recurrent_state,
+        layer_groups=tuple(map(_decode_layer_group, geometry.layer_groups)),
     )
+
+
+def _decode_layer_group(group: attach_pb2.LayerGroup) -> LayerGroup:
+    kind = _LAYER_GROUP_KINDS.get(group.kind)
+    if kind is None or (kind is not LayerGroupKind.FULL and group.window_token_count < 1):
+        raise ProtocolViolation(f"a layer group of kind {group.kind} with a window of {group.window_token_count}")
+    return LayerGroup(kind, group.window_token_count if kind is not LayerGroupKind.FULL else 0)
 
 
 def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> cache_service_pb2.PlanStepRequest:

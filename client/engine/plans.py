@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
+from quire.client.engine.layer_groups import BlockTables, LayerGroup
 from quire.client.engine.sequence import FinishReason, Sequence
 from quire.client.errors import InvalidRequest, QuireError
 
@@ -29,6 +30,8 @@ class SchedulerLimits:
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              bytes that a copy of a block moves
     has_recurrent_state      the model keeps a state per sequence: no prefix is shared, and no beam can be forked again
+    layer_groups             the groups of layers with a block table each; none: one full group
+    tables                   the blocks of a sequence, by these groups
     """
 
     max_step_tokens: int
@@ -42,12 +45,15 @@ class SchedulerLimits:
     num_host_blocks: int = 0
     block_bytes: int = 0
     has_recurrent_state: bool = False
+    layer_groups: tuple[LayerGroup, ...] = ()
+    tables: BlockTables = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
+        for name in (f.name for f in fields(self) if f.name not in ("layer_groups", "tables")):
             least = 0 if name in ("num_host_blocks", "block_bytes", "has_recurrent_state") else 1
             if getattr(self, name) < least:
                 raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
+        object.__setattr__(self, "tables", BlockTables(self.block_size, self.layer_groups))
 
     @property
     def num_places(self) -> int:
@@ -57,7 +63,8 @@ class SchedulerLimits:
     @property
     def max_tokens_per_sequence(self) -> int:
         """The most tokens a sequence can have: of the model or of the whole pool, whichever is less."""
-        return min(self.max_sequence_tokens, self.num_blocks * self.block_size)
+        in_pool = self.tables.max_tokens(self.num_blocks, at_most=self.max_sequence_tokens)
+        return min(self.max_sequence_tokens, in_pool)
 
 
 class PlanItem(Enum):

@@ -137,11 +137,11 @@ class PriorityPolicy:
             candidates = [
                 holder for holder in candidates if holder.priority < needy.priority or loads.may_take(needy, holder)
             ]
-        block_size = view.limits.block_size
+        tables = view.limits.tables
 
         def price(victim: Sequence) -> tuple[int, float, float]:
             lost = victim.num_scheduled_tokens - victim.num_shared_tokens
-            per_block = lost / min(victim.num_own_blocks(block_size), missing_blocks)
+            per_block = lost / min(victim.num_own_blocks(tables), missing_blocks)
             return victim.priority, -loads.of(victim.tenant), per_block
 
         return min(reversed(candidates), key=price, default=None)
@@ -151,7 +151,8 @@ class PriorityPolicy:
         num_sequences = bisect_right(view.running, -newcomer.priority, key=_by_priority) + num_beside
         num_steps = _RESERVE_STEPS << min(view.num_preempting_plans, _MAX_DOUBLINGS)
         num_steps = min(num_steps, max(_RESERVE_STEPS, view.limits.num_blocks * view.limits.block_size))
-        return -(-num_sequences * num_steps // view.limits.block_size)
+        num_slots = num_sequences * view.limits.tables.num_slots(num_steps)
+        return -(-num_slots // view.limits.block_size)
 
     def admits(self, newcomer: Sequence, view: PoolView) -> bool:
         """Running sequences that lack blocks go first, unless their priority is lower or their tenant has more."""

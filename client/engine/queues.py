@@ -1,6 +1,7 @@
 """All unfinished sequences, in a collection for each state, and the ids to release or offload. Pure.
 
     WAITING     waiting      by rank
+                apart        beams that are admitted on their own while their group runs
     RUNNING     running      by rank
     DRAINING    draining
     POSTPONED   postponed
@@ -17,6 +18,7 @@ decides which sequence moves, and when.
 from bisect import bisect_right, insort
 from collections import abc
 
+from quire.client.engine.layer_groups import BlockTables
 from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 
 # The states in which a sequence may have blocks in the host tier.
@@ -44,10 +46,11 @@ def require(holds: bool, what: str) -> None:
 class Queues:
     """The collections; read them freely, change them through the methods."""
 
-    def __init__(self, block_size: int) -> None:
-        """block_size in tokens; set it anew with the limits."""
-        self.block_size = block_size
+    def __init__(self, tables: BlockTables) -> None:
+        """Set the tables anew with the limits."""
+        self.tables = tables
         self.waiting: list[Sequence] = []
+        self.apart: list[Sequence] = []
         self.running: list[Sequence] = []
         self.draining: set[Sequence] = set()
         self.postponed: list[Sequence] = []
@@ -61,7 +64,7 @@ class Queues:
     @property
     def are_empty(self) -> bool:
         """True if no sequence lives but postponed ones, and no id has to be given back."""
-        return not (self.waiting or self.running or self.draining or self.releases or self.offloads)
+        return not (self.waiting or self.apart or self.running or self.draining or self.releases or self.offloads)
 
     @property
     def num_leaving_blocks(self) -> int:
@@ -75,7 +78,7 @@ class Queues:
 
     def blocks_of(self, sequence: Sequence) -> int:
         """Blocks that a sequence's release gives back, at most."""
-        return sequence.num_blocks(self.block_size)
+        return sequence.num_blocks(self.tables)
 
     def below(self, needy: Sequence) -> list[Sequence]:
         """Running sequences below this one in rank. For a beam, without those of its own group."""
@@ -101,7 +104,7 @@ class Queues:
     def begin(self, sequence: Sequence, seq_id: int, *, num_tokens: int, num_shared_tokens: int | None = None) -> None:
         """Move a waiting or following sequence into the pool, with this many tokens that need not be computed."""
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            self._stop_waiting(sequence)
         sequence.begin(seq_id, num_scheduled_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
         insort(self.running, sequence, key=by_rank)
 
@@ -117,6 +120,16 @@ class Queues:
         """Put a sample that follows no other one any more in the queue."""
         follower.move(SequenceState.WAITING)
         self.queue(follower)
+
+    def wait_apart(self, beam: Sequence) -> None:
+        """Let a following beam of a running group, which cannot be forked, wait for an admission of its own."""
+        self.stop_following(beam)
+        beam.move(SequenceState.WAITING)
+        beam.was_admitted = True  # with the beam that it followed
+        insort(self.apart, beam, key=by_rank)
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        (self.apart if sequence in self.apart else self.waiting).remove(sequence)
 
     def follow(self, child: Sequence, parent: Sequence) -> None:
         """Let a new beam, in state FOLLOWING, follow its parent, the beam that it is forked from."""
@@ -257,7 +270,7 @@ class Queues:
         """Take a sequence out of the collection of its state; its blocks, if any, go with the next plan."""
         match sequence.state:
             case SequenceState.WAITING:
-                self.waiting.remove(sequence)
+                self._stop_waiting(sequence)
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
                 self.releases[id_of(sequence)] = self.blocks_of(sequence)
@@ -275,12 +288,13 @@ class Queues:
     def living(self) -> list[Sequence]:
         """All sequences in the collections."""
         following = [child for children in self.followers.values() for child in children]
-        return [*self.waiting, *self.running, *self.draining, *self.postponed, *following]
+        return [*self.waiting, *self.apart, *self.running, *self.draining, *self.postponed, *following]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the collections and the sequences disagree. Cost: all sequences."""
         homes = [
             (SequenceState.WAITING, self.waiting),
+            (SequenceState.WAITING, self.apart),
             (SequenceState.RUNNING, self.running),
             (SequenceState.DRAINING, self.draining),
             (SequenceState.POSTPONED, self.postponed),
@@ -290,7 +304,7 @@ class Queues:
         require(len(set(living)) == len(living), "a sequence is in one place")
         for state, members in homes:
             require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
-        for ordered in (self.waiting, self.running, self.suspects):
+        for ordered in (self.waiting, self.apart, self.running, self.suspects):
             require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
         suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
@@ -299,7 +313,8 @@ class Queues:
         require(set(beams) == {s for s in living if s.group is not None}, "unfinished ones of a group are its beams")
         for group in self.groups:
             require(len(group.members) <= group.width, "a group has no more beams than its width")
-            require(sum(s.state is SequenceState.WAITING for s in group.members) <= 1, "one of a group is in line")
+            require(sum(s in self.waiting for s in group.members) <= 1, "one of a group is in line")
+        require(all(s.group is not None and s.group.running for s in self.apart), "a beam is apart from running ones")
         ids = [id_of(sequence) for sequence in self.running]
         require(len(set(ids)) == len(ids), "an id belongs to one sequence")
         require(not set(ids) & self.releases.keys(), "a running sequence is not released")

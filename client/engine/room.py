@@ -44,6 +44,8 @@ class Room:
     num_stalls              plans without a run, one after the other
     short_tenants           tenants of which an admission was refused by their quota, and none accepted since
     starved_tenants         tenants of running sequences that the last plan refused by their quota
+    max_chunk_tokens        the most tokens of prompts in a plan, since windowed layer groups had no blocks for more;
+                            None: as many as a step may have
     """
 
     blocks: Blocks
@@ -55,6 +57,7 @@ class Room:
     num_stalls: int = 0
     short_tenants: set[str] = field(default_factory=set)
     starved_tenants: set[str] = field(default_factory=set)
+    max_chunk_tokens: int | None = None
 
     @classmethod
     def of_empty_pool(cls, limits: SchedulerLimits) -> "Room":
@@ -92,11 +95,27 @@ class Room:
         awaited = self.awaited
         return awaited.num_blocks if awaited is not None and awaited.sequence is first_in_line else 0
 
+    def shorten_chunks(self, num_asked: int, *, needed: int, coming: int) -> None:
+        """Ask for fewer tokens of prompts than the num_asked that needed more blocks than are coming.
+
+        From a half to an eighth, as these blocks allow, so that few plans are refused before one fits.
+        """
+        self.max_chunk_tokens = max(1, min(num_asked // 2, max(num_asked // 8, num_asked * coming // needed)))
+
+    def lengthen_chunks(self, limits: SchedulerLimits) -> None:
+        """Ask for up to twice as many tokens of prompts again, if there are blocks for them by now."""
+        if self.max_chunk_tokens is None:
+            return
+        doubled = 2 * self.max_chunk_tokens
+        if limits.tables.num_chunk_blocks(doubled) <= self.blocks.free + self.blocks.cached:
+            self.max_chunk_tokens = doubled if doubled < limits.max_step_tokens else None
+
     def on_end(self) -> None:
         """A running sequence ended, and the pressure with it.
 
         The first in the queue is tried again, and none before it: it had to leave more to others.
         """
         self.pressure = Pressure()
+        self.max_chunk_tokens = None
         if self.awaited is not None:
             self.awaited = Awaited(self.awaited.sequence, min(self.awaited.num_blocks, 1))

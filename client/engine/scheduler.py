@@ -53,7 +53,7 @@ from quire.client.engine.flight import Flight
 from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.prompt_logprobs import PromptLogprobs
-from quire.client.engine.queues import Queues, by_rank, require
+from quire.client.engine.queues import Queues, by_rank, id_of, require
 from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import BeamGroup, Delivered, FinishReason, Sequence, SequenceState
@@ -133,7 +133,7 @@ class Scheduler:
         self._policy = policy or PriorityPolicy()
         self._by_tenant = by_tenant
         self._verify = verify
-        self._queues = Queues(limits.block_size)
+        self._queues = Queues(limits.tables)
         self._room = Room.of_empty_pool(limits)
         self._flight = Flight()
         self._next_request = 0
@@ -302,10 +302,16 @@ class Scheduler:
         if width > limits.num_places:
             limit = f"at most {limits.num_places}, the sequences that run at once"
             raise InvalidRequest.of_field("beam_width", width, limit)
-        # The beams share the blocks before the one with the prompt's last token, which each computes again.
-        num_shared = (len(token_ids) - 1) // limits.block_size if cache.reads_cache else 0
-        num_each = num_shared + (limits.num_blocks - num_shared) // width
-        most = num_each * limits.block_size - len(token_ids)
+        # The beams share the blocks before the one with the prompt's last token, which each computes again. A beam that
+        # is admitted apart may share none.
+        shares = cache.reads_cache and not limits.tables.has_windows
+        num_each = limits.tables.max_tokens(
+            limits.num_blocks,
+            at_most=limits.max_sequence_tokens,
+            num_shared=len(token_ids) - 1 if shares else 0,
+            num_sequences=width,
+        )
+        most = num_each - len(token_ids)
         if params.max_tokens is None and most >= 1:
             return min(max_tokens, most)
         if max_tokens > most:
@@ -371,7 +377,7 @@ class Scheduler:
         if self._queues.running or self._queues.draining:
             raise ValueError("limits change only while nothing runs")
         self.limits = limits
-        self._queues.block_size = limits.block_size
+        self._queues.tables = limits.tables
         self._room = Room.of_empty_pool(limits)
 
     @property
@@ -403,7 +409,8 @@ class Scheduler:
         view, by_tenant = self._view(), self._by_tenant
         draft = Draft(self.limits, queues, self._room, self._policy, view, fresh_id=self._fresh_id, by_tenant=by_tenant)
         if not queues.suspects:
-            is_open = bool(draft.line) and not self._is_line_blocked(draft.line[0])
+            # Beams of groups that run hold places and blocks: nothing is admitted before them.
+            is_open = bool(draft.line) and not queues.apart and not self._is_line_blocked(draft.line[0])
             draft.add_running(draft.line[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()
@@ -443,7 +450,8 @@ class Scheduler:
         self._take_releases(plan, refused)
         self._begin_forks(plan, refused, failed)
         if plan.restore_ids or plan.admissions:
-            self._room.awaited = None
+            if not self._queues.apart:
+                self._room.awaited = None
             self._begin_restores(plan, outcome, refused)
             self._begin_admissions(plan, outcome, refused, failed)
         step = self._step_of(plan, outcome, failed)
@@ -451,6 +459,8 @@ class Scheduler:
         self._refuse_extends(plan, refused, failed)
         if plan.asks_to_compute:
             self._room.num_stalls = 0 if outcome.run_ids else self._room.num_stalls + 1
+            if outcome.run_ids and not any(error.reason in NO_BLOCKS for error in refused.values()):
+                self._room.lengthen_chunks(self.limits)
         self._yield_place()
         self._checked()
         return step
@@ -495,9 +505,16 @@ class Scheduler:
                     self._counters.forks += 1
 
     def _keep_following(self, beam: Sequence, error: QuireError, failed: list[Failed]) -> None:
-        """A beam's fork was refused: a later plan tries again, since a group has one place in the queue."""
-        if beam.state is SequenceState.FOLLOWING and not isinstance(error, OutOfRoom):
+        """A beam's fork was refused: a later plan tries again, since a group has one place in the queue.
+
+        If a window at the fork's position is gone, every later plan would be refused too. Then the beam is admitted.
+        """
+        if beam.state is not SequenceState.FOLLOWING or isinstance(error, OutOfRoom):
+            return
+        if error.reason != "POSITION_OUT_OF_RANGE":
             self._retry_alone(beam, error, failed)
+        elif beam.group is not None and beam.group.running:
+            self._queues.wait_apart(beam)
 
     def _begin(
         self,
@@ -526,7 +543,7 @@ class Scheduler:
                 raise ProtocolViolation("an admission was neither accepted nor refused")
             elif not isinstance(error, OutOfRoom):
                 self._fail(sequence, error, failed)
-            elif error.reason in NO_BLOCKS:
+            elif error.reason in NO_BLOCKS and sequence not in self._queues.apart:
                 self._await_blocks(sequence, error, plan, outcome)
 
     def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
@@ -539,7 +556,11 @@ class Scheduler:
         if sequence.cache_params.reads_cache:
             self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
         self._room.short_tenants.discard(sequence.tenant)
-        self._begin(sequence, seq_id, num_tokens=num_cached)
+        if sequence.state is SequenceState.FOLLOWING:
+            # The group of this beam was preempted while the plan was under way.
+            self._queues.releases[seq_id] = self._queues.blocks_of(sequence)
+        else:
+            self._begin(sequence, seq_id, num_tokens=num_cached)
 
     def _begin_restores(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> None:
         restored = dict(zip(outcome.restored_ids, outcome.restored_counts, strict=True))
@@ -610,6 +631,8 @@ class Scheduler:
         for (item, seq_id), error in refused.items():
             sequence = plan.sequences.get(seq_id)
             live = sequence is not None and sequence.seq_id == seq_id and sequence.state is SequenceState.RUNNING
+            if item is PlanItem.ADMISSION and sequence in self._queues.apart and error.reason in NO_BLOCKS:
+                needs[sequence] = error
             if item is not PlanItem.EXTEND or sequence is None or not live:
                 continue
             if error.reason in NO_BLOCKS:
@@ -621,11 +644,11 @@ class Scheduler:
         by_quota = {sequence: error for sequence, error in needs.items() if self._is_of_tenant(error)}
         self._room.starved_tenants = {sequence.tenant for sequence in by_quota}
         for tenant in sorted(self._room.starved_tenants):
-            self._relieve({sequence: error for sequence, error in by_quota.items() if sequence.tenant == tenant})
-        needs = {s: error for s, error in needs.items() if s not in by_quota and s.state is _RUNNING}
+            self._relieve({sequence: error for sequence, error in by_quota.items() if sequence.tenant == tenant}, plan)
+        needs = {s: error for s, error in needs.items() if s not in by_quota and self._is_needy(s)}
         self._room.starved = min(needs, default=None, key=by_rank)
         if needs:
-            self._relieve(needs)
+            self._relieve(needs, plan)
 
     # Preemption.
 
@@ -651,9 +674,28 @@ class Scheduler:
         else:
             self._room.awaited = Awaited(newcomer, needed)
         if newcomer.state is SequenceState.WAITING:
-            missing = needed - self._coming(self._room.spare(error))
+            coming = self._coming(self._room.spare(error))
             unscheduled = frozenset(outcome.run_ids)
-            self._make_room(newcomer, missing, unscheduled=unscheduled, of_tenant=is_of_tenant)
+            made = self._make_room(newcomer, needed - coming, unscheduled=unscheduled, of_tenant=is_of_tenant)
+            if needed > coming + made and not self._queues.running:
+                self._shorten_chunks(newcomer, plan, needed=needed, coming=coming + made)
+
+    def _shorten_longest(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan, room: int) -> bool:
+        """Ask for fewer tokens of the longest chunk that was refused. room is negative: the blocks that are missing."""
+        needy = list(filter(self._is_needy, needs))
+        if not needy:
+            return False
+        longest = max(needy, key=lambda sequence: _num_asked(plan, sequence))
+        needed = needs[longest].number("needed", 1)
+        return self._shorten_chunks(longest, plan, needed=needed, coming=room + needed)
+
+    def _shorten_chunks(self, refused: Sequence, plan: Plan, *, needed: int, coming: int) -> bool:
+        """Ask for fewer tokens of prompts, if that needs fewer blocks. Returns False if it does not."""
+        num_asked = _num_asked(plan, refused)
+        if num_asked < 2 or not self.limits.tables.has_windows:
+            return False
+        self._room.shorten_chunks(num_asked, needed=needed, coming=coming)
+        return True
 
     def _needed_by(self, newcomer: Sequence, error: QuireError, reserve: int) -> int:
         """Return the number of blocks without which it is refused again. The plan's reserve may be for others too."""
@@ -665,21 +707,30 @@ class Scheduler:
         own = self._policy.reserve(newcomer, num_beside=0, view=self._view())
         return needed - reserve + own + newcomer.num_places - 1
 
-    def _relieve(self, needs: abc.Mapping[Sequence, QuireError]) -> None:
+    def _relieve(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan) -> None:
         """Make room for running sequences that were refused blocks, the first in rank first."""
         *_, last_refused = needs.values()
         of_tenant = self._is_of_tenant(last_refused)
         room, num_preemptions = self._coming(self._room.spare(last_refused)), self._counters.preemptions
         for sequence in sorted(needs, key=by_rank):
-            if sequence.state is _RUNNING:  # it was not preempted for one above it
+            if self._is_needy(sequence):  # it was not preempted for one above it
                 room -= needs[sequence].number("needed", 1)
-                room += self._make_room(sequence, -room, of_tenant=of_tenant)
+                holder = sequence
+                if sequence.group is not None:
+                    holder = min(sequence.group.running, key=by_rank)
+                room += self._make_room(holder, -room, of_tenant=of_tenant)
         if self._counters.preemptions > num_preemptions and not of_tenant:
             is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
             self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
-        if room < 0 and self._room.num_stalls >= self.limits.max_stalls:
+        if room >= 0 or self._shorten_longest(needs, plan, room):
+            return
+        if self._room.num_stalls >= self.limits.max_stalls:
             # No sequence of this client holds the missing blocks: preempt one for another client of the pool.
-            self._preempt(max((sequence for sequence in needs if sequence.state is _RUNNING), key=by_rank))
+            self._preempt(max(filter(self._is_needy, needs), key=by_rank))
+
+    def _is_needy(self, refused: Sequence) -> bool:
+        """True if a sequence that was refused blocks runs, or if its group does."""
+        return refused.state is _RUNNING or refused in self._queues.apart
 
     def _make_room(
         self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset(), of_tenant: bool = False
@@ -697,8 +748,9 @@ class Scheduler:
 
     def _num_coming_from(self, victim: Sequence) -> int:
         """Return the blocks that a victim gives back. For a group at least; blocks that its beams share count once."""
-        each = [beam.num_own_blocks(self.limits.block_size) for beam in (victim.group.running if victim.group else ())]
-        return max(each) + len(each) - 1 if each else victim.num_own_blocks(self.limits.block_size)
+        tables = self.limits.tables
+        each = [beam.num_own_blocks(tables) for beam in (victim.group.running if victim.group else ())]
+        return max(each) + len(each) - 1 if each else victim.num_own_blocks(tables)
 
     def _victim_for(self, needy: Sequence, missing: int, of_tenant: bool = False) -> Sequence | None:
         # With a suspect all others are paused and would hold the blocks for ever.
@@ -740,7 +792,7 @@ class Scheduler:
         )
 
     def _host_blocks_of(self, num_tokens: int) -> int:
-        return max(1, -(-num_tokens // self.limits.block_size))
+        return max(1, self.limits.tables.num_blocks(num_tokens, num_tokens))
 
     # Ends of steps.
 
@@ -902,7 +954,7 @@ class Scheduler:
         """Present numbers and counters."""
         queues = self._queues
         return SchedulerStatistics(
-            num_waiting=len(queues.waiting) + len(queues.postponed),
+            num_waiting=len(queues.waiting) + len(queues.apart) + len(queues.postponed),
             num_running=len(queues.running),
             num_following=sum(map(len, queues.followers.values())),
             num_draining=len(queues.draining),
@@ -923,3 +975,10 @@ class Scheduler:
             seq_id = -1 if sequence.seq_id is None else sequence.seq_id
             awaited = sum(step.samplers.get(seq_id) is sequence for step in self._flight)
             require(sequence.num_sampling == awaited, "a token being sampled is awaited from one step")
+
+
+def _num_asked(plan: Plan, sequence: Sequence) -> int:
+    """Return the tokens that a plan asked for, at most, of a sequence that was refused."""
+    if sequence.state is _RUNNING:
+        return plan.extend_counts[plan.extend_ids.index(id_of(sequence))]
+    return min(plan.admission_token_budget, len(sequence.token_ids))

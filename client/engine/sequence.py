@@ -19,6 +19,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
+from quire.client.engine.layer_groups import BlockTables
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
 
@@ -44,7 +45,7 @@ _F, _W, _R, _D, _P, _E = (
 )
 TRANSITIONS: abc.Mapping[SequenceState, frozenset[SequenceState]] = MappingProxyType(
     {
-        _F: frozenset({_R, _W, _E}),  # forked · the parent has gone · cancelled
+        _F: frozenset({_R, _W, _E}),  # forked · the parent has gone, or its fork was refused · cancelled
         # admitted · a beam that follows another one · its step was refused for now · cancelled or refused for good
         _W: frozenset({_R, _F, _P, _E}),
         _R: frozenset({_W, _D, _E}),  # preempted, reset or failed · preempted in flight · ended
@@ -204,14 +205,14 @@ class Sequence:
         """True while it runs alone, because a step with it has failed."""
         return self.suspect_until is not None
 
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks that its release gives back, at most: shared ones stay."""
-        num_tokens = max(len(self.token_ids), self.num_scheduled_tokens, self.num_host_tokens)
-        return -(-num_tokens // block_size)
+    def num_blocks(self, tables: BlockTables, *, num_shared: int = 0) -> int:
+        """Blocks that its release gives back, at most: shared ones stay. Without those of num_shared tokens."""
+        num_scheduled = max(self.num_scheduled_tokens, self.num_host_tokens)
+        return tables.num_blocks(max(len(self.token_ids), num_scheduled), num_scheduled, num_shared=num_shared)
 
-    def num_own_blocks(self, block_size: int) -> int:
+    def num_own_blocks(self, tables: BlockTables) -> int:
         """Blocks of these that no other sequence is known to have had."""
-        return max(1, self.num_blocks(block_size) - self.num_shared_tokens // block_size)
+        return max(1, self.num_blocks(tables, num_shared=self.num_shared_tokens))
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,9 @@
 A prompt finds the longest chain of blocks from its beginning on. A block behind a missing one is in the cache, but no
 prompt finds it. So a block is published only while all blocks before it are: it is stored after them and removed before
 them. A consumer that applies the changes in order has exactly the prefixes that LookupPrefix finds.
+
+In a pool with several layer groups the copy has the blocks of group 0 only: consumers know one block table per
+sequence. A prefix of it can then be longer than the one that LookupPrefix finds.
 """
 
 from __future__ import annotations
@@ -172,7 +175,8 @@ class PrefixReplica:
 
     def _enter(self, event: pb.BlockEvent, changes: _Changes) -> bytes:
         """Enter the block's content. Return the prefix hash that it had before, empty if it is the same."""
-        block_id, prefix_hash = event.block.block_id, event.block.prefix_hash
+        block_id = event.block.block_id
+        prefix_hash = b"" if event.block.layer_group else event.block.prefix_hash
         hash_before = self._hash_of.get(block_id, b"")
         if prefix_hash and prefix_hash == hash_before:
             return b""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import abc
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.test_scheduler import END_TOKEN, VOCABULARY, World, expected_of, limits
+from unit.test_scheduler import CHUNKED, END_TOKEN, SLIDING, VOCABULARY, World, expected_of, limits
 
-from quire.client.engine.beam import BeamSearch, BeamSearchParams, Ended
+from quire.client.engine.beam import BeamSearch, BeamSearchParams, Ended, Heir
 from quire.client.engine.caching import NO_CACHE_PARAMS
+from quire.client.engine.layer_groups import FULL, LayerGroup, LayerGroupKind
 from quire.client.engine.plans import Sampled, SchedulerLimits
 from quire.client.engine.sequence import BeamGroup, FinishReason, SequenceState
 from quire.client.errors import InvalidRequest
@@ -206,15 +208,157 @@ def test_a_group_is_suspected_as_a_whole() -> None:
     assert world.output[beside[0].arrival] == expected_of(beside[0], ())
 
 
+class ApartWorld(BeamWorld):
+    """Its beams part with the first token, and each continues with its own best one."""
+
+    def __init__(self, **changes: Any) -> None:
+        narrow = LayerGroup(LayerGroupKind.SLIDING, 2)
+        wide = {"max_step_tokens": 128, "block_size": 2, "num_blocks": 140, "layer_groups": (FULL, narrow)}
+        super().__init__(limits(**(wide | changes)))
+        self.outputs: dict[BeamGroup, list[list[int]]] = {}
+
+    def choose(self, events: list[Sampled]) -> None:
+        for event in events:
+            self.scheduler.take_top(event.sequence, top_of(event.sequence.token_ids))
+        for group in dict.fromkeys(event.sequence.group for event in events):
+            if group is None or not group.members or not group.is_ready:
+                continue
+            heirs = [Heir(index, (beam.top or ())[0][0], 0.0) for index, beam in enumerate(group.members)]
+            if len(heirs) < group.width:
+                heirs = [Heir(0, token, 0.0) for token, _ in (group.members[0].top or ())[: group.width]]
+            if len(group.members[0].output_token_ids) < group.max_tokens:
+                self.scheduler.branch(group, heirs)
+            else:
+                self.outputs[group] = [beam.output_token_ids for beam in group.members]
+                self.scheduler.end(group.members, FinishReason.STOP)
+
+    def check_found(self) -> None:
+        for group, (prompt, _, _) in self.searches.items():
+            expected = [[token] for token, _ in top_of(prompt)[: group.width]]
+            while len(expected[0]) < group.max_tokens:
+                expected = [[*output, top_of([*prompt, *output])[0][0]] for output in expected]
+            assert self.outputs[group] == expected
+
+    def part(self, prompt: abc.Sequence[int] = (1, 2, 3, 4, 5, 1)) -> BeamGroup:
+        """A search that was preempted and runs again, with beams apart.
+
+        Its first beam finds its tokens in the cache. There the window behind the prompt is gone.
+        """
+        group = self.search(list(prompt), beam_width=4, max_tokens=24)
+        while len(group.running) < 4 or len(group.members[0].token_ids) < 20:
+            self.turn()
+        self.scheduler._preempt(group.members[0])
+        hogged, self.cache.hogged = self.cache.hogged, self.cache.num_blocks
+        self.plan()
+        while self.flight:  # until its blocks are no longer retired
+            self.end_step()
+        self.cache.hogged = hogged
+        before = self.scheduler.statistics().planned_steps
+        while not self.scheduler._queues.apart:
+            assert self.scheduler.statistics().planned_steps < before + 20
+            self.turn()
+        return group
+
+
+def test_beams_whose_fork_is_refused_are_admitted() -> None:
+    world = ApartWorld()
+    group = world.part()
+    apart = list(world.scheduler._queues.apart)
+    before = world.scheduler.statistics()
+    while world.scheduler._queues.apart:
+        assert world.scheduler.statistics().planned_steps <= before.planned_steps + 4
+        world.turn()
+    assert all(beam.state is SequenceState.RUNNING for beam in group.members)
+    after = world.scheduler.statistics()
+    assert after.admissions - before.admissions == len(apart)
+    assert after.refusals == before.refusals, "no such fork is planned again"
+    world.run()
+    world.check_found()
+
+
+def test_nothing_is_admitted_before_a_beam_whose_group_runs() -> None:
+    world = ApartWorld()
+    world.part()
+    (other,) = world.add([5] * 30, max_tokens=30, priority=1, ends=())
+    beams = list(world.scheduler._queues.apart)
+    plan = world.scheduler.schedule()
+    admitted = [plan.sequences[admission.seq_id] for admission in plan.admissions]
+    assert admitted == beams[: len(admitted)] != []
+    assert all(admission.resumed for admission in plan.admissions)
+    assert plan.admission_reserve_blocks == 0
+    world.run()
+    world.check_found()
+    assert world.output[other.arrival] == expected_of(other, ())
+
+
+def test_a_beam_apart_gets_the_blocks_of_a_sequence_below_it() -> None:
+    world = ApartWorld()
+    samples = world.add([5] * 8, max_tokens=40, n=2, priority=-1, ends=())
+    while not all(sample.state is SequenceState.RUNNING for sample in samples):
+        world.turn()
+    group = world.part()
+    world.cache.hogged = len(world.cache.allocatable()) - 15  # for one of three beams
+    before = world.scheduler.statistics()
+    while world.scheduler._queues.apart:
+        assert world.scheduler.statistics().planned_steps <= before.planned_steps + 8
+        world.turn()
+    assert world.scheduler.statistics().preemptions > before.preemptions
+    assert group.running
+    world.cache.hogged = 0
+    world.run()
+    world.check_found()
+
+
+def test_a_group_that_waits_for_blocks_of_another_client_is_preempted_in_the_end() -> None:
+    world = ApartWorld(max_stalls=3)
+    group = world.part()
+    world.cache.hogged = 140
+    before = world.scheduler.statistics()
+    while group.running:
+        assert world.scheduler.statistics().planned_steps <= before.planned_steps + 12
+        world.turn()
+    world.cache.hogged = 0
+    world.run()
+    world.check_found()
+
+
+def test_a_beam_apart_ends_with_its_group() -> None:
+    world = ApartWorld()
+    group = world.part()
+    world.plan(between=lambda: world.scheduler.end(group.members, FinishReason.CANCELLED))
+    world.searches.pop(group)
+    world.run()
+
+
+def test_a_group_that_is_preempted_while_its_beam_is_admitted_gives_the_blocks_back() -> None:
+    world = ApartWorld()
+    group = world.part()
+    world.plan(between=lambda: world.scheduler._preempt(group.leader))
+    world.run()
+    world.check_found()
+
+
+def test_a_suspected_group_admits_its_beams_apart() -> None:
+    world = ApartWorld()
+    beside = world.add([5, 5, 5], max_tokens=40, ends=())
+    group = world.part()
+    world.scheduler._queues.suspect(group.leader)
+    world.run()
+    world.check_found()
+    assert world.output[beside[0].arrival] == expected_of(beside[0], ())
+
+
+@pytest.mark.parametrize("groups", [(), (FULL, SLIDING), (CHUNKED,)], ids=["full", "full and sliding", "chunked"])
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_every_search_finds_what_it_should(seed: int) -> None:
+def test_whatever_happens_every_search_finds_what_it_should(seed: int, groups: tuple[LayerGroup, ...]) -> None:
     """Tight pools and steps, other requests, priorities, failed steps, refused forks, cancellations and new epochs."""
     chance = random.Random(seed)
     world = BeamWorld(
         limits(
             max_step_tokens=chance.choice((8, 12, 30)),
             max_running_sequences=chance.choice((6, 9)),
-            num_blocks=chance.choice((18, 24, 40)),
+            num_blocks=chance.choice((18, 24, 40)) * (1 + len(groups)),
+            layer_groups=groups,
             num_host_blocks=chance.choice((0, 10)),
             max_step_failures=100,
         )

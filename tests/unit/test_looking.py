@@ -20,6 +20,7 @@ from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, leases_f
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.messages import int32_bytes, statistics_of
+from quire.cachemgr.metrics import layer_group_families
 from quire.cachemgr.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller
 from quire.serving.errors import CallEnded
@@ -276,7 +277,7 @@ def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:
     ledger = make_ledger(a="alice", bbbbbbbbbb="bob")
     cache(ledger, "a", 1, 2, 3)
     told = explained(ledger, 1, 2)
-    assert (told.reason, told.missing, told.num_blocks, told.num_found) == ("none", None, 1, 1)
+    assert (told.reason, told.missing, told.num_blocks, told.num_found) == ("none", None, 1, 0)
     assert explained(ledger, 1, 2, salt=b"s").reason == "other_salt"
     other = explained(ledger, 1, 2, tenant="bob")
     assert (other.reason, other.other_tenant) == ("other_tenant", "alice")
@@ -299,11 +300,11 @@ def test_an_explanation_as_a_message() -> None:
     ledger = make_ledger(a="alice")
     cache(ledger, "a", 1, 2, 3, 4, 5)
     ledger.reset_prefix_cache(2, 3, now=8.5)
-    told = messages.encode_explanation(explained(ledger, 1, 2, 3, 4), 4, 2, offset_s=100.0)
+    told = messages.encode_explanation(explained(ledger, 1, 2, 3, 4), 2, offset_s=100.0)
     assert (told.cached_token_count, told.block_count, told.missing_block_index) == (2, 2, 1)
     assert told.lost_time.ToNanoseconds() == 108_500_000_000
     assert told.reason == cache_service_pb2.MISS_REASON_RESET
-    whole = messages.encode_explanation(explained(ledger, 1, 2), 2, 2, offset_s=0.0)
+    whole = messages.encode_explanation(explained(ledger, 1, 2), 2, offset_s=0.0)
     assert (whole.cached_token_count, whole.missing_block_index, whole.HasField("lost_time")) == (0, 1, False)
 
 
@@ -314,3 +315,35 @@ def test_tokens_that_were_evicted_and_come_again_are_counted() -> None:
     cache(ledger, "a", 1, 2, 3)
     statistics = statistics_of(ledger)
     assert (statistics.recomputed_token_count, statistics.admitted_token_count) == (2, 22)
+
+
+def test_metrics_are_labelled_by_layer_group() -> None:
+    groups = [
+        cache_service_pb2.LayerGroupStatistics(
+            active_block_count=1 + i,
+            findable_block_count=11 + i,
+            found_block_count=21 + i,
+            passed_block_count=31 + i,
+            evicted_block_count=41 + i,
+        )
+        for i in range(2)
+    ]
+    statistics = {
+        "several": cache_service_pb2.PoolStatistics(layer_groups=groups),
+        "one": cache_service_pb2.PoolStatistics(),
+    }
+    samples = {
+        (sample.name, sample.labels["layer_group"]): sample.value
+        for family in layer_group_families(statistics)
+        for sample in family.samples
+        if sample.labels["pool"] == "several"
+    }
+    names = [
+        "quire_kv_layer_group_active_blocks",
+        "quire_kv_layer_group_findable_blocks",
+        "quire_cache_layer_group_blocks_found_total",
+        "quire_cache_layer_group_blocks_passed_total",
+        "quire_cache_layer_group_blocks_evicted_total",
+    ]
+    assert samples == {(name, str(i)): 1 + 10 * k + i for k, name in enumerate(names) for i in range(2)}
+    assert sum(len(family.samples) for family in layer_group_families(statistics)) == len(samples)

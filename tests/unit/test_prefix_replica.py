@@ -29,9 +29,11 @@ def hash_of(*names: int) -> bytes:
     return sha256(bytes(names)).digest() if names else ROOT
 
 
-def stored(block_id: int, *names: int, tenant: str = "alice", salt: bytes = b"") -> pb.BlockEvent:
+def stored(block_id: int, *names: int, tenant: str = "alice", salt: bytes = b"", layer_group: int = 0) -> pb.BlockEvent:
     """A block with the content `names[-1]`, behind blocks with the others."""
-    block = pb.Block(block_id=block_id, state=ACTIVE, prefix_hash=hash_of(*names), tenant=tenant)
+    block = pb.Block(
+        block_id=block_id, state=ACTIVE, prefix_hash=hash_of(*names), tenant=tenant, layer_group=layer_group
+    )
     tokens = [names[-1], names[-1]]
     parent = hash_of(*names[:-1])
     return pb.BlockEvent(kind=STORED, block=block, token_ids=tokens, salt=salt, parent_prefix_hash=parent)
@@ -199,3 +201,14 @@ def test_consumers_know_what_can_be_found(seed: int) -> None:
         late.apply(replica.chains())
         assert late.parents == consumer.parents
         assert replica.statistics().num_published == len(consumer.parents)
+
+
+def test_blocks_of_other_layer_groups_are_left_out() -> None:
+    replica = PrefixReplica()
+    twice = [stored(1, 1), stored(2, 1, layer_group=1), stored(3, 1, 2, layer_group=1)]
+    assert replica.apply(answer(*twice)) == [chain(1)]
+    assert replica.apply(answer(removed(2))) == []
+    assert replica.apply(answer(stored(4, 1, 2))) == [chain(2, after=(1,))]
+    # The block is used for another group, with the same content.
+    assert replica.apply(answer(stored(1, 1, layer_group=1))) == [BlocksRemoved((hash_of(1, 2), hash_of(1)))]
+    assert replica.statistics().num_unknown == 0

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.cli.administer import explanation
 from quire.client.cli.demo import DemoRun, SampleGrid, report
 from quire.client.cli.generate import SampleTexts
 from quire.client.cli.render import (
@@ -174,6 +175,63 @@ def test_ratios_of_a_pool() -> None:
     empty = Snapshot(seen.pool, pb.PoolStatistics(), [], [], True)
     assert empty.used_slots_ratio is None
     assert empty.hit_ratio is None
+
+
+def windowed_snapshot() -> Snapshot:
+    """The same pool, of a model with 6 layers in 3 groups."""
+    small = snapshot()
+    small.pool.geometry.layer_groups.extend(
+        [
+            attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL, layer_count=2),
+            attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_SLIDING, window_token_count=1024, layer_count=2),
+            attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_CHUNKED, window_token_count=1, layer_count=2),
+        ]
+    )
+    small.statistics.layer_groups.extend(
+        pb.LayerGroupStatistics(
+            active_block_count=1000 + index,
+            findable_block_count=20 + index,
+            found_block_count=30 + index,
+            passed_block_count=40 + index,
+            evicted_block_count=50 + index,
+        )
+        for index in range(3)
+    )
+    return small
+
+
+def test_layer_groups_have_a_line_each() -> None:
+    text = draw(pool_view(windowed_snapshot()))
+    assert re.search(r"^ +0 +full +2 +1,000 +20 +30 +40 +50$", text, re.MULTILINE)
+    assert re.search(r"^ +1 +sliding, 1,024 tokens +2 +1,001 +21 +31 +41 +51$", text, re.MULTILINE)
+    assert re.search(r"^ +2 +chunked, 1 token +2 +1,002 +22 +32 +42 +52$", text, re.MULTILINE)
+    assert "Layer groups" not in draw(pool_view(snapshot()))
+
+
+def test_a_miss_names_its_layer_group() -> None:
+    answer = pb.ExplainPrefixResponse(
+        pool="default",
+        block_count=9,
+        missing_block_index=3,
+        missing_prefix_hash=bytes(32),
+        missing_layer_group=1,
+        reason=pb.MISS_REASON_EVICTED,
+    )
+    text = draw(explanation(answer, windowed_snapshot().pool.geometry), width=120)
+    assert re.search(r"^missing in layer group +1 \(sliding, 1,024 tokens\) *$", text, re.MULTILINE)
+    text = draw(explanation(answer, snapshot().pool.geometry), width=120)
+    assert "layer group" not in text
+    found = pb.ExplainPrefixResponse(pool="default", block_count=9, reason=pb.MISS_REASON_NONE)
+    assert "layer group" not in draw(explanation(found, windowed_snapshot().pool.geometry), width=120)
+
+
+def test_a_token_has_bytes_in_each_layer_group() -> None:
+    assert (snapshot().bytes_per_slot, snapshot().bytes_per_token) == (64, 64)
+    windowed = windowed_snapshot()
+    assert (windowed.bytes_per_slot, windowed.bytes_per_token) == (64, 3 * 64)
+    text = draw(memory_table(windowed), width=120)
+    assert f"{format_bytes(48 * 64)}" in text
+    assert f"{format_bytes(200 * 3 * 64)}" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)

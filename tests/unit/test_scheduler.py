@@ -9,12 +9,14 @@ import random
 import zlib
 from collections import abc, deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.client.engine.fairness import divide
+from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup, LayerGroupKind
 from quire.client.engine.plans import (
     Admission,
     Blocks,
@@ -35,6 +37,8 @@ from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, Qu
 
 VOCABULARY = 7
 END_TOKEN = 6
+SLIDING = LayerGroup(LayerGroupKind.SLIDING, 5)
+CHUNKED = LayerGroup(LayerGroupKind.CHUNKED, 6)
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -55,17 +59,23 @@ def expected_output(prompt: list[int], *, seed: int, max_tokens: int, ends: set[
 class Held:
     """A sequence in the model of cachemgr; a token being sampled is None.
 
+    tables    by layer group, blocks by their index
     sampled   position of the token that the worker has sampled last, and needs from no client
     """
 
     tokens: list[int | None]
-    table: list[int]
+    tables: list[dict[int, int]]
     num_scheduled: int = 0
+    num_computed: int = 0
     sampled: int | None = None
 
     @property
     def num_known(self) -> int:
         return next((i for i, token in enumerate(self.tokens) if token is None), len(self.tokens))
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for table in self.tables for block in table.values()]
 
 
 @dataclass
@@ -86,15 +96,22 @@ class Pending:
 class ModelCache:
     """cachemgr, slow and obvious."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        groups: abc.Sequence[LayerGroup] = (),
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups or (FULL,)
         self.num_host_blocks = num_host_blocks
         self.host: dict[int, tuple[Held, int]] = {}
         self.refuses_offloads = False
         self.num_blocks = num_blocks
         self.references = dict.fromkeys(range(1, num_blocks + 1), 0)
         self.pins = dict.fromkeys(range(1, num_blocks + 1), 0)
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}  # a group, and all tokens up to the block's end
         self.held: dict[int, Held] = {}
         self.steps: deque[Pending] = deque()
         self.number = self.settled = 0
@@ -132,12 +149,34 @@ class ModelCache:
                 self.pins[block] += 1
                 self.steps[-1].pinned.append(block)
 
-    def out_of_blocks(self, item: PlanItem, seq_id: int, needed: int) -> Refusal:
+    def first_needed(self, group: LayerGroup, position: int) -> int:
+        """The index of the first block that a token at a position sees."""
+        return group.first_seen(position) // self.block_size
+
+    def first_kept(self, group: LayerGroup, held: Held) -> int:
+        """The same for the last computed token, which may be computed again."""
+        return self.first_needed(group, max(0, held.num_computed - 1))
+
+    def pass_windows(self) -> None:
+        for held in self.held.values():
+            for group, table in zip(self.groups, held.tables, strict=True):
+                passed = [index for index in table if index < self.first_kept(group, held)]
+                self.let_go([table.pop(index) for index in passed])
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def end_of(self, group: LayerGroup, num_tokens: int, num_scheduled: int) -> int:
+        """The index after the last block of a table: a windowed one has none for tokens that wait."""
+        return self.blocks_for(num_tokens if group is FULL else num_scheduled)
+
+    def out_of_blocks(self, item: PlanItem, seq_id: int, needed: int, num_found: int = 0) -> Refusal:
+        """num_found: cached blocks that it would hold besides."""
         if self.limit < self.num_blocks:
-            numbers = {"needed": needed, "held": self.limit - self.room(), "limit": self.limit}
+            numbers = {"needed": needed + num_found, "held": self.limit - self.room(), "limit": self.limit}
             metadata = {name: str(number) for name, number in numbers.items()}
             return Refusal(item, seq_id, OutOfRoom("full", reason="QUOTA_EXCEEDED", metadata=metadata))
-        metadata = {"needed": str(needed), "free": str(self.room()), "retired": str(self.blocks().retired)}
+        metadata = {"needed": str(needed), "free": str(self.room() - num_found), "retired": str(self.blocks().retired)}
         return Refusal(item, seq_id, OutOfRoom("full", metadata=metadata))
 
     def num_free_host_blocks(self) -> int:
@@ -145,30 +184,34 @@ class ModelCache:
 
     def offload(self, step: Pending, seq_id: int) -> Refusal | None:
         held = self.held[seq_id]
-        count = max(1, -(-held.num_scheduled // self.block_size))
+        tables = [range(self.first_kept(g, held), self.blocks_for(held.num_scheduled)) for g in self.groups]
+        count = max(1, sum(map(len, tables)))
         if self.refuses_offloads or count > self.num_free_host_blocks():
             return Refusal(PlanItem.OFFLOAD, seq_id, error_of_reason("OUT_OF_HOST_BLOCKS", ""))
         self.host[seq_id] = self.held.pop(seq_id), count
-        for block in held.table:
+        for block in held.blocks:
             self.references[block] -= 1
             self.pins[block] += 1
-        step.pinned += held.table
-        held.table = []
+        step.pinned += held.blocks
+        held.tables = [dict.fromkeys(indexes, 0) for indexes in tables]
         step.offloaded.append(seq_id)
         return None
 
-    def restore(self, step: Pending, seq_id: int, reserve: int) -> Refusal | None:
+    def restore(self, step: Pending, seq_id: int, reserve: int, budget: int) -> Refusal | None:
         held, _ = self.host[seq_id]
+        count = min(budget, len(held.tokens) - held.num_scheduled)
         if None in held.tokens:
             return Refusal(PlanItem.RESTORE, seq_id, error_of_reason("SEQUENCE_BUSY", ""))
-        fresh = -(-len(held.tokens) // self.block_size)
+        ends = [self.end_of(group, len(held.tokens), held.num_scheduled + count) for group in self.groups]
+        tables = [range(self.first_kept(g, held), end) for g, end in zip(self.groups, ends, strict=True)]
+        fresh = sum(map(len, tables))
         needed = fresh + (reserve if self.limit == self.num_blocks else 0)
         if needed > self.room():
             return self.out_of_blocks(PlanItem.RESTORE, seq_id, needed)
         del self.host[seq_id]
         self.held[seq_id] = held
         held.sampled = None
-        held.table = self.take(fresh)
+        held.tables = [dict(zip(indexes, self.take(len(indexes)), strict=True)) for indexes in tables]
         step.restored[seq_id] = held.num_scheduled
         return None
 
@@ -179,10 +222,11 @@ class ModelCache:
         given: list[int] = []
         for seq_id in plan.release_ids:
             if (held := self.held.pop(seq_id, None)) is not None:
-                self.let_go(held.table)
+                self.let_go(held.blocks)
                 step.released.append(seq_id)
             elif self.host.pop(seq_id, None) is not None:
                 step.released.append(seq_id)
+        self.pass_windows()
         for seq_id in plan.offload_ids:
             refusal = self.offload(step, seq_id)
             refusals += [refusal] if refusal else []
@@ -191,8 +235,8 @@ class ModelCache:
             assert 1 <= num_kept <= len(held.tokens), "keeps what is not there"
             del held.tokens[num_kept:]
             held.sampled = None
-            self.let_go(held.table[-(-num_kept // self.block_size) :])
-            del held.table[-(-num_kept // self.block_size) :]
+            for table in held.tables:
+                self.let_go([table.pop(index) for index in list(table) if index >= self.blocks_for(num_kept)])
         for fork in plan.forks:
             for child_id in fork.child_ids:
                 if self.refuses_forks:
@@ -203,11 +247,22 @@ class ModelCache:
                 if parent is None:
                     refusals.append(Refusal(PlanItem.FORK, child_id, error_of_reason("SEQUENCE_NOT_FOUND", "")))
                     continue
-                table = parent.table[: -(-fork.num_tokens // self.block_size)]
-                for block in table:
-                    self.references[block] += 1
                 num_scheduled = min(fork.num_tokens - 1, parent.num_scheduled)
-                self.held[child_id] = Held(parent.tokens[: fork.num_tokens], table, num_scheduled)
+                child = Held(parent.tokens[: fork.num_tokens], [], num_scheduled)
+                child.num_computed = min(num_scheduled, parent.num_computed)
+                for group, table in zip(self.groups, parent.tables, strict=True):
+                    first, end = self.first_needed(group, num_scheduled), self.blocks_for(fork.num_tokens)
+                    child.tables.append({index: block for index, block in table.items() if first <= index < end})
+                    if not child.tables[-1].keys() >= set(range(first, self.blocks_for(num_scheduled))):
+                        error = error_of_reason("POSITION_OUT_OF_RANGE", "")
+                        refusals.append(Refusal(PlanItem.FORK, child_id, error))
+                        break
+                else:
+                    self.held[child_id] = child
+                if child_id not in self.held:
+                    continue
+                for block in child.blocks:
+                    self.references[block] += 1
                 step.forked.append((fork.parent_id, child_id, fork.num_tokens))
         for seq_id, count in zip(plan.extend_ids, plan.extend_counts, strict=True):
             refusal = self.extend(step, seq_id, count, given, plan.appended.get(seq_id, ()))
@@ -217,7 +272,7 @@ class ModelCache:
             if budget <= 0:
                 refusals.append(Refusal(PlanItem.RESTORE, seq_id, error_of_reason("TOKEN_BUDGET_SPENT", "")))
                 continue
-            refusal = self.restore(step, seq_id, plan.admission_reserve_blocks)
+            refusal = self.restore(step, seq_id, plan.admission_reserve_blocks, budget)
             if refusal is not None:
                 refusals.append(refusal)
                 continue
@@ -232,21 +287,25 @@ class ModelCache:
                 refusals.append(Refusal(PlanItem.ADMISSION, admission.seq_id, error))
                 continue
             tokens = list(admission.token_ids)
-            found = self.find(tokens)
-            fresh = -(-len(tokens) // self.block_size) - len(found)
-            evictable = sum(not self.references[b] for b in found)
+            cached, found = self.find(tokens)
+            count = min(budget, len(tokens) - cached)
+            ends = [self.end_of(group, len(tokens), cached + count) for group in self.groups]
+            fresh = sum(ends) - len(ends) * (cached // self.block_size)
+            reused = [block for table in found for block in table.values()]
+            evictable = sum(not self.references[b] for b in reused)
             # A tenant's limit knows no reserve.
             needed = fresh + (plan.admission_reserve_blocks if self.limit == self.num_blocks else 0)
             if needed > self.room() - evictable:
-                refusals.append(self.out_of_blocks(PlanItem.ADMISSION, admission.seq_id, needed))
+                refusals.append(self.out_of_blocks(PlanItem.ADMISSION, admission.seq_id, needed, evictable))
                 continue
-            for block in found:
+            for block in reused:
                 self.references[block] += 1
-            cached = len(found) * self.block_size
-            self.held[admission.seq_id] = Held(list(tokens), found + self.take(fresh), cached)
+            for end, table in zip(ends, found, strict=True):
+                indexes = range(cached // self.block_size, end)
+                table.update(zip(indexes, self.take(len(indexes)), strict=True))
+            self.held[admission.seq_id] = Held(list(tokens), found, cached, cached)
             step.admitted[admission.seq_id] = tokens[:cached]
             cached_counts.append(cached)
-            count = min(budget, len(tokens) - cached)
             budget -= count
             self.extend(step, admission.seq_id, count, given)
         self.steps.append(step)
@@ -265,15 +324,21 @@ class ModelCache:
             num_free_host_blocks=self.num_free_host_blocks(),
         )
 
-    def find(self, tokens: list[int]) -> list[int]:
-        found = []
-        for end in range(self.block_size, len(tokens), self.block_size):
-            key = tuple(tokens[:end])
-            block = next((b for b, content in self.content.items() if content == key and not self.pins[b]), None)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def find(self, tokens: list[int]) -> tuple[int, list[dict[int, int]]]:
+        """The longest prefix of which each group has what the token after it sees, and its tables."""
+        blocks = {key: block for block, key in self.content.items() if not self.pins[block]}
+        for num_found in range((len(tokens) - 1) // self.block_size * self.block_size, 0, -self.block_size):
+            tables: list[dict[int, int]] = []
+            for number, group in enumerate(self.groups):
+                indexes = range(self.first_needed(group, num_found), num_found // self.block_size)
+                ends = {index: (index + 1) * self.block_size for index in indexes}
+                found = {index: blocks.get((number, tuple(tokens[:end]))) for index, end in ends.items()}
+                tables.append({index: block for index, block in found.items() if block is not None})
+                if len(tables[-1]) < len(indexes):
+                    break
+            else:
+                return num_found, tables
+        return 0, [{} for _ in self.groups]
 
     def extend(
         self, step: Pending, seq_id: int, count: int, given: list[int], appended: abc.Sequence[int] = ()
@@ -285,18 +350,25 @@ class ModelCache:
         num_tokens = len(held.tokens) + len(appended)
         assert not appended or None not in held.tokens, "appends to a token that is being sampled"
         assert end <= num_tokens, "computes what is neither known nor being sampled"
-        if -(-end // self.block_size) > self.num_blocks:
+        if end > BlockTables(self.block_size, self.groups).max_tokens(self.num_blocks, at_most=end):
             return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_TOO_LONG", ""))
-        indexes = range(start // self.block_size, -(-max(end, num_tokens if appended else 0) // self.block_size))
-        written = indexes[: -(-end // self.block_size) - indexes.start]
-        shared = [i for i in written if i < len(held.table) and self.is_foreign(held.table[i])]
-        missing = len(shared) + max(0, indexes.stop - len(held.table))
-        if missing > self.room():
-            return self.out_of_blocks(PlanItem.EXTEND, seq_id, missing)
-        for index in shared:
-            old, (held.table[index],) = held.table[index], self.take(1)
-            self.let_go([old])
-        held.table += self.take(missing - len(shared))
+        self.check_seen(held)
+        writes: list[tuple[dict[int, int], int]] = []
+        for group, table in zip(self.groups, held.tables, strict=True):
+            stop = self.end_of(group, max(end, num_tokens if appended else 0), end)
+            written = range(start // self.block_size, self.blocks_for(end))
+            indexes = range(start // self.block_size, stop)
+            writes += [
+                (table, index)
+                for index in indexes
+                if index not in table or (index in written and self.is_foreign(table[index]))
+            ]
+        if len(writes) > self.room():
+            return self.out_of_blocks(PlanItem.EXTEND, seq_id, len(writes))
+        for table, index in writes:
+            old = table.get(index)
+            (table[index],) = self.take(1)
+            self.let_go([] if old is None else [old])
         held.tokens += appended
         if None not in held.tokens[start:end] and (start, count) != (held.sampled, 1):
             given.append(len(step.runs))
@@ -307,6 +379,11 @@ class ModelCache:
             held.sampled = len(held.tokens)
             held.tokens.append(None)
         return None
+
+    def check_seen(self, held: Held) -> None:
+        for group, table in zip(self.groups, held.tables, strict=True):
+            seen = range(self.first_needed(group, held.num_scheduled), self.blocks_for(held.num_scheduled))
+            assert table.keys() >= set(seen), "a token sees a block that was let go"
 
     def is_foreign(self, block: int) -> bool:
         return self.references[block] > 1 or block in self.content
@@ -330,10 +407,15 @@ class ModelCache:
                 continue
             if samples:
                 held.tokens[held.tokens.index(None)] = sampled[seq_id]
-            for end in range(self.block_size, start + count + 1, self.block_size):
-                key = tuple(t for t in held.tokens[:end] if t is not None)
-                if self.held.get(seq_id) is held and key not in self.content.values():
-                    self.content[held.table[end // self.block_size - 1]] = key
+            held.num_computed = start + count
+            if self.held.get(seq_id) is not held:
+                continue
+            for number, table in enumerate(held.tables):
+                for index in [index for index in table if (index + 1) * self.block_size <= start + count]:
+                    tokens = held.tokens[: (index + 1) * self.block_size]
+                    key = number, tuple(token for token in tokens if token is not None)
+                    if key not in self.content.values():
+                        self.content[table[index]] = key
 
 
 class ModelWorker:
@@ -393,7 +475,8 @@ class World:
         self.admitted: list[Admission] = []
 
     def fresh_pool(self) -> None:
-        self.cache = ModelCache(self.limits.num_blocks, self.limits.block_size, self.limits.num_host_blocks)
+        limits = self.limits
+        self.cache = ModelCache(limits.num_blocks, limits.block_size, limits.num_host_blocks, limits.layer_groups)
         self.worker = ModelWorker()
         self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
         self.outcomes: deque[tuple[dict[int, int] | None, bool]] = deque()
@@ -505,7 +588,7 @@ def everybody(scheduler: Scheduler) -> list[Sequence]:
     return [*scheduler._queues.waiting, *scheduler._queues.running, *scheduler._queues.draining, *followers, *stepping]
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: Any) -> SchedulerLimits:
     values = {
         "max_step_tokens": 16,
         "max_running_sequences": 8,
@@ -1345,11 +1428,67 @@ def test_a_restore_that_can_never_be_is_an_admission() -> None:
     offloaded = until_offloaded(world)
     lost = world.cache.host.pop(offloaded.host_id)  # as if it had never been there
     refuse = Refusal(PlanItem.RESTORE, offloaded.host_id, error_of_reason("SEQUENCE_NOT_FOUND", ""))
-    world.cache.restore = lambda step, seq_id, reserve: refuse  # type: ignore[method-assign]
+    world.cache.restore = lambda step, seq_id, reserve, budget: refuse  # type: ignore[method-assign]
     world.run()
     assert lost[0].tokens[0] == offloaded.token_ids[0]
     assert all(len(tokens) == 12 for tokens in world.output.values())
     assert world.scheduler.statistics().restores == 0
+
+
+# Layer groups.
+
+
+def test_a_prompt_is_longer_than_a_pool_whose_groups_have_windows() -> None:
+    """3 windows of 5 tokens hold 2 or 3 blocks each: 9 of 10. A whole step would need 4 blocks of each window."""
+    world = World(limits(num_blocks=10, max_sequence_tokens=1000, layer_groups=(SLIDING,) * 3))
+    (sequence,) = world.add([index % 6 for index in range(300)], max_tokens=30, ends=())
+    world.run()
+    assert world.output[sequence.arrival] == expected_of(sequence, ())
+    statistics = world.scheduler.statistics()
+    assert (statistics.preemptions, statistics.admissions) == (0, 1)
+
+
+def test_a_step_that_lacks_blocks_is_shortened_and_lengthened_again() -> None:
+    world = World(limits(num_blocks=40, max_sequence_tokens=1000, layer_groups=(SLIDING,) * 4))
+    world.cache.hogged = 24  # another client's
+    (sequence,) = world.add([index % 6 for index in range(200)], max_tokens=2, ends=())
+    sizes: list[list[int]] = [[], []]
+    while world.scheduler.has_work:
+        if sequence.num_scheduled_tokens > 100:
+            world.cache.hogged = 0
+        if len(world.flight) < 2 and world.plan():
+            sizes[world.cache.hogged == 0].append(sum(world.flight[-1][0].counts))
+        else:
+            world.end_step()
+    assert world.output[sequence.arrival] == expected_of(sequence, ())
+    assert sizes[0][0] == 16, "the first step fits, and no second one beside it"
+    assert max(sizes[0][1:]) < 16 == max(sizes[1])
+    statistics = world.scheduler.statistics()
+    assert statistics.refusals <= 6
+    assert statistics.planned_steps <= 70
+
+
+def test_a_step_is_not_shortened_without_windows() -> None:
+    world = World(limits(num_blocks=20, max_stalls=3))
+    world.cache.hogged = 17
+    world.add([1] * 16, max_tokens=2, ends=())
+    for _ in range(3):
+        world.turn()
+        world.turn()
+    assert world.scheduler.schedule().admission_token_budget == 16
+    world.cache.hogged = 0
+    world.run()
+
+
+def test_a_sample_whose_fork_is_refused_is_admitted() -> None:
+    """Its parent generates while there is no place for it, and the window of the prompt's end has gone."""
+    world = World(limits(max_running_sequences=2, layer_groups=(FULL, SLIDING)))
+    samples = world.add([1, 2, 3, 4, 5, 1], max_tokens=20, n=3, ends=())
+    world.run()
+    assert [world.output[s.arrival] for s in samples] == [expected_of(s, ()) for s in samples]
+    statistics = world.scheduler.statistics()
+    assert (statistics.admissions, statistics.forks) == (2, 1)
+    assert statistics.planned_steps <= 3 * 20 + 10
 
 
 # Everything at once.
@@ -1384,9 +1523,33 @@ tiny_worlds = st.builds(
     **host_tiers,
 )
 
+LAYER_GROUPS = [
+    (SLIDING,),
+    (CHUNKED,),
+    (FULL, SLIDING),
+    (FULL, FULL, SLIDING, replace(SLIDING, num_window_tokens=1), CHUNKED),
+]
+
+
+@st.composite
+def windowed_worlds(draw: st.DrawFn) -> SchedulerLimits:
+    """Pools in which the longest request, of 17 tokens, just fits, or a little more."""
+    groups, block_size = draw(st.sampled_from(LAYER_GROUPS)), draw(st.integers(1, 4))
+    tables = BlockTables(block_size, groups)
+    least = next(count for count in range(1, 200) if tables.max_tokens(count, at_most=17) >= 17)
+    return limits(
+        max_step_tokens=draw(st.integers(1, 9)),
+        max_running_sequences=draw(st.integers(1, 5)),
+        block_size=block_size,
+        num_blocks=least + draw(st.integers(0, 12)),
+        layer_groups=groups,
+        num_host_blocks=draw(host_tiers["num_host_blocks"]),
+        block_bytes=draw(host_tiers["block_bytes"]),
+    )
+
 
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(worlds, tiny_worlds), requests, st.data())
+@given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data())
 def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
     world = World(shape)
     left = list(wanted)
@@ -1451,7 +1614,7 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.one_of(worlds, tiny_worlds), requests, st.data())
+@given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data())
 def test_only_a_request_that_breaks_the_model_fails(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
     world = World(shape)
     sequences = []

@@ -294,6 +294,56 @@ def test_an_opened_sequence() -> None:
     )
 
 
+GROUPS = (
+    attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL, layer_count=2),
+    attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_SLIDING, window_token_count=16, layer_count=2),
+    attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_SLIDING, window_token_count=16, layer_count=2),
+)
+
+
+def windowed(**more: Any) -> Look:
+    """The same pool, of a model with a full and two sliding groups."""
+    look = page(**more)
+    look.pools[0].geometry.layer_groups.extend(GROUPS)
+    numbers = ((12, 20), (4, 6), (4, 4))
+    look.statistics["main"].layer_groups.extend(
+        pb.LayerGroupStatistics(active_block_count=held, findable_block_count=findable) for held, findable in numbers
+    )
+    return look
+
+
+def test_groups_that_see_the_same_are_added_up() -> None:
+    lines = draw(shown(look=windowed()), width=120)
+    assert " groups  full: 12 held, 20 findable   sliding, 16 tokens (2 groups): 8 held, 10 findable" in lines
+    assert not any(line.startswith(" groups") for line in draw(shown()))
+
+
+def test_an_opened_sequence_shows_the_table_of_each_group() -> None:
+    told = pb.Sequence()
+    told.CopyFrom(OPENED)
+    told.block_ids[:] = [3, 7, 90, 8, 91, 92]
+    told.block_count = 6
+    told.group_block_tables.extend(
+        pb.GroupBlockTable(passed_block_count=passed, block_count=count) for passed, count in ((0, 3), (1, 2), (2, 1))
+    )
+    place = Place(opened=("aaaa1111", 101))
+    lines = draw(shown(place, look=windowed(sequence=told)), width=120)
+    text = "\n".join(lines)
+    assert " groups  0 full: 3   1 sliding, 16 tokens: 2, 1 passed   2 sliding, 16 tokens: 1, 2 passed" in lines
+    rows = [line.split()[:6] for line in lines if re.match(r" +\d+ +\d+ +\d+ to", line)]
+    assert [(row[0], row[1], row[2], row[5]) for row in rows] == [
+        ("0", "0", "0", "3"),
+        ("0", "1", "16", "7"),
+        ("0", "2", "32", "90"),
+        ("1", "1", "16", "8"),
+        ("1", "2", "32", "91"),
+        ("2", "2", "32", "92"),
+    ]
+    assert re.search(r"^ +1 +1 +16 to 31 +8 +held +1 +5 +0  –", text, re.MULTILINE)
+    (bar,) = [line for line in lines if line.startswith(" blocks") and "computed" in line]
+    assert re.sub(r" .*", "", bar[9:]).count("·") == pytest.approx(60 * 9 / 48, abs=2), "a table has 3 blocks"
+
+
 def test_an_opened_sequence_is_scrolled() -> None:
     text = "\n".join(draw(dataclasses.replace(opened(), place=Place(opened=("aaaa1111", 101), offset=2))))
     assert "32 to 39" in text
