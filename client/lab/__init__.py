@@ -7,6 +7,7 @@ From a notebook:
     print(outcome.metrics["first_token_p50_s"])
 """
 
+from quire.cachemgr.eviction import EvictionPolicy
 from quire.client.lab.config import LabConfig, read_config
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.experiment import compare, run
@@ -19,6 +20,7 @@ __all__ = [
     "PRESETS",
     "Arrival",
     "ConfigError",
+    "EvictionPolicy",
     "LabConfig",
     "Outcome",
     "PoolState",

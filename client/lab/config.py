@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
+from quire.cachemgr._core import DEFAULT_POLICY
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.sessions import KINDS, Sessions
 from quire.client.lab.step_times import PRESETS, StepTime, calibrate
@@ -75,7 +75,7 @@ class Fleet:
 
     step                   a preset, a JSON result of `quire bench step`, or a table of coefficients (step_times.py)
     blocks                 usable blocks of a pool; 0: as many as the preset has room for
-    eviction               cachemgr's --eviction-policy
+    eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (cachemgr/eviction.py)
     separate_tenants       tenants do not find one another's prefixes, as with `--tenants` of a gateway
     """
 
@@ -95,8 +95,6 @@ class Fleet:
             "max_running_sequences": (1, 65_536), "max_step_tokens": (1, 2**20), "max_sequence_tokens": (2, 2**24),
         }  # fmt: skip
         _check("fleet", self, limits)
-        if self.eviction not in POLICIES:
-            raise ConfigError.of_field("fleet.eviction", self.eviction, f"one of {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +238,3 @@ def _fleet_of(table: dict[str, Any], folder: Path) -> Fleet:
         raise ConfigError.of_field("fleet.step", step, limit)
     fleet: Fleet = _make(Fleet, "fleet", table, step=made, blocks=num_blocks)
     return fleet
-
-
-def with_eviction(config: LabConfig, eviction: str) -> LabConfig:
-    """The same with another eviction policy."""
-    return replace(config, fleet=replace(config.fleet, eviction=eviction))

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from quire.cachemgr._core import POLICIES
+from quire.cachemgr.eviction import EvictionPolicy
 from quire.client.engine.policy import Policy, PriorityPolicy
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.routers import ROUTERS, Router
@@ -27,6 +29,16 @@ _SCHEDULER = MappingProxyType(
         "admits": (("newcomer", "view"), ()),
         "divide": (("prompts", "newcomer"), ("budget",)),
         "ended": (("sequence",), ()),
+    }
+)
+_EVICTION = MappingProxyType(
+    {
+        "__init__": (("num_blocks",), ()),
+        "admit": (("found", "fresh", "hashes"), ()),
+        "park": (("blocks",), ()),
+        "unpark": (("blocks",), ()),
+        "forget": (("blocks",), ()),
+        "evict": (("count",), ()),
     }
 )
 _Methods = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -49,6 +61,20 @@ def scheduling_policies(choice: str, folder: Path) -> Callable[[], Policy]:
     def make() -> Policy:
         with errors_of(choice, folder):
             policy: Policy = kind()
+        return policy
+
+    return make
+
+
+def eviction_policies(choice: str, folder: Path, num_blocks: int) -> Callable[[], str | EvictionPolicy]:
+    """A function that makes the eviction policy of one more pool, with so many blocks. Both raise ConfigError."""
+    if choice in POLICIES:
+        return lambda: choice
+    kind = _class_of("fleet.eviction", choice, folder, _EVICTION, tuple(POLICIES))
+
+    def make() -> EvictionPolicy:
+        with errors_of(choice, folder):
+            policy: EvictionPolicy = kind(num_blocks)
         return policy
 
     return make
@@ -88,12 +114,15 @@ def _load(field: str, path: Path) -> ModuleType:
         raise ConfigError.of_field(field, str(path), "a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: expected Python") from None
     except Exception as error:
         raise ConfigError(f"{_place_in(error, path)}: the file can't be run: {error!r}") from None
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
     return module
 
 
@@ -101,14 +130,27 @@ def _require_method(path: Path, kind: Any, name: str, positional: tuple[str, ...
     parameters = ["self", *positional, *(["*", *keywords] if keywords else [])]
     expected = f"expected def {name}({', '.join(parameters)})"
     method = getattr(kind, name, None)
-    if not callable(method):
+    if not callable(method) or method is getattr(object, name, None):
         line = inspect.getsourcelines(kind)[1]
         raise ConfigError(f"{path}:{line}: class {kind.__name__} has no method {name}: {expected}")
     try:
         inspect.signature(method).bind(None, *positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        line = method.__code__.co_firstlineno if hasattr(method, "__code__") else inspect.getsourcelines(kind)[1]
-        raise ConfigError(f"{path}:{line}: {kind.__name__}.{name} has other parameters ({error}): {expected}") from None
+        said = f"{kind.__name__}.{name} has other parameters ({error})"
+        raise ConfigError(f"{path}:{_line_of(kind, name)}: {said}: {expected}") from None
+
+
+def _line_of(kind: Any, name: str) -> int:
+    """The line where a method begins, or its class."""
+    method = getattr(kind, name)
+    line: int = method.__code__.co_firstlineno if hasattr(method, "__code__") else inspect.getsourcelines(kind)[1]
+    return line
+
+
+def wrong_result(choice: str, folder: Path, policy: object, method: str, said: str) -> ConfigError:
+    """The error for a method of a file's policy that returned what it must not."""
+    path = folder / choice.rpartition(":")[0]
+    return ConfigError(f"{path}:{_line_of(type(policy), method)}: {said}")
 
 
 @contextmanager

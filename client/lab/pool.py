@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
 from quire.cachemgr._core import Ledger
+from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
 from quire.client.channel import RetryPolicy
 from quire.client.engine.messages import decode_outcome, encode_plan
@@ -66,9 +67,12 @@ class _Sent:
 class SimulatedPool:
     """One worker. `turn` advances it; a PoolState for routers."""
 
-    def __init__(self, name: str, fleet: Fleet, policy: Policy, *, verify: bool = False) -> None:
+    def __init__(
+        self, name: str, fleet: Fleet, policy: Policy, eviction: str | EvictionPolicy, *, verify: bool = False
+    ) -> None:
         """With verify, the scheduler and the books check their invariants after each change."""
         self.name = name
+        self.eviction = eviction
         self.use = PoolUse()
         self._fleet = fleet
         geometry = Geometry(
@@ -81,7 +85,7 @@ class SimulatedPool:
             model=_MODEL,
             model_fingerprint=_MODEL,
         )
-        self._ledger = Ledger(name, _EPOCH, geometry, policy=fleet.eviction, verify=verify)
+        self._ledger = Ledger(name, _EPOCH, geometry, policy=eviction, verify=verify)
         self._ledger.open_lease(_LEASE, ttl_s=1.0, now=0.0)
         self._ledger.keep_contents(False)  # nothing here reads the tokens of blocks
         limits = SchedulerLimits(

@@ -7,10 +7,10 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
+from quire.cachemgr._core import WrongVictims
 from quire.client.errors import InvalidRequest
 from quire.client.gateway.choosing import OpenRequest, OutputLength
 from quire.client.lab.config import LabConfig
-from quire.client.lab.errors import ConfigError
 from quire.client.lab.load import make_requests
 from quire.client.lab.measures import (
     Outcome,
@@ -22,7 +22,13 @@ from quire.client.lab.measures import (
     ratio,
     summarise,
 )
-from quire.client.lab.policy_files import errors_of, make_router, scheduling_policies
+from quire.client.lab.policy_files import (
+    errors_of,
+    eviction_policies,
+    make_router,
+    scheduling_policies,
+    wrong_result,
+)
 from quire.client.lab.pool import Job, SimulatedPool, prompt_bytes
 from quire.client.lab.requests import Request
 from quire.client.lab.routers import Arrival
@@ -41,10 +47,11 @@ class Simulation:
         self.requests = make_requests(config.load, seed) if requests is None else requests
         self._router = make_router(config.policy.router, config.folder, random.Random(seed))
         make_policy = scheduling_policies(config.policy.scheduler, config.folder)
+        make_eviction = eviction_policies(config.fleet.eviction, config.folder, config.fleet.blocks)
         verify = os.environ.get("QUIRE_VERIFY") == "1"
         width = len(str(config.fleet.workers))
         self.pools = [
-            SimulatedPool(f"worker-{number:0{width}}", config.fleet, make_policy(), verify=verify)
+            SimulatedPool(f"worker-{number:0{width}}", config.fleet, make_policy(), make_eviction(), verify=verify)
             for number in range(1, config.fleet.workers + 1)
         ]
         self._index = {pool.name: index for index, pool in enumerate(self.pools)}
@@ -65,9 +72,12 @@ class Simulation:
         for number, request in enumerate(self.requests):
             if request.after is None:
                 self._push(request.at_s, _ARRIVAL, number)
-        choice = self.config.policy
-        with errors_of(choice.router, choice.scheduler, self.config.folder):
-            self._run(on_end or _ignore)
+        choice, eviction, folder = self.config.policy, self.config.fleet.eviction, self.config.folder
+        with errors_of(choice.router, choice.scheduler, eviction, folder):
+            try:
+                self._run(on_end or _ignore)
+            except WrongVictims as error:
+                raise wrong_result(eviction, folder, self.pools[0].eviction, "evict", str(error)) from None
         return self._outcome()
 
     def _run(self, on_end: OnEnd) -> None:
@@ -134,8 +144,8 @@ class Simulation:
     def _place(self, arrival: Arrival) -> SimulatedPool:
         placed = self._router.place(arrival, self.pools)
         if not isinstance(placed, SimulatedPool) or self._index.get(placed.name) is None:
-            choice = self.config.policy.router
-            raise ConfigError(f"{choice}: place returned {placed!r}: must return one of the pools that it was given")
+            said = f"place returned {placed!r}: must return one of the pools that it was given"
+            raise wrong_result(self.config.policy.router, self.config.folder, self._router, "place", said)
         return placed
 
     def _on_first(self, job: Job) -> None:

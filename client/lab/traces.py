@@ -3,6 +3,7 @@
     Mooncake    JSON lines with hash_ids: blocks of 512 tokens, each id standing for the whole prefix
     Quire       JSON lines with block_runs, as in benchmarks/traces: blocks of 16 tokens, runs of such ids
     Azure       a table with TIMESTAMP, ContextTokens and GeneratedTokens, or t_ms, input_tokens and output_tokens
+    BurstGPT    a table with Timestamp, Request tokens and Response tokens, a dataset of vLLM's benchmarks
     ShareGPT    a JSON list of conversations, the dataset of vLLM's and SGLang's benchmarks
 
 Files may be compressed with gzip. Only identities and lengths of blocks are known, not tokens, so tokens are derived
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import numpy as np
@@ -67,10 +69,13 @@ def _form_of(beginning: str) -> Callable[[TextIO], Iterator[Any]]:
         return _conversations
     if beginning.lstrip().startswith("{"):
         return _json_lines
-    header = beginning.partition("\n")[0].strip().split(",")
-    if header[:3] in (["TIMESTAMP", "ContextTokens", "GeneratedTokens"], ["t_ms", "input_tokens", "output_tokens"]):
+    if not _columns_of(beginning.partition("\n")[0]).isdisjoint(_TABLES):
         return _table
-    raise ValueError("begins like none of the known forms: Mooncake, Quire, Azure, ShareGPT")
+    raise ValueError("begins like none of the known forms: Mooncake, Quire, Azure, BurstGPT, ShareGPT")
+
+
+def _columns_of(header: str) -> set[str]:
+    return set(header.strip().split(","))
 
 
 def _json_lines(file: TextIO) -> Iterator[_Record]:
@@ -88,13 +93,31 @@ def _json_lines(file: TextIO) -> Iterator[_Record]:
         yield _Record(at_s, num_prompt, num_output, ids[:num_full], size, record.get("session"))
 
 
+def _seconds_of_date(time: str) -> float:
+    return datetime.fromisoformat(time[:26]).timestamp()
+
+
+# By the column with the time: those with the tokens of the prompt and of the answer, and the time in seconds.
+_TABLES: Mapping[str, tuple[str, str, Callable[[str], float]]] = MappingProxyType(
+    {
+        "TIMESTAMP": ("ContextTokens", "GeneratedTokens", _seconds_of_date),
+        "t_ms": ("input_tokens", "output_tokens", lambda time: float(time) / 1e3),
+        "Timestamp": ("Request tokens", "Response tokens", float),
+    }
+)
+
+
 def _table(file: TextIO) -> Iterator[_Record]:
+    """A request without an answer has failed (BurstGPT), and is left out."""
     first_s: float | None = None
-    for row in csv.reader(islice(file, 1, None)):
-        time, num_prompt, num_output = row[0], int(row[1]), int(row[2])
-        at_s = float(time) / 1e3 if time.replace(".", "").isdigit() else datetime.fromisoformat(time[:26]).timestamp()
+    rows = csv.DictReader(file)
+    time = next(name for name in rows.fieldnames or () if name in _TABLES)
+    prompt, output, seconds = _TABLES[time]
+    for row in rows:
+        at_s, num_prompt, num_output = seconds(row[time]), int(row[prompt]), int(row[output])
         first_s = at_s if first_s is None else first_s
-        yield _Record(at_s - first_s, num_prompt, max(1, num_output))
+        if num_prompt and num_output:
+            yield _Record(at_s - first_s, num_prompt, num_output)
 
 
 def _requests_of(records: Sequence[_Record]) -> list[Request]:

@@ -26,6 +26,13 @@ SHARING = (
     "docs/tutorials/why-did-my-prefix-miss.md",
 )
 
+# Those of `quire lab`, which need no services. The last two take half a minute of processor time and more.
+LAB = (
+    "docs/tutorials/try-a-router.md",
+    pytest.param("docs/tutorials/try-a-scheduler.md", marks=pytest.mark.verify),
+    pytest.param("docs/tutorials/try-an-eviction-policy.md", marks=pytest.mark.verify),
+)
+
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Path]:
@@ -64,8 +71,9 @@ def test_which_pool(folder: Path) -> None:
     follow("docs/tutorials/which-pool.md", test=THIS, folder=folder)
 
 
-def test_try_a_router(folder: Path) -> None:
-    follow("docs/tutorials/try-a-router.md", test=THIS, folder=folder)
+@pytest.mark.parametrize("page", LAB)
+def test_a_tutorial_in_virtual_time(page: str, folder: Path) -> None:
+    follow(page, test=THIS, folder=folder)
 
 
 def test_tls_and_two_tenants(folder: Path) -> None:

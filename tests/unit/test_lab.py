@@ -166,7 +166,6 @@ def test_tenants_have_their_parts_and_may_have_their_own_prefixes() -> None:
         ({"fleet": {"workers": 0}}, "fleet.workers is 0: must be 1 to 1000"),
         ({"fleet": {"workers": "two"}}, "fleet.workers is 'two': must be a whole number"),
         ({"fleet": {"wokers": 2}}, "fleet.wokers is unknown: must be one of step, blocks, workers"),
-        ({"fleet": {"eviction": "fifo"}}, "fleet.eviction is 'fifo': must be one of "),
         ({"fleet": {"step": "h1000"}}, "fleet.step is 'h1000': must be one of h100-8b, h200-70b"),
         ({"fleet": {"step": {"form": "additive"}}}, "fleet.step.base_s is missing"),
         ({"fleet": {"step": STEP | {"token_s": -1}}}, "fleet.step.token_s is -1: must be seconds"),
@@ -235,7 +234,7 @@ WRONG_POLICIES = {
     ),
     "router, no pool": (
         "class First:\n    def place(self, request, pools):\n        return 0\n",
-        r"place returned 0: must return one of the pools",
+        r"mine.py:2: place returned 0: must return one of the pools",
     ),
     "scheduler, no method": (
         "class First: pass\n",
@@ -266,6 +265,15 @@ def test_policies_from_files_are_used(tmp_path: Path) -> None:
     outcome = run(config(policy={"router": "mine.py:First", "scheduler": "mine.py:Mine"}, folder=tmp_path))
     assert [pool["requests"] for pool in outcome.pools] == [60, 0, 0]
     assert outcome.metrics != run(config(policy={"router": "mine.py:First"}, folder=tmp_path)).metrics
+
+
+def test_a_policy_file_imports_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "base_of_mine.py").write_text(GOOD_ROUTER)
+    (tmp_path / "mine.py").write_text("from base_of_mine import First\n\nclass Mine(First):\n    pass\n")
+    before = list(sys.path)
+    outcome = run(config(policy={"router": "mine.py:Mine"}, folder=tmp_path))
+    assert [pool["requests"] for pool in outcome.pools] == [60, 0, 0]
+    assert sys.path == before
 
 
 def test_a_choice_that_is_neither_name_nor_file_lists_the_names() -> None:
@@ -342,6 +350,34 @@ def test_azures_own_table_and_sharegpt_are_read(tmp_path: Path) -> None:
         make_requests(config({"trace": str(talk)}).load, 1)
     timed = make_requests(config({"trace": str(talk), "rate": 2.0, "think_s": 3.0}).load, 1)
     assert (timed[0].at_s > 0, timed[1].at_s) == (True, 3.0)
+
+
+@pytest.mark.parametrize("columns", ["", "Session ID,Elapsed time,"])
+def test_burstgpt_is_read_without_the_requests_that_failed(columns: str, tmp_path: Path) -> None:
+    """Both forms that are published: times in seconds, and of the later one two more columns."""
+    path = tmp_path / "burst.csv"
+    more = "7,1.5," if columns else ""
+    rows = ["5,{}ChatGPT,472,18,490,Conversation log", "45,{}ChatGPT,1087,0,1087,Conversation log",
+            "118,{}GPT-4,417,276,693,API log", "120,{}GPT-4,0,0,0,API log"]  # fmt: skip
+    header = f"Timestamp,{columns}Model,Request tokens,Response tokens,Total tokens,Log Type"
+    path.write_text("\n".join([header, *(row.format(more) for row in rows)]) + "\n")
+    first, second = read_trace(path)
+    assert (first.at_s, first.num_prompt, first.num_output) == (0.0, 472, 18)
+    assert (second.at_s, second.num_prompt, second.num_output) == (113.0, 417, 276)
+    assert first.session != second.session
+
+
+def test_the_generators_of_other_benchmarks_can_be_asked_for() -> None:
+    """SGLang's generated-shared-prefix: groups, a system prompt, a question and an answer of fixed lengths."""
+    sessions = {
+        "kind": "chat", "turns": 1, "spread": 0, "system_prompts": 4, "system_tokens": 128, "first_tokens": 32,
+        "output_tokens": 16,
+    }  # fmt: skip
+    requests = make_requests(config({"sessions": sessions, "requests": 50}).load, 1)
+    assert {(each.num_prompt, each.num_output) for each in requests} == {(160, 16)}
+    prompts = [each.content.tokens()[:160] for each in requests]
+    assert len({prompt[:128].tobytes() for prompt in prompts}) == 4
+    assert len({prompt[128:].tobytes() for prompt in prompts}) == 50
 
 
 @pytest.mark.parametrize(
