@@ -115,6 +115,11 @@ inline plan_step(l) {
         :: else
         fi
     }
+    if
+    :: FAULT == FAULT_WRITTEN_BEFORE_PASSED -> tell_changes(l)
+    :: else
+    fi;
+    pass_windows(l);
     tell_changes(l);
     rest_all();
     if
@@ -153,18 +158,22 @@ inline say_plan(l) {
     printf("cachemgr %d plans step %d of lease %d: epoch %d, known %d, releases %d",
            m, grant[n].number, l, grant[n].epoch, grant[n].known, grant[n].released);
     for (q1 : 0 .. SEQS - 1) {
-        if
-        :: grant[n].copy_to[q1] -> printf(", copies %d to %d", grant[n].copy_from[q1], grant[n].copy_to[q1])
-        :: else
-        fi;
+        for (i1 : 0 .. GROUPS - 1) {
+            if
+            :: grant[n].copy_to[q1 * GROUPS + i1] ->
+                printf(", copies %d to %d", grant[n].copy_from[q1 * GROUPS + i1], grant[n].copy_to[q1 * GROUPS + i1])
+            :: else
+            fi
+        }
         if
         :: grant[n].end[q1] -> printf(", runs sequence %d from %d to %d", q1, grant[n].start[q1], grant[n].end[q1])
         :: else
         fi;
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: grant[n].table[q1 * TABLE + i1] ->
-                printf(", block %d is in %d[%d]", grant[n].table[q1 * TABLE + i1], q1, i1)
+            :: grant[n].table[q1 * PLACES + i1] ->
+                printf(", block %d is in %d[%d]", grant[n].table[q1 * PLACES + i1], q1, i1)
+            :: (grant[n].passed & BIT(q1 * PLACES + i1)) -> printf(", %d[%d] is passed", q1, i1)
             :: else
             fi
         }
@@ -174,9 +183,9 @@ inline say_plan(l) {
 
 inline release(l) {
     s1 = SEQ(l, q1);
-    for (i1 : 0 .. TABLE - 1) {
+    for (i1 : 0 .. PLACES - 1) {
         if
-        :: i1 < table_length[s1] -> let_go(table[AT(s1, i1)], last)
+        :: HAS(s1, i1) -> let_go(table[AT(s1, i1)], last)
         :: else
         fi
     }
@@ -185,11 +194,51 @@ inline release(l) {
     grant[n].released = grant[n].released | BIT(q1)
 }
 
+/* No later token sees these blocks. The last computed token may be computed again. */
+inline pass_windows(l) {
+#if WINDOW
+    for (q1 : 0 .. SEQS - 1) {
+        s1 = SEQ(l, q1);
+        to = (FAULT == FAULT_PASSED_BY_SCHEDULED -> scheduled[s1] : computed[s1]);
+        for (i1 : TABLE .. PLACES - 1) {
+            if
+            :: HELD(l, q1) && HAS(s1, i1) && to > 0 && INDEX(i1) < FIRST_NEEDED(i1, to - 1) ->
+                MARK(REACH_PASSED);
+                if
+                :: last != NO_STEP -> MARK(REACH_PASSED_IN_FLIGHT)
+                :: else
+                fi;
+                let_go(table[AT(s1, i1)], last);
+                table[AT(s1, i1)] = 0;
+                grant[n].passed = grant[n].passed | BIT(q1 * PLACES + i1)
+            :: else
+            fi
+        }
+    }
+#else
+    skip
+#endif
+}
+
+/* Positions before this one can't be computed again: blocks that they see are gone. It is `least`. */
+inline find_least(s) {
+    least = 0;
+#if WINDOW
+    for (i1 : TABLE .. PLACES - 1) {
+        if
+        :: INDEX(i1) < table_length[s] && table[AT(s, i1)] == 0 && FAULT != FAULT_LOST_POSITION ->
+            least = (INDEX(i1) + 1) * BLOCK_SIZE + WINDOW - 1
+        :: else
+        fi
+    }
+#endif
+}
+
 inline tell_changes(l) {
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: (changes[l] & BIT(q1 * TABLE + i1)) && HELD(l, q1) && i1 < table_length[SEQ(l, q1)] &&
+            :: (changes[l] & BIT(q1 * PLACES + i1)) && HELD(l, q1) && HAS(SEQ(l, q1), i1) &&
                 FAULT != FAULT_CHANGES_NOT_TOLD ->
                 tell(q1, i1)
             :: else
@@ -199,19 +248,26 @@ inline tell_changes(l) {
     changes[l] = 0
 }
 
-inline tell(q, i) { grant[n].written = grant[n].written | BIT((q) * TABLE + (i)) }
+inline tell(q, i) { grant[n].written = grant[n].written | BIT((q) * PLACES + (i)) }
 
 inline trim(l) {
     s1 = SEQ(l, q1);
+    find_least(s1);
+    if
+    :: c_trim_to >= least -> trim_to(l)
+    :: else -> MARK(REACH_POSITION_LOST)
+    fi
+}
+
+inline trim_to(l) {
     code[s1] = PREFIX(code[s1], length[s1], c_trim_to);
     length[s1] = c_trim_to;
     computed[s1] = MIN(computed[s1], c_trim_to);
     scheduled[s1] = MIN(scheduled[s1], c_trim_to);
     num_published[s1] = MIN(num_published[s1], c_trim_to / BLOCK_SIZE);
-    for (i1 : 0 .. TABLE - 1) {
+    for (i1 : 0 .. PLACES - 1) {
         if
-        :: i1 >= NUM_BLOCKS(c_trim_to) && i1 < table_length[s1] ->
-            let_go(table[AT(s1, i1)], last); table[AT(s1, i1)] = 0
+        :: INDEX(i1) >= NUM_BLOCKS(c_trim_to) && HAS(s1, i1) -> let_go(table[AT(s1, i1)], last); table[AT(s1, i1)] = 0
         :: else
         fi
     }
@@ -236,8 +292,9 @@ inline limit_runs(l, q, num_tokens) {
 /* The child has the parent's blocks and computes its last token again. */
 inline fork(l) {
     find_unused(l);
+    find_least(SEQ(l, q1));
     if
-    :: child != NONE && c_fork_at <= length[SEQ(l, q1)] ->  /* a trim in the same plan may have left it shorter */
+    :: child != NONE && c_fork_at <= length[SEQ(l, q1)] && c_fork_at > least ->  /* a trim in the same plan may have left it shorter */
         s1 = SEQ(l, q1); s2 = SEQ(l, child);
         holds[s2] = SEQUENCE;
         code[s2] = PREFIX(code[s1], length[s1], c_fork_at);
@@ -246,9 +303,9 @@ inline fork(l) {
         computed[s2] = MIN(computed[s1], scheduled[s2]);
         num_published[s2] = MIN(num_published[s1], scheduled[s2] / BLOCK_SIZE);
         table_length[s2] = MIN(table_length[s1], NUM_BLOCKS(c_fork_at));
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: i1 < table_length[s2] ->
+            :: INDEX(i1) < table_length[s2] && table[AT(s1, i1)] ->
                 table[AT(s2, i1)] = table[AT(s1, i1)]; acquire(table[AT(s1, i1)]); tell(child, i1)
             :: else
             fi
@@ -290,14 +347,14 @@ inline extend(l) {
 #if FAULT == FAULT_WRITE_SHARED
 #define IS_FOREIGN(block) 0
 #else
-#define IS_FOREIGN(block) (REF(m, block) != 1 || PUBLISHED(m, block) != 0)
+#define IS_FOREIGN(block) ((block) && (REF(m, block) != 1 || PUBLISHED(m, block) != 0))
 #endif
 
 inline make_writable(l) {
-    need = NUM_BLOCKS(to) - MIN(NUM_BLOCKS(to), table_length[s1]);
-    for (i1 : 0 .. TABLE - 1) {
+    need = GROUPS * (NUM_BLOCKS(to) - MIN(NUM_BLOCKS(to), table_length[s1]));
+    for (i1 : 0 .. PLACES - 1) {
         if
-        :: i1 >= from / BLOCK_SIZE && i1 < MIN(NUM_BLOCKS(to), table_length[s1]) && IS_FOREIGN(table[AT(s1, i1)]) ->
+        :: INDEX(i1) >= from / BLOCK_SIZE && INDEX(i1) < MIN(NUM_BLOCKS(to), table_length[s1]) && IS_FOREIGN(table[AT(s1, i1)]) ->
             need++
         :: else
         fi
@@ -306,22 +363,23 @@ inline make_writable(l) {
     ok = (need <= count);
     if
     :: ok ->
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             b = table[AT(s1, i1)];
             if
-            :: i1 >= from / BLOCK_SIZE && i1 < MIN(NUM_BLOCKS(to), table_length[s1]) && IS_FOREIGN(b) ->
+            :: INDEX(i1) >= from / BLOCK_SIZE && INDEX(i1) < MIN(NUM_BLOCKS(to), table_length[s1]) && IS_FOREIGN(b) ->
                 allocate();
                 table[AT(s1, i1)] = found;
                 tell(q1, i1);
                 if
-                :: i1 * BLOCK_SIZE < from ->
-                    grant[n].copy_from[q1] = b; grant[n].copy_to[q1] = found;
+                :: INDEX(i1) * BLOCK_SIZE < from ->
+                    grant[n].copy_from[q1 * GROUPS + GROUP(i1)] = b;
+                    grant[n].copy_to[q1 * GROUPS + GROUP(i1)] = found;
                     let_go(b, (FAULT == FAULT_COPY_SOURCE_NOT_PINNED -> NO_STEP : n))
                 :: else -> let_go(b, last)
                 fi
-            :: i1 >= from / BLOCK_SIZE && i1 < MIN(NUM_BLOCKS(to), table_length[s1]) && !IS_FOREIGN(b) ->
+            :: INDEX(i1) >= from / BLOCK_SIZE && INDEX(i1) < MIN(NUM_BLOCKS(to), table_length[s1]) && !IS_FOREIGN(b) ->
                 forget_claims(l)
-            :: i1 >= table_length[s1] && i1 < NUM_BLOCKS(to) -> allocate(); table[AT(s1, i1)] = found; tell(q1, i1)
+            :: INDEX(i1) >= table_length[s1] && INDEX(i1) < NUM_BLOCKS(to) -> allocate(); table[AT(s1, i1)] = found; tell(q1, i1)
             :: else
             fi
         }
@@ -350,12 +408,12 @@ inline check_refusal() {
 inline forget_claims(l) {
     for (q3 : 0 .. SEQS - 1) {
         s3 = SEQ(l, q3);
-        for (i5 : 0 .. TABLE - 1) {
+        for (i5 : 0 .. PLACES - 1) {
             if
-            :: holds[s3] == RELEASED && i5 < table_length[s3] && table[AT(s3, i5)] == b &&
+            :: holds[s3] == RELEASED && INDEX(i5) < table_length[s3] && table[AT(s3, i5)] == b &&
                 FAULT != FAULT_CLAIM_OF_RELEASED ->
                 MARK(REACH_CLAIM_FORGOTTEN);
-                limit_runs(l, q3, i5 * BLOCK_SIZE)
+                limit_runs(l, q3, INDEX(i5) * BLOCK_SIZE)
             :: else
             fi
         }
@@ -365,9 +423,9 @@ inline forget_claims(l) {
 inline schedule(l) {
     s1 = SEQ(l, q1);
     from = grant[n].start[q1]; to = grant[n].end[q1];
-    for (i1 : 0 .. TABLE - 1) {
+    for (i1 : 0 .. PLACES - 1) {
         if
-        :: i1 >= from / BLOCK_SIZE && i1 < NUM_BLOCKS(to) ->
+        :: INDEX(i1) >= from / BLOCK_SIZE && INDEX(i1) < NUM_BLOCKS(to) ->
             REQUIRE(REF(m, table[AT(s1, i1)]) == 1 && PUBLISHED(m, table[AT(s1, i1)]) == 0, I3)
         :: else
         fi
@@ -392,26 +450,26 @@ inline admit(l) {
         find_prefix(l);
         count_allocatable();
         if
-        :: NUM_BLOCKS(PROMPT) - first <= count - need ->
+        :: GROUPS * (NUM_BLOCKS(PROMPT) - first) <= count - need ->
             holds[s1] = SEQUENCE;
             computed[s1] = num_published[s1] * BLOCK_SIZE;
             table_length[s1] = NUM_BLOCKS(PROMPT);
-            for (i1 : 0 .. TABLE - 1) {
+            for (i1 : 0 .. PLACES - 1) {
                 if
-                :: i1 < first -> acquire(table[AT(s1, i1)]); tell(q1, i1)
+                :: INDEX(i1) < first && table[AT(s1, i1)] -> acquire(table[AT(s1, i1)]); tell(q1, i1)
                 :: else
                 fi
             }
-            for (i1 : 0 .. TABLE - 1) {
+            for (i1 : 0 .. PLACES - 1) {
                 if
-                :: i1 >= first && i1 < NUM_BLOCKS(PROMPT) -> allocate(); table[AT(s1, i1)] = found; tell(q1, i1)
+                :: INDEX(i1) >= first && INDEX(i1) < NUM_BLOCKS(PROMPT) -> allocate(); table[AT(s1, i1)] = found; tell(q1, i1)
                 :: else
                 fi
             }
             grant[n].start[q1] = first * BLOCK_SIZE; grant[n].end[q1] = PROMPT;
             schedule(l)
         :: else ->
-            need = NUM_BLOCKS(PROMPT) - first + need;
+            need = GROUPS * (NUM_BLOCKS(PROMPT) - first) + need;
             check_refusal();
             clear_sequence(s1)
         fi
@@ -419,29 +477,86 @@ inline admit(l) {
     fi
 }
 
+#define MOST_FOUND ((PROMPT - 1) / BLOCK_SIZE)
+
 /* The longest known prefix: published blocks, and such as steps in flight of this lease, or this one, fill. `first` is
    the number of blocks found, `need` how many of them are cached: taking them leaves less for others. */
 inline find_prefix(l) {
-    first = 0; need = 0; ok = 1; all_found = 1;
-    for (i1 : 0 .. (PROMPT - 1) / BLOCK_SIZE) {
+    first = 0; need = 0;
+    for (i3 : 1 .. MOST_FOUND) { find_hit(l) }
+    num_published[s1] = first;
+    for (i1 : 0 .. PLACES - 1) {
         if
-        :: ok && i1 < (PROMPT - 1) / BLOCK_SIZE ->
-            h1 = HASH(TENANT(l), PREFIX(code[s1], PROMPT, (i1 + 1) * BLOCK_SIZE));
-            find_published();
+        :: INDEX(i1) < first && INDEX(i1) >= FIRST_NEEDED(i1, first * BLOCK_SIZE) ->
+            find_known(l);
+            mark_shared(l);
+            table[AT(s1, i1)] = found;
+            need = need + (found && STATE(m, found) == CACHED);
             if
-            :: found == 0 -> all_found = 0; find_filled(l)
-            :: else -> mark_shared(l)
-            fi;
-            if
-            :: found ->
-                table[AT(s1, i1)] = found; first++;
-                num_published[s1] = num_published[s1] + all_found;
-                need = need + (STATE(m, found) == CACHED)
-            :: else -> ok = 0
+            :: GROUP(i1) -> MARK(REACH_WINDOW_HIT)
+            :: else
             fi
         :: else
         fi
     }
+    for (i3 : 0 .. MOST_FOUND - 1) {
+        if
+        :: i3 == first -> find_shareable(l)
+        :: else
+        fi
+    }
+}
+
+/* A prefix of i3 blocks is one if the full group has them all, and the other one has those that the next token sees. */
+inline find_hit(l) {
+    ok = 1;
+    for (i1 : 0 .. PLACES - 1) {
+        if
+        :: INDEX(i1) < i3 && INDEX(i1) >= FIRST_NEEDED(i1, i3 * BLOCK_SIZE) ->
+            find_known(l);
+            if
+            :: !found && GROUP(i1) && ok -> MARK(REACH_WINDOW_GONE)
+            :: else
+            fi;
+            ok = ok && (found || (FAULT == FAULT_WINDOW_MISSED && GROUP(i1)))
+        :: else
+        fi
+    }
+    if
+    :: ok -> first = i3
+    :: else
+    fi
+}
+
+inline find_known(l) {
+    h1 = HASH(HASH_SPACE(l, i1), PREFIX(code[s1], PROMPT, (INDEX(i1) + 1) * BLOCK_SIZE));
+    find_published()
+}
+
+/* One block more, of every group. */
+inline find_shareable(l) {
+    ok = 1;
+    for (i1 : 0 .. PLACES - 1) {
+        if
+        :: INDEX(i1) == i3 ->
+            find_known(l);
+            if
+            :: found == 0 -> find_filled(l)
+            :: else -> mark_shared(l)
+            fi;
+            table[AT(s1, i1)] = found;
+            ok = ok && found
+        :: else
+        fi
+    }
+    for (i1 : 0 .. PLACES - 1) {
+        if
+        :: INDEX(i1) == i3 && ok -> need = need + (STATE(m, table[AT(s1, i1)]) == CACHED)
+        :: INDEX(i1) == i3 && !ok -> table[AT(s1, i1)] = 0
+        :: else
+        fi
+    }
+    first = first + ok
 }
 
 inline find_published() {
@@ -461,8 +576,8 @@ inline find_filled(l) {
             if
             :: found == 0 && g1 >= settled[l] && g1 <= planned[l] && (!step[g2].doomed || FAULT ==
                 FAULT_DOOMED_SHARED) &&
-               step[g2].end[q2] && i1 >= step[g2].start[q2] / BLOCK_SIZE && i1 < step[g2].end[q2] / BLOCK_SIZE &&
-               HASH(TENANT(l), PREFIX(code[s2], length[s2], (i1 + 1) * BLOCK_SIZE)) == h1 &&
+               step[g2].end[q2] && INDEX(i1) >= step[g2].start[q2] / BLOCK_SIZE && INDEX(i1) < step[g2].end[q2] / BLOCK_SIZE &&
+               HASH(HASH_SPACE(l, i1), PREFIX(code[s2], length[s2], (INDEX(i1) + 1) * BLOCK_SIZE)) == h1 &&
                (STATE(m, table[AT(s2, i1)]) == ACTIVE || PUBLISHED(m, table[AT(s2, i1)])) ->
                 found = table[AT(s2, i1)];
                 MARK(REACH_SHARED_UNFINISHED)
@@ -488,17 +603,20 @@ inline mark_shared(l) {
 /* What the worker's own tables have to be when the step runs, and what the step touches. */
 inline write_ghosts(l) {
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. TABLE - 1) {
-            grant[n].table[q1 * TABLE + i1] = (HELD(l, q1) -> table[AT(SEQ(l, q1), i1)] : 0);
+        for (i1 : 0 .. PLACES - 1) {
+            grant[n].table[q1 * PLACES + i1] = (HELD(l, q1) -> table[AT(SEQ(l, q1), i1)] : 0);
             if
-            :: grant[n].end[q1] && i1 < NUM_BLOCKS(grant[n].end[q1]) ->
+            :: grant[n].end[q1] && INDEX(i1) < NUM_BLOCKS(grant[n].end[q1]) &&
+                INDEX(i1) >= FIRST_NEEDED(i1, grant[n].start[q1]) ->
                 grant[n].touches = grant[n].touches | BIT(table[AT(SEQ(l, q1), i1)])
             :: else
             fi
         }
+    }
+    for (i1 : 0 .. SEQS * GROUPS - 1) {
         if
-        :: grant[n].copy_to[q1] ->
-            grant[n].touches = grant[n].touches | BIT(grant[n].copy_from[q1]) | BIT(grant[n].copy_to[q1])
+        :: grant[n].copy_to[i1] ->
+            grant[n].touches = grant[n].touches | BIT(grant[n].copy_from[i1]) | BIT(grant[n].copy_to[i1])
         :: else
         fi
     }
@@ -554,13 +672,12 @@ inline enter_computed(l) {
 
 /* Full blocks before this position can be found from here on; where another block holds the same, take that. */
 inline publish_run(l, q, num_tokens) {
-    for (i1 : 0 .. TABLE - 1) {
+    for (i1 : 0 .. PLACES - 1) {
         s1 = SEQ(l, q);
         b = table[AT(s1, i1)];
         if
-        :: i1 >= num_published[s1] && i1 < (num_tokens) / BLOCK_SIZE ->
-            h1 = HASH(TENANT(l), PREFIX(code[s1], length[s1], (i1 + 1) * BLOCK_SIZE));
-            num_published[s1] = i1 + 1;
+        :: INDEX(i1) >= num_published[s1] && INDEX(i1) < (num_tokens) / BLOCK_SIZE && b ->
+            h1 = HASH(HASH_SPACE(l, i1), PREFIX(code[s1], length[s1], (INDEX(i1) + 1) * BLOCK_SIZE));
             find_published();
             if
             :: found == 0 -> REQUIRE(PUBLISHED(m, b) == 0, I3); PUBLISHED(m, b) = h1
@@ -568,7 +685,7 @@ inline publish_run(l, q, num_tokens) {
                 MARK(REACH_BLOCK_SWAPPED);
                 acquire(found);
                 table[AT(s1, i1)] = found;
-                changes[l] = changes[l] | BIT(q * TABLE + i1);
+                changes[l] = changes[l] | BIT(q * PLACES + i1);
                 if
                 :: FAULT != FAULT_REFERENCE_LEFT -> let_go(b, last)
                 :: else
@@ -578,6 +695,7 @@ inline publish_run(l, q, num_tokens) {
         :: else
         fi
     }
+    num_published[s1] = MAX(num_published[s1], (num_tokens) / BLOCK_SIZE)
 }
 
 /* A step computed nothing: what was planned before that was known will compute nothing either. */
@@ -617,16 +735,16 @@ inline clear_step(g) {
 inline clear_sequence(s) {
     holds[s] = NOBODY; code[s] = 0; length[s] = 0; scheduled[s] = 0; computed[s] = 0; num_published[s] = 0;
     table_length[s] = 0;
-    for (i5 : 0 .. TABLE - 1) { table[AT(s, i5)] = 0 }
+    for (i5 : 0 .. PLACES - 1) { table[AT(s, i5)] = 0 }
 }
 
 /* All of a lease's blocks come back. */
 inline close_lease(l) {
     for (q1 : 0 .. SEQS - 1) {
         s1 = SEQ(l, q1);
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: holds[s1] == SEQUENCE && i1 < table_length[s1] -> REF(m, table[AT(s1, i1)])--
+            :: holds[s1] == SEQUENCE && HAS(s1, i1) -> REF(m, table[AT(s1, i1)])--
             :: else
             fi
         }
@@ -663,14 +781,14 @@ inline check_books(manager) {
 inline check_holders() {
     count = 0; s2 = NONE;
     for (s1 : 0 .. LEASES * SEQS - 1) {
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: MANAGER(LEASE_OF(s1)) == m && holds[s1] == SEQUENCE && i1 < table_length[s1] && table[AT(s1, i1)] == b ->
+            :: MANAGER(LEASE_OF(s1)) == m && holds[s1] == SEQUENCE && INDEX(i1) < table_length[s1] && table[AT(s1, i1)] == b ->
                 count++;
                 if
                 :: s2 != NONE ->
                     REQUIRE(i1 == i2, I4);
-                    x = MIN(MIN(length[s1], length[s2]), (i1 + 1) * BLOCK_SIZE);
+                    x = MIN(MIN(length[s1], length[s2]), (INDEX(i1) + 1) * BLOCK_SIZE);
                     REQUIRE(KV(TENANT(LEASE_OF(s1)), PREFIX(code[s1], length[s1], x)) == KV(TENANT(LEASE_OF(s2)),
                         PREFIX(code[s2], length[s2], x)), I4)
                 :: else

@@ -169,6 +169,30 @@ CONFIGURATIONS = (
         ("EVICTION", "WAITS_FOR_RETIRED"),
     ),
     Configuration(
+        "windows",
+        "LEASES=1 SEQS=2 STEPS=4 BLOCKS=5 BLOCK_SIZE=2 TABLE=2 PROMPT=3 WINDOW=2 TRIMS=1 FORKS=1 EXTENDS=1 FAILURES=1",
+        "STEPS=5 ITEMS=2 QUEUE=8",
+        ("PASSED", "PASSED_IN_FLIGHT", "POSITION_LOST", "WINDOW_HIT", "COPY", "SHARED_UNFINISHED"),
+    ),
+    Configuration(
+        "window_hits",
+        "LEASES=1 SEQS=2 STEPS=4 BLOCKS=5 TABLE=2 PROMPT=2 WINDOW=2 TOKENS=2 ITEMS=2 FAILURES=1",
+        "STEPS=5 SKIPS=1",
+        ("WINDOW_HIT", "WINDOW_GONE", "EVICTION", "SHARED_UNFINISHED"),
+    ),
+    Configuration(
+        "window_leases",
+        "LEASES=2 SEQS=1 STEPS=2 BLOCKS=4 TABLE=2 PROMPT=2 WINDOW=1 QUEUE=8",
+        "STEPS=3 BLOCKS=5 COPIES=2 BREAKS=1",
+        ("PASSED", "FENCED_WHILE_RUNNING", "LATE_GRANT", "SHARED_ACROSS_LEASES"),
+    ),
+    Configuration(
+        "window_crashes",
+        "LEASES=1 SEQS=1 STEPS=3 BLOCKS=4 TABLE=2 PROMPT=2 WINDOW=1 BREAKS=1 RESTARTS=1 DEATHS=1 RETURNS=1 QUEUE=8",
+        "LEASES=2 COPIES=2 DAMAGES=1",
+        ("PASSED", "PASSED_IN_FLIGHT", "REPORT_AGAIN", "LEASE_ADOPTED", "WARM_ATTACHED", "NEW_EPOCH_REQUIRED"),
+    ),
+    Configuration(
         "endless",
         "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 MANAGERS=2 BREAKS=1 RESTARTS=1 DEATHS=1 FAILURES=1",
         "COPIES=2 BREAKS=2 DAMAGES=1 SKIPS=1",
@@ -246,6 +270,13 @@ FAULTS = (
     Fault("raised_equal", "clock_back", "TERMS"),
     Fault("older_raises", "clock_back", "TERMS"),
     Fault("planned_unchecked", "warm_behind", "REPORTS"),
+    Fault("passed_by_scheduled", "windows", "I5"),
+    Fault("pass_not_told", "windows", "I5"),
+    Fault("written_before_passed", "window_leases", "I5", "STEPS=3 BLOCKS=5 TABLE=3 PROMPT=1 EXTENDS=1"),
+    Fault("window_missed", "window_hits", "I6"),
+    Fault("lost_position", "windows", "I5"),
+    Fault("group_not_hashed", "windows", "I4"),
+    Fault("window_not_masked", "windows", "I6"),
 )
 
 INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM")

@@ -45,6 +45,13 @@
 #define FAULT_PLANNED_UNCHECKED      43  /* looked at, but after the next steps were planned */
 #define FAULT_RAISED_EQUAL           44  /* two managers go above a term to the same one */
 #define FAULT_OLDER_RAISES           45  /* a manager goes above the term of one that started after it */
+#define FAULT_PASSED_BY_SCHEDULED    46  /* a window goes on with tokens that steps in flight compute, not with computed ones */
+#define FAULT_PASS_NOT_TOLD          47  /* the worker's table keeps a block that was given up behind the window */
+#define FAULT_WRITTEN_BEFORE_PASSED  48  /* a grant tells a changed entry and gives it up: the write is applied last */
+#define FAULT_WINDOW_MISSED          49  /* a hit needs the blocks of full groups only */
+#define FAULT_LOST_POSITION          50  /* a fork or trim to a position whose window is gone */
+#define FAULT_GROUP_NOT_HASHED       51  /* blocks of two groups with the same tokens are one */
+#define FAULT_WINDOW_NOT_MASKED      52  /* attention reads all positions before a run */
 
 #define IS_STALE     (FAULT == FAULT_STALE_STATE)
 #define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
@@ -80,6 +87,11 @@
 #define REACH_BOOKS_BEHIND           25
 #define REACH_TERM_RAISED            26
 #define REACH_TERM_RAISED_TWICE      27  /* by a second manager, above the first one's */
+#define REACH_PASSED                 28
+#define REACH_PASSED_IN_FLIGHT       29  /* while steps of the lease are in flight */
+#define REACH_WINDOW_HIT             30
+#define REACH_WINDOW_GONE            31  /* the full group has the prefix, and the windowed one lacks what it sees */
+#define REACH_POSITION_LOST          32
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */

@@ -13,6 +13,9 @@
 #ifndef TABLE           /* the most blocks of a sequence; BLOCK_SIZE * TABLE is at most 4 */
 #define TABLE 1
 #endif
+#ifndef WINDOW          /* tokens that the second layer group sees; 0: there is one group, a full one */
+#define WINDOW 0
+#endif
 #ifndef LEASES          /* over the whole run; an id never comes back */
 #define LEASES 2
 #endif
@@ -93,7 +96,14 @@
 #define FAULT 0
 #endif
 
-#if BLOCKS > 5 || SEQS > 3 || SEQS * TABLE > 8 || BLOCK_SIZE * TABLE > 4 || LEASES * STEPS > 8 || \
+#if WINDOW
+#define GROUPS 2
+#else
+#define GROUPS 1
+#endif
+#define PLACES (GROUPS * TABLE)  /* table entries of a sequence, group by group */
+
+#if BLOCKS > 5 || SEQS > 3 || SEQS * PLACES > 8 || BLOCK_SIZE * TABLE > 4 || LEASES * STEPS > 8 || \
     MANAGERS > 2 || TENANTS > 2
 #error "larger than the model's bytes and choices are made for"
 #endif
@@ -288,7 +298,7 @@ proctype the_end() {
             REQUIRE(next_step[e1] == 0, PROGRESS)
         }
         for (e1 : 1 .. BLOCKS) { REQUIRE(STATE(m, e1) == FREE || STATE(m, e1) == CACHED, I8) }
-        for (e1 : 0 .. LEASES * SEQS * TABLE - 1) { REQUIRE(rows[e1] == 0, I8) }
+        for (e1 : 0 .. LEASES * SEQS * PLACES - 1) { REQUIRE(rows[e1] == 0, I8) }
         REQUIRE(len(kept) == 0 && len(thread) == 0, PROGRESS)
     }
 }

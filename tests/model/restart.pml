@@ -58,7 +58,7 @@ KEPT byte old_state[BLOCKS + 1], old_ref[BLOCKS + 1], old_published[BLOCKS + 1];
 KEPT byte old_life[LEASES], old_planned[LEASES], old_before[LEASES], old_changes[LEASES];
 KEPT byte old_holds[LEASES * SEQS], old_code[LEASES * SEQS], old_length[LEASES * SEQS], old_scheduled[LEASES * SEQS];
 KEPT byte old_computed[LEASES * SEQS], old_num_published[LEASES * SEQS], old_table_length[LEASES * SEQS];
-KEPT byte old_table[LEASES * SEQS * TABLE];
+KEPT byte old_table[LEASES * SEQS * PLACES];
 
 #define COPY(target, source, size) for (i1 : 0 .. (size) - 1) { target[i1] = source[i1] }
 
@@ -79,7 +79,7 @@ inline copy_books() {
     COPY(old_computed, computed, LEASES * SEQS);
     COPY(old_num_published, num_published, LEASES * SEQS);
     COPY(old_table_length, table_length, LEASES * SEQS);
-    COPY(old_table, table, LEASES * SEQS * TABLE);
+    COPY(old_table, table, LEASES * SEQS * PLACES);
     lost = 0
 }
 
@@ -98,7 +98,7 @@ inline put_back_books() {
     COPY(computed, old_computed, LEASES * SEQS);
     COPY(num_published, old_num_published, LEASES * SEQS);
     COPY(table_length, old_table_length, LEASES * SEQS);
-    COPY(table, old_table, LEASES * SEQS * TABLE);
+    COPY(table, old_table, LEASES * SEQS * PLACES);
     for (i1 : 0 .. LEASES - 1) {
         before[i1] = old_before[i1] + planned[i1] - old_planned[i1];
         for (g1 : 0 .. STEPS - 1) {

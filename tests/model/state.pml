@@ -14,19 +14,27 @@
 #define LEASE_OF(s)   ((s) / SEQS)
 #define SLOT(l, k)    ((l) * STEPS + (k))  /* of the lease's k-th plan, from 0 on */
 #define LEASE(g)      ((g) / STEPS)
-#define AT(s, i)      ((s) * TABLE + (i))
+#define AT(s, i)      ((s) * PLACES + (i))
+#define INDEX(i)      ((i) % TABLE)        /* of a place in its group's table */
+#define GROUP(i)      ((i) / TABLE)        /* 0: full, 1: windowed */
+#define HAS(s, i)     (INDEX(i) < table_length[s] && table[AT(s, i)])  /* a block; not one that was passed */
+/* What a token at position p sees in the group of place i. */
+#define FIRST_SEEN(i, p)   (GROUP(i) == 0 || (p) + 1 < WINDOW -> 0 : (p) + 1 - WINDOW)
+#define FIRST_NEEDED(i, p) (FIRST_SEEN(i, p) / BLOCK_SIZE)
 #define MIN(a, b) ((a) < (b) -> (a) : (b))
 #define MAX(a, b) ((a) > (b) -> (a) : (b))
 #define NUM_BLOCKS(n) (((n) + BLOCK_SIZE - 1) / BLOCK_SIZE)
 
-/* A token's KV is a function of all tokens up to it and of the tenant. Both are one number: 1, then a bit per token.
+/* A token's KV is a function of all tokens up to it, of the tenant and of the layer group. All are one number: 1, then a bit per token.
    0 is what nobody computed. */
 #define PREFIX(code, length, n) ((code) >> ((length) - (n)))
-#define KV(tenant, prefix)      ((tenant) * 32 + (prefix))
+#define KV(space, prefix)       ((space) * 32 + (prefix))
+#define SPACE(l, i)             (TENANT(l) + 2 * GROUP(i))  /* a tenant's tokens in the group of place i */
+#define HASH_SPACE(l, i)        (FAULT == FAULT_GROUP_NOT_HASHED -> TENANT(l) : SPACE(l, i))
 #if FAULT == FAULT_SHARE_ACROSS_TENANTS
-#define HASH(tenant, prefix)    (prefix)
+#define HASH(space, prefix)     (prefix)
 #else
-#define HASH(tenant, prefix)    KV(tenant, prefix)
+#define HASH(space, prefix)     KV(space, prefix)
 #endif
 
 /* -- cachemgr: one or two, each with books of its own -------------------------------------------------------------- */
@@ -78,7 +86,7 @@ byte scheduled[LEASES * SEQS];    /* tokens */
 byte computed[LEASES * SEQS];     /* tokens */
 byte num_published[LEASES * SEQS];/* blocks */
 byte table_length[LEASES * SEQS];
-byte table[LEASES * SEQS * TABLE];
+byte table[LEASES * SEQS * PLACES];
 
 #define HELD(l, q)    (holds[SEQ(l, q)] == SEQUENCE)
 #define STAYS(l, q)   (HELD(l, q) && !(c_release & BIT(q)))
@@ -107,9 +115,10 @@ typedef Grant {
     byte known;               /* known_step_number */
     byte released;            /* sequences */
     byte written;             /* which entries of `table` are told; the others are a ghost: what cachemgr has */
-    byte table[SEQS * TABLE];
-    byte copy_from[SEQS];
-    byte copy_to[SEQS];
+    byte passed;              /* entries that become the null block */
+    byte table[SEQS * PLACES];
+    byte copy_from[SEQS * GROUPS];
+    byte copy_to[SEQS * GROUPS];
     byte start[SEQS];
     byte end[SEQS];           /* 0: no run */
     byte code[SEQS];          /* the sequence's first `end` tokens */
@@ -150,7 +159,7 @@ chan thread = [QUEUE] of {mtype, byte};
 chan kept = [QUEUE] of {byte, byte};      /* reports: step, outcome */
 byte first_kept;              /* the number of the oldest, less 1 */
 
-byte rows[LEASES * SEQS * TABLE];     /* block tables, on the device */
+byte rows[LEASES * SEQS * PLACES];     /* block tables, on the device */
 byte last_failed[LEASES];             /* step number */
 byte kv[(BLOCKS + 1) * BLOCK_SIZE];
 byte executed_epoch;          /* ghost: of the step that ran last */
@@ -187,5 +196,5 @@ byte c_items, c_release, c_trim, c_trim_to, c_fork, c_fork_at, c_extend, c_token
 /* Scratch of a single d_step. */
 hidden byte m, n, last, pins, count, b, found, victim, x, outcome, number;
 hidden byte i1, i2, i3, i4, i5, i6, i7, i8, e1, q1, q2, q3, s1, s2, s3, g1, g2, h1, need, child, from, to, first;
-hidden byte ok, all_found, lacks;
+hidden byte ok, least, lacks;
 hidden byte kind;

@@ -74,7 +74,7 @@ inline send_kept() {
 }
 
 inline forget_rows() {
-    for (i1 : 0 .. LEASES * SEQS * TABLE - 1) { rows[i1] = 0 }
+    for (i1 : 0 .. LEASES * SEQS * PLACES - 1) { rows[i1] = 0 }
     for (i1 : 0 .. LEASES - 1) { last_failed[i1] = 0 }
 }
 
@@ -145,11 +145,13 @@ inline obey() {
 /* What can't arrive any more. */
 inline clear_grant(g) {
     grant[g].epoch = 0; grant[g].signed_by = 0; grant[g].number = 0; grant[g].known = 0; grant[g].released = 0;
-    grant[g].written = 0; grant[g].fresh = 0; grant[g].touches = 0; grant[g].reused = 0;
+    grant[g].written = 0; grant[g].passed = 0; grant[g].fresh = 0; grant[g].touches = 0; grant[g].reused = 0;
     for (q2 : 0 .. SEQS - 1) {
-        grant[g].copy_from[q2] = 0; grant[g].copy_to[q2] = 0; grant[g].start[q2] = 0; grant[g].end[q2] = 0;
-        grant[g].code[q2] = 0;
-        for (i5 : 0 .. TABLE - 1) { grant[g].table[q2 * TABLE + i5] = 0 }
+        for (i5 : 0 .. GROUPS - 1) {
+            grant[g].copy_from[q2 * GROUPS + i5] = 0; grant[g].copy_to[q2 * GROUPS + i5] = 0
+        }
+        grant[g].start[q2] = 0; grant[g].end[q2] = 0; grant[g].code[q2] = 0;
+        for (i5 : 0 .. PLACES - 1) { grant[g].table[q2 * PLACES + i5] = 0 }
     }
 }
 
@@ -221,14 +223,22 @@ end:
 
 /* -- the model thread ---------------------------------------------------------------------------------------------- */
 
-/* Releases, table writes, copies. What is in a block that was handed out does not count from here on. */
+#define IS_TOLD_LAST(i) (FAULT == FAULT_WRITTEN_BEFORE_PASSED && (grant[number].written & BIT(i)))
+
+/* Releases, blocks behind windows, table writes, copies. What is in a block that was handed out does not count from here on. */
 inline apply() {
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. TABLE - 1) {
+        for (i1 : 0 .. PLACES - 1) {
             if
-            :: grant[number].released & BIT(q1) -> rows[AT(SEQ(e1, q1), i1)] = 0
-            :: !(grant[number].released & BIT(q1)) && (grant[number].written & BIT(q1 * TABLE + i1)) ->
-                rows[AT(SEQ(e1, q1), i1)] = grant[number].table[q1 * TABLE + i1]
+            :: (grant[number].released & BIT(q1)) || ((grant[number].passed & BIT(q1 * PLACES + i1)) &&
+                FAULT != FAULT_PASS_NOT_TOLD && !IS_TOLD_LAST(q1 * PLACES + i1)) ->
+                rows[AT(SEQ(e1, q1), i1)] = 0
+            :: else
+            fi;
+            if
+            :: !(grant[number].released & BIT(q1)) && (grant[number].written & BIT(q1 * PLACES + i1)) &&
+                !(grant[number].passed & BIT(q1 * PLACES + i1)) ->
+                rows[AT(SEQ(e1, q1), i1)] = grant[number].table[q1 * PLACES + i1]
             :: else
             fi
         }
@@ -241,7 +251,7 @@ inline apply() {
             fi
         }
     }
-    for (q1 : 0 .. SEQS - 1) {
+    for (q1 : 0 .. SEQS * GROUPS - 1) {
         for (i1 : 0 .. BLOCK_SIZE - 1) {
             if
             :: grant[number].copy_to[q1] ->
@@ -253,39 +263,50 @@ inline apply() {
     }
 }
 
-#define SLOT_OF(q, p) (rows[AT(SEQ(e1, q), (p) / BLOCK_SIZE)] * BLOCK_SIZE + (p) % BLOCK_SIZE)
+/* The slots of a sequence's tables, group by group: a slot's place, its position, its number in the pool. */
+#define PLACE(i)      ((i) / BLOCK_SIZE)
+#define POSITION(i)   ((i) % (BLOCK_SIZE * TABLE))
+#define SLOT_OF(q, i) (rows[AT(SEQ(e1, q), PLACE(i))] * BLOCK_SIZE + (i) % BLOCK_SIZE)
 
 inline check_write(block) {
+    REQUIRE(block != 0, I5);
     if
     :: key != NONE && epoch_of[key] == grant[number].epoch && !ARE_UNSEEN -> REQUIRE(PUBLISHED(key, block) == 0, I3)
     :: else
     fi
 }
 
-/* All runs write, then all runs read: everything up to their last token. */
+#if FAULT == FAULT_WINDOW_NOT_MASKED
+#define READS_FROM(q, i) 0
+#else
+#define READS_FROM(q, i) FIRST_SEEN(PLACE(i), grant[number].start[q])
+#endif
+
+/* All runs write, then all runs read: in a full group everything up to their last token, in the other one what they see. */
 inline compute() {
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. BLOCK_SIZE * TABLE - 1) {
+        for (i1 : 0 .. BLOCK_SIZE * PLACES - 1) {
             if
-            :: i1 < grant[number].end[q1] ->
-                REQUIRE(rows[AT(SEQ(e1, q1), i1 / BLOCK_SIZE)] == grant[number].table[q1 * TABLE + i1 / BLOCK_SIZE], I5)
+            :: POSITION(i1) < grant[number].end[q1] ->
+                REQUIRE(rows[AT(SEQ(e1, q1), PLACE(i1))] == grant[number].table[q1 * PLACES + PLACE(i1)], I5)
             :: else
             fi;
             if
-            :: i1 >= grant[number].start[q1] && i1 < grant[number].end[q1] ->
-                check_write(rows[AT(SEQ(e1, q1), i1 / BLOCK_SIZE)]);
-                kv[SLOT_OF(q1, i1)] = KV(TENANT(e1), PREFIX(grant[number].code[q1], grant[number].end[q1], i1 + 1))
+            :: POSITION(i1) >= grant[number].start[q1] && POSITION(i1) < grant[number].end[q1] ->
+                check_write(rows[AT(SEQ(e1, q1), PLACE(i1))]);
+                kv[SLOT_OF(q1, i1)] = KV(SPACE(e1, PLACE(i1)), PREFIX(grant[number].code[q1], grant[number].end[q1],
+                    POSITION(i1) + 1))
             :: else
             fi
         }
     }
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. BLOCK_SIZE * TABLE - 1) {
+        for (i1 : 0 .. BLOCK_SIZE * PLACES - 1) {
             if
-            :: i1 < grant[number].end[q1] ->
+            :: POSITION(i1) < grant[number].end[q1] && POSITION(i1) >= READS_FROM(q1, i1) ->
                 REQUIRE(kv[SLOT_OF(q1, i1)] != 0, I6);
-                REQUIRE(kv[SLOT_OF(q1, i1)] == KV(TENANT(e1), PREFIX(grant[number].code[q1], grant[number].end[q1],
-                    i1 + 1)), I4)
+                REQUIRE(kv[SLOT_OF(q1, i1)] == KV(SPACE(e1, PLACE(i1)), PREFIX(grant[number].code[q1],
+                    grant[number].end[q1], POSITION(i1) + 1)), I4)
             :: else
             fi
         }
@@ -295,9 +316,9 @@ inline compute() {
 /* The model failed somewhere: what it was to write is anything. */
 inline spoil() {
     for (q1 : 0 .. SEQS - 1) {
-        for (i1 : 0 .. BLOCK_SIZE * TABLE - 1) {
+        for (i1 : 0 .. BLOCK_SIZE * PLACES - 1) {
             if
-            :: i1 >= grant[number].start[q1] && i1 < grant[number].end[q1] -> kv[SLOT_OF(q1, i1)] = 0
+            :: POSITION(i1) >= grant[number].start[q1] && POSITION(i1) < grant[number].end[q1] -> kv[SLOT_OF(q1, i1)] = 0
             :: else
             fi
         }
@@ -318,7 +339,7 @@ inline report() {
 
 inline forget_lease() {
     printf("worker forgets lease %d\n", n);
-    for (i1 : 0 .. SEQS * TABLE - 1) { rows[AT(SEQ(n, 0), 0) + i1] = 0 }
+    for (i1 : 0 .. SEQS * PLACES - 1) { rows[AT(SEQ(n, 0), 0) + i1] = 0 }
     last_failed[n] = 0;
     if
     :: FAULT == FAULT_FENCED_TOO_LATE -> next_step[n] = 0
