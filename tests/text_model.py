@@ -1,6 +1,7 @@
-"""A tiny Llama with random weights that has a tokenizer and an end token: for grammars, which need both.
+"""A tiny model with random weights that has a tokenizer and an end token: for grammars, which need both.
 
-Its tokens are all bytes, some pieces of JSON that span several bytes, and one end token.
+Its tokens are all bytes, some pieces of JSON that span several bytes, and one end token. It is a Llama; with a window,
+a Qwen 2 with one full layer and one windowed layer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save(folder: Path, *, seed: int = 11, **changes: object) -> Path:
-    """Write a checkpoint with its tokenizer, and return its folder."""
+def save(folder: Path, *, seed: int = 11, window: int | None = None, **changes: object) -> Path:
+    """Write a checkpoint with its tokenizer, and return its folder. window: of the second layer, in tokens."""
     tokenizer = make_tokenizer()
+    kind: type[hf.PretrainedConfig] = hf.LlamaConfig
+    if window is not None:
+        kind = hf.Qwen2Config
+        changes |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     config = {
         "vocab_size": tokenizer.get_vocab_size() + 5,  # more logits than tokens, as many models have
         "hidden_size": 32,
@@ -50,7 +55,7 @@ def save(folder: Path, *, seed: int = 11, **changes: object) -> Path:
         "pad_token_id": None,
         "eos_token_id": tokenizer.token_to_id(END),
     }
-    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**(config | changes))).eval().requires_grad_(False)
+    model = hf.AutoModelForCausalLM.from_config(kind(**(config | changes))).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
@@ -61,5 +66,5 @@ def save(folder: Path, *, seed: int = 11, **changes: object) -> Path:
     return folder
 
 
-if __name__ == "__main__":  # the folder to save it in
-    save(Path(sys.argv[1]))
+if __name__ == "__main__":  # the folder to save it in, and the window if it has one
+    save(Path(sys.argv[1]), window=int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -40,7 +40,7 @@ import psutil
 from faults.disk import SmallDisk
 from faults.proxy import Link
 from faults.schedule import ATTACH_LINK, CLIENTS, FOLLOWER, STEPS_LINK, Fault, FaultKind, Schedule, Task
-from faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_REQUESTS, SHARES, make_requests
+from faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_REQUESTS, SHARES, WINDOW, make_requests
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -130,10 +130,10 @@ class Children:
         return self._started[-1]
 
 
-async def make_model(folder: Path) -> Path:
+async def make_model(folder: Path, *, has_window: bool) -> Path:
     """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
     model = folder / "model"
-    command = [sys.executable, str(TEXT_MODEL), str(model)]
+    command = [sys.executable, str(TEXT_MODEL), str(model), *([str(WINDOW)] if has_window else [])]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | ENVIRONMENT)
     if await process.wait():
         raise HarnessError("the model can't be made")
@@ -267,12 +267,21 @@ class ClientProcess:
 class Harness:
     """Everything in one folder; enter it with `async with`, then run schedules."""
 
-    def __init__(self, folder: Path, *, state_dir: bool = False, small_disk: bool = False, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        state_dir: bool = False,
+        small_disk: bool = False,
+        num_ranks: int = 1,
+        has_window: bool = False,
+    ) -> None:
         """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
 
-        num_ranks is of each worker, 1 or 2.
+        num_ranks is of each worker, 1 or 2. With has_window the model has two layer groups, one with a window.
         """
         self.folder = folder
+        self._has_window = has_window
         self._num_ranks = num_ranks
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
@@ -322,7 +331,7 @@ class Harness:
         elif self._state_dir is not None:
             self._state_dir.mkdir(mode=0o700)
         self._children = await self._stack.enter_async_context(Children())
-        self._model = await make_model(self.folder)
+        self._model = await make_model(self.folder, has_window=self._has_window)
         (self.folder / "tenants.toml").write_text(SHARES)
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")

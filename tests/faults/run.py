@@ -51,6 +51,7 @@ class Settings:
     state_dir: bool
     small_disk: bool
     num_ranks: int = 1
+    has_window: bool = False
 
 
 async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
@@ -64,6 +65,7 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
                 state_dir=settings.state_dir,
                 small_disk=settings.small_disk,
                 num_ranks=settings.num_ranks,
+                has_window=settings.has_window,
             ) as harness:
                 while seeds:
                     outcome = await run_one(harness, seeds.pop(0), settings)
@@ -191,6 +193,7 @@ def run_all(seeds: list[int], settings: Settings, *, jobs: int, console: Console
 @click.option("--times", type=click.IntRange(min=1), default=5, show_default=True, help="How often --replay runs it.")
 @click.option("--only", type=click.Choice(KINDS), multiple=True, help="Only these kinds of faults.")
 @click.option("--ranks", type=click.IntRange(1, 2), default=1, show_default=True, help="Of each worker.")
+@click.option("--window", is_flag=True, help="A model with two layer groups, one with a window.")
 @click.option("--state-dir/--no-state-dir", default=None, help="Whether cachemgr keeps its state; default: if it can.")
 @click.option(
     "--output",
@@ -207,6 +210,7 @@ def main(
     times: int,
     only: tuple[str, ...],
     ranks: int,
+    window: bool,
     state_dir: bool | None,
     output: Path,
 ) -> None:
@@ -218,7 +222,7 @@ def main(
     if state_dir and not small_disk:
         console.print("full disks are left out: a file system can't be mounted here", style="yellow")
     kinds = tuple(FaultKind(kind) for kind in only) or (*WEIGHTS, *([FaultKind.FULL_DISK] if small_disk else []))
-    settings = Settings(output, kinds, state_dir, small_disk, ranks)
+    settings = Settings(output, kinds, state_dir, small_disk, ranks, window)
     seeds = [*range(seed, seed + schedules)] if replay is None else [replay] * times
     started = time.monotonic()
     totals = run_all(seeds, settings, jobs=jobs, console=console)

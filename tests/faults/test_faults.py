@@ -32,6 +32,7 @@ from faults.schedule import (
 
 SEEDS = range(1, 21)
 RANK_SEEDS = (2, 7, 11)
+WINDOW_SEEDS = range(501, 509)
 TIMEOUT_S = 600.0
 
 
@@ -49,6 +50,16 @@ def test_every_schedule_ends_with_every_token_right_and_every_block_back(folder:
     async def run() -> None:
         async with Harness(folder, state_dir=knows_state_dir()) as harness:
             for seed in SEEDS:
+                outcome = await harness.run(make_schedule(seed))
+                assert not outcome.failures, f"seed {seed}: {outcome.failures}"
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_blocks_behind_a_window_come_back_under_faults(folder: Path) -> None:
+    async def run() -> None:
+        async with Harness(folder, state_dir=knows_state_dir(), has_window=True) as harness:
+            for seed in WINDOW_SEEDS:
                 outcome = await harness.run(make_schedule(seed))
                 assert not outcome.failures, f"seed {seed}: {outcome.failures}"
 

@@ -14,6 +14,8 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 41
 """160 tokens and the null block: two clients' requests do not fit all at once, each alone does."""
 MAX_STEP_TOKENS = 48
+WINDOW = 10
+"""Of the windowed layer, in models that have one: two and a half blocks."""
 NUM_PLAIN = 48
 """Requests without a tenant and a grammar, the first ones of the list."""
 NUM_REQUESTS = 72
