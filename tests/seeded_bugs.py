@@ -180,9 +180,9 @@ BUGS = [
         "copy-on-write",
         "a shared block is replaced without a copy of what counts in it",
         (
-            "make_writable",
-            "self.replace(row, index, target, index * block_size < start)?;",
-            "self.replace(row, index, target, false)?;",
+            "make_table_writable",
+            "self.replace(row, group, index, target, index * block_size < start)?;",
+            "self.replace(row, group, index, target, false)?;",
         ),
     ),
     rust(
@@ -206,7 +206,7 @@ BUGS = [
     rust(
         "copy-on-write",
         "a released sequence's step publishes a block that a fork writes on",
-        ("make_writable", "self.forget_claims(block);", ""),
+        ("make_table_writable", "self.forget_claims(block);", ""),
     ),
     rust(
         "copy-on-write",
@@ -224,7 +224,7 @@ BUGS = [
             "let (first, sequence) = (self.table.get(row).num_published, self.table.get_mut(row));\n"
             "if num_full > first {\n"
             "    for (index, hash) in (first..).zip(sequence.take_hashes(num_full, self.geometry.block_size)) {\n"
-            "        self.pool.publish(&hash, sequence.block_table[index]);\n"
+            "        self.pool.publish(&hash, sequence.table(0).block(index));\n"
             "    }\n"
             "}\n"
             "self.step.expect_fill(",
@@ -333,12 +333,12 @@ BUGS = [
     rust(
         "eviction order",
         "a sequence's head is evicted before its tail",
-        ("blocks_tail_first", ".iter().rev().copied().collect()", ".iter().copied().collect()"),
+        ("tail_first", ".iter().rev().copied().collect()", ".iter().copied().collect()"),
     ),
     rust(
         "eviction order",
         "a parent is kept shorter than its child",
-        ("admit", "place = place.max(self.segment(number).place).max(worth);", "place = worth;"),
+        ("place", "place = place.max(segment.place).max(worth);", "place = worth;"),
     ),
     # -- reservations
     rust(
@@ -360,9 +360,135 @@ BUGS = [
         "a cached block behind one that is being filled is counted on",
         (
             "num_guaranteed",
-            "num_guaranteed += found.len() - num_published;",
-            "num_guaranteed += usize::from(found.len() > num_published);",
+            "num_guaranteed += hit.tables.iter().map(unpublished).sum::<usize>();",
+            "let _ = unpublished;\nnum_guaranteed += 1;",
         ),
+    ),
+    # -- layer groups
+    rust(
+        "layer groups",
+        "a block of the window is let go with those behind it",
+        ("first_seen", "(position + 1).saturating_sub(size)", "(position + 2).saturating_sub(size)"),
+    ),
+    rust(
+        "layer groups",
+        "blocks behind a window are free while steps in flight read them",
+        ("pass_windows", "self.let_go(passed)?;", "self.pool.release(&passed)?;"),
+    ),
+    rust(
+        "layer groups",
+        "windows move on with tokens that are scheduled and may not be computed",
+        (
+            "pass_windows",
+            "sequence.num_computed.saturating_sub(1)",
+            "sequence.num_scheduled.saturating_sub(1)",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "the last computed token can't be computed again: its window is gone",
+        ("pass_windows", "sequence.num_computed.saturating_sub(1)", "sequence.num_computed"),
+    ),
+    rust(
+        "layer groups",
+        "a prefix is found by its full groups alone",
+        (
+            "limit_to_windows",
+            "hit.num_blocks = self.find_windows(hit.num_blocks, &mut hit.tables).0;",
+            "self.find_windows(hit.num_blocks, &mut hit.tables);",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "blocks of all groups are published and found as those of one",
+        (
+            "publish",
+            "self.index.publish(&identity(hash, self.groups.of(block)), block)",
+            "self.index.publish(hash, block)",
+        ),
+        (
+            "find_windows",
+            "self.index.lookup(&identity(&self.hashes[index], group))",
+            "self.index.lookup(&self.hashes[index])",
+        ),
+        (
+            "find_full",
+            "self.hashes[..num_blocks].iter().map(|hash| identity(hash, group)).collect()",
+            "self.hashes[..num_blocks].to_vec()",
+        ),
+        ("find_shareable", "self.pool.index().lookup(&identity(hash, group))", "self.pool.index().lookup(hash)"),
+        (
+            "prefix_hash",
+            "self.index.hash(block).map(|hash| identity(hash, self.groups.of(block)))",
+            "self.index.hash(block).copied()",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "blocks of all groups are published as those of the first one",
+        (
+            "publish",
+            "self.index.publish(&identity(hash, self.groups.of(block)), block)",
+            "self.index.publish(hash, block)",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a windowed table ends with the tokens that are computed, not with those of the run",
+        (
+            "make_writable",
+            "self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;",
+            "let end = if span.is_full() { end } else { self.table.get(row).num_scheduled };\n"
+            "self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "an admission is charged for its full groups only",
+        (
+            "admit",
+            "hit.num_missing(&ends);",
+            "hit.tables.iter().zip(&ends).zip(&geometry.groups).filter(|(_, span)| span.is_full())"
+            ".map(|((table, end), _)| end - table.end()).sum::<usize>();",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a reservation is for one group",
+        (
+            "num_to_come",
+            "ends.iter().map(|end| num_most.saturating_sub(*end)).sum()",
+            "ends.iter().take(1).map(|end| num_most.saturating_sub(*end)).sum()",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a fork goes back behind what is left of a window",
+        ("fork", "self.least_position(sequence) + 1", "self.least_position(sequence).min(0) + 1"),
+    ),
+    rust(
+        "layer groups",
+        "a trim goes back behind what is left of a window",
+        ("trim", "self.least_position(sequence).max(1)", "self.least_position(sequence).min(1).max(1)"),
+    ),
+    rust(
+        "layer groups",
+        "blocks that nobody can find are evicted in their turn",
+        ("evict_one", "self.groups.pop_stranded()", "None::<BlockId>"),
+    ),
+    rust(
+        "layer groups",
+        "a table entry that a report changed is written before windows move on",
+        (
+            "run",
+            "self.pass_windows()?; self.write_changed_entries();",
+            "self.write_changed_entries();\nself.pass_windows()?;",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a sequence comes back from the host tier with the blocks of another group",
+        ("copy_back", "num_before += sequence.host_counts[group];", "num_before += first - num_passed;"),
     ),
     # -- tenants and quotas
     rust(

@@ -53,6 +53,15 @@ def test_utilization_is_that_of_contiguous_buffers_and_of_blocks(tmp_path: Path)
     normal, *azure = written["fits"]
     assert all(3.5 < count / written["contiguous_buffers"] < 5 for count in normal["paged"]["16"])
     assert [fit["limit"] for fit in azure] == [2048, 4096, 16384]
+    models = written["windows"]["models"]
+    assert [len(model["layers_per_group"]) for model in models] == [7, 13, 2, 4, 1, 4]
+    for model in models:
+        long = model["held"][-1]
+        assert long["least"] <= long["with_groups"] <= 1.05 * long["least"]
+        assert 1 <= long["worst_ratio"] <= 1.05
+        assert long["with_groups"] <= long["one_table"]
+    fit = written["windows"]["fit"]
+    assert fit["with_groups"] >= 3 * fit["one_table"]
 
 
 def test_kernel_finds_both_attentions_equal(tmp_path: Path) -> None:
@@ -117,6 +126,18 @@ def test_serving_has_every_mode_with_both_attentions(tmp_path: Path) -> None:
         assert sum(tokens for tokens, _, _ in row["forwards"]) >= row["num_new"] - row["num_requests"] + 16
     assert [step["num_seqs"] for step in written["decode_steps"]] == [4, 4]
     assert all(min(step["step_ms"]) > 0 for step in written["decode_steps"])
+
+
+def test_lab_has_the_same_requests_in_the_real_processes_and_in_the_laboratory(tmp_path: Path) -> None:
+    written, printed = run_quick("lab", tmp_path)
+    assert len(written["requests"]) == 3
+    assert written["requests_with_equal_hits"] == 3
+    assert len(written["medians"]) == 3
+    for way in written["medians"].values():
+        assert way["first_token_s"] > 0
+        assert way["tokens_per_s"] > 0
+    assert all(step["taken_ms"] > 0 for step in written["decode_steps"])
+    assert "to reach: 15 %" in printed
 
 
 def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path) -> None:

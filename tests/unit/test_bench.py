@@ -23,16 +23,19 @@ from quire.client.cli import bench
 from quire.kernels import reference
 from quire.worker.attention import AttentionStep, attention_step, paged_attention
 from quire.worker.kv_pool import KVPool
-from quire.worker.probe import Causal, LayerSpec
+from quire.worker.probe import Causal, LayerSpec, Sliding
 from quire.worker.sequence_table import SequenceTable
 from quire.worker.step_batch import build_step_batch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
 
-books, kernel, padded, prefix, pressure, report, serving, utilization = map(
+books, eviction, kernel, padded, prefix, pressure, replay, report, serving, utilization, windows = map(
     importlib.import_module,
-    ("books", "kernel", "padded", "prefix", "pressure", "report", "serving", "utilization"),
+    (
+        *("books", "eviction", "kernel", "padded", "prefix", "pressure", "replay", "report", "serving"),
+        *("utilization", "windows"),
+    ),
 )
 roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
 
@@ -166,6 +169,61 @@ def test_lengths_are_those_that_are_named() -> None:
     assert drawn.mean() == pytest.approx(504, abs=4)
 
 
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def shape_of(num_layers: int, window: int, full_every: int) -> Any:
+    return windows.Shape("tiny", num_layers, Sliding(window), full_every, 2, 8)
+
+
+def test_a_window_holds_its_blocks_and_those_of_the_tokens_in_flight() -> None:
+    shape = shape_of(4, 64, 2)
+    groups = shape.groups()
+    assert [(str(group), group.layers) for group in groups] == [("full", (1, 3)), ("window 64", (0, 2))]
+    held = windows.held_blocks(1_024, groups)
+    assert held[-1] == 1_024 // 16 + 1 + 64 // 16 + 2  # from position 1,022 - 63 on to 1,024, the one in flight
+    assert held[0] == 64 + 64 // 16 + 1
+    assert windows.held_blocks(1_024, shape.groups("one"))[-1] == 1_024 // 16 + 1
+    assert shape.block_bytes(groups) == 2 * shape.layer_bytes == 2 * 16 * 2 * 8 * 4
+    assert shape.least_bytes(1_024) == (2 * 65 + 2 * 5) * shape.layer_bytes
+    assert shape.least_bytes(10) == 4 * shape.layer_bytes
+
+
+def test_bytes_that_no_layer_fills_are_held() -> None:
+    padded_shape = windows.Shape("padded", 62, Sliding(1_024), 6, 16, 128)
+    model = windows.measure_model(padded_shape, (2_048,))
+    assert model.layers_per_group == [5] * 12 + [2]
+    held = model.held[0]
+    assert held.with_groups == (2 * 129 + 11 * 66) * 5 * padded_shape.layer_bytes
+    assert held.one_table == 129 * 62 * padded_shape.layer_bytes
+    assert held.worst_ratio == held.with_groups / held.least
+
+
+def test_of_windows_more_sequences_fit_in_the_same_bytes() -> None:
+    shape = shape_of(4, 64, 2)
+    one, groups = shape.groups("one"), shape.groups()
+    room = 1 + 10 * 64  # one table: ten sequences of 1,024 tokens
+    num_bytes = (room + 1) * shape.block_bytes(one)
+    assert windows.num_sequences(num_bytes, 1_024, shape, one) == 10
+    assert 10 < windows.num_sequences(num_bytes, 1_024, shape, groups) <= 2 * room // (64 + 4)
+
+
+def test_windowed_groups_find_as_much_and_leave_nothing_that_is_never_found() -> None:
+    requests = [
+        replay.Request(64, [number % 7 * 100, *range(number % 7 * 100 + 1, number % 7 * 100 + 4)])
+        for number in range(60)
+    ]
+    pool = replay.Replay(12, block_size=16, policy="lru", layer_groups=eviction.GROUPS)
+    assert pool.num_stranded() == 0
+    outcome = pool.run_groups([*requests, requests[-1]])
+    assert (
+        outcome.num_hits == 3
+    )  # of seven prompts in turn only the repeated one is found; its last token is computed again
+    assert outcome.num_found[0] == 4  # with the tail that the replay adds
+    assert min(outcome.num_evicted) > 0
+    assert outcome.most_stranded <= 1
+
+
 # -- kernel -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +263,7 @@ def test_a_padded_batch_attends_as_the_reference_does(
     expected = reference.paged_attention(
         q[0].transpose(0, 1),
         *(pool.k(0), pool.v(0)),
-        block_tables=batch.block_tables,
+        block_tables=batch.block_tables[0],
         seq_lens=batch.seq_lens,
         cu_seqlens_q=batch.cu_seqlens_q,
         scaling=0.4,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
+from itertools import chain
 from random import Random
 
 import pytest
@@ -12,7 +14,7 @@ from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest
 from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr._core import POLICIES, Ledger, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
 
 SIZES = {
     "num_blocks": 400,
@@ -25,6 +27,7 @@ SIZES = {
 
 
 GEOMETRY = Geometry(**SIZES, block_bytes=1, model="m", model_fingerprint="m")
+LAYER_GROUPS = (LayerGroup(LayerGroupKind.FULL, 0, 2), LayerGroup(LayerGroupKind.SLIDING, 3, 2))
 
 
 def make_ledger(policy: str = "lru") -> Ledger:
@@ -39,7 +42,11 @@ def tokens(rng: Random, count: int) -> bytes:
 
 def plans() -> Iterator[Planned]:
     """Plans with something in every list, refusals too."""
-    ledger, rng = Ledger("pool", 7, GEOMETRY), Random(0)
+    return chain(plans_for(GEOMETRY), plans_for(replace(GEOMETRY, layer_groups=LAYER_GROUPS)))
+
+
+def plans_for(geometry: Geometry) -> Iterator[Planned]:
+    ledger, rng = Ledger("pool", 7, geometry), Random(0)
     ledger.open_lease("lease", ttl_s=1.0, now=0.0)
     prompts = [tokens(rng, 1 + rng.randrange(40)) for _ in range(8)]
     last = 2**31 - 1

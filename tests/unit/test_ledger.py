@@ -28,7 +28,7 @@ from planning import (
     sequence_of,
 )
 
-from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CLASSES, Ledger, root_hash
+from quire.cachemgr._core import MAX_STEPS_IN_FLIGHT, NUM_CANDIDATES, Ledger, root_hash
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
@@ -528,13 +528,13 @@ def test_released_blocks_are_cached_leaf_first_and_partial_ones_are_free(bench: 
 
 def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
     bench = Bench(Ledger("pool", EPOCH, geometry(), policy="lineage", verify=True))
-    bench.ledger.set_retention([(9, 9, 0.0)] * 4 + [(0, 0, 0.0)] * (NUM_CLASSES - 4), True)
     for last in (3, 5):
         bench.plan(admissions=[Admission(1, pack(1, 2, last, 4, 6))])
         bench.settle()
         bench.plan(releases=[1])
         bench.settle()
     assert bench.counts() == (5, 3, 0, 0)
+    bench.ledger.follow(NUM_CANDIDATES - 1)
     bench.admit(2, *range(20, 34))
     assert bench.counts() == (0, 1, 7, 0)
     assert bench.ledger.num_cached_tokens(pack(1, 2, 9), salt=b"") == 2

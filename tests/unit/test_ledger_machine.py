@@ -1,9 +1,10 @@
 """The ledger against two independent models in plain Python: a worker that follows every order, and second books.
 
-The worker has a memory. A slot's content is the tuple (tag, token 0, ..., token i) of the tokens that its KV depends
-on, built from the slots that the step reads through the worker's own block table; tables change only by the grants'
-writes. Steps run late, interleaved, fail, are skipped; reports are delayed and repeated. Any error of the ledger in
-sharing, reuse, copies or table writes is read as a wrong tuple.
+The worker has a memory. A slot's content is the tuple (layer group, tag, token 0, ..., token i) of the tokens that its
+KV depends on. A step reads, through the worker's own block table of each layer group, the slots that its tokens see
+there; tables change only by the grants' writes and passes. Steps run late, interleaved, fail, are skipped; reports are
+delayed and repeated. Any error of the ledger in sharing, reuse, copies, windows or table writes is read
+as a wrong tuple.
 
 The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it. Under LRU that
 includes which block is evicted next; for the default policy they know the blocks that it must never evict.
@@ -43,10 +44,10 @@ from planning import (
     sequences_of,
 )
 
-from quire.cachemgr._core import DEFAULT_POLICY, NUM_CLASSES, NUM_TIMES, Ledger
+from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Ledger
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
 from quire.cachemgr.messages import statistics_of
 
 VOCAB = 2
@@ -58,6 +59,24 @@ FINGERPRINT = "model-1"
 POISON = ("poison",)
 NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
 NUM_EXAMPLES_OF_VERIFY = 1_000
+FULL = LayerGroup(LayerGroupKind.FULL, 0, 1)
+
+
+def sliding(window: int) -> LayerGroup:
+    return LayerGroup(LayerGroupKind.SLIDING, window, 1)
+
+
+def chunked(window: int) -> LayerGroup:
+    return LayerGroup(LayerGroupKind.CHUNKED, window, 1)
+
+
+LAYER_GROUPS = (
+    *[(FULL,)] * 4,
+    (FULL, sliding(3)),
+    (sliding(4),),
+    (FULL, sliding(1), chunked(4)),
+    (FULL, FULL, sliding(5), sliding(5)),
+)
 PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
 """A run with a given number of examples is to find failures, not the smallest one."""
 
@@ -69,6 +88,31 @@ class Share:
     floor: int
     limit: int
     pin_budget: int
+
+
+def first_seen(group: LayerGroup, position: int) -> int:
+    """The first position that a token at this one sees in the layers of a group."""
+    if group.kind is LayerGroupKind.FULL:
+        return 0
+    if group.kind is LayerGroupKind.SLIDING:
+        return max(0, position - group.window + 1)
+    return position // group.window * group.window
+
+
+def held(table: list[int]) -> list[int]:
+    """The blocks of a table; entries that were passed are null."""
+    return [block for block in table if block]
+
+
+def num_passed(table: list[int]) -> int:
+    return next((index for index, block in enumerate(table) if block), len(table))
+
+
+def blocks_in_order(tables: list[list[int]], first: int = 0) -> list[int]:
+    """All blocks from an index of the tables on. They are let go in reverse order: children before their parents."""
+    indexes = range(first, max(map(len, tables)))
+    blocks = [table[index] for index in indexes for table in reversed(tables) if index < len(table)]
+    return held(blocks)
 
 
 def pack(tokens) -> bytes:
@@ -84,15 +128,15 @@ def root_of(tag: int) -> bytes:
 
 
 @lru_cache(maxsize=100_000)
-def hash_of(key: tuple, block_size: int) -> bytes:
-    """The prefix hash of the block that ends with the last token of key = (tag, token, ...)."""
-    if len(key) == 1:
-        return root_of(key[0])
-    return sha256(hash_of(key[:-block_size], block_size) + pack(key[-block_size:])).digest()
+def hash_of(prefix: tuple, block_size: int) -> bytes:
+    """The prefix hash of the blocks that end with the last token of prefix = (tag, token, ...)."""
+    if len(prefix) == 1:
+        return root_of(prefix[0])
+    return sha256(hash_of(prefix[:-block_size], block_size) + pack(prefix[-block_size:])).digest()
 
 
-def sample(content: tuple) -> int:
-    return (sum(content) + len(content) // 3) % VOCAB
+def sample(prefix: tuple) -> int:
+    return (sum(prefix) + len(prefix) // 3) % VOCAB
 
 
 class Token:
@@ -110,7 +154,8 @@ class Token:
 
 @dataclass
 class Row:
-    table: dict[int, int] = field(default_factory=dict)
+    tables: list[dict[int, int]]
+    """By layer group and index; an entry that is not there is null."""
     last: tuple[int, int] | None = None
     """Position and id of the token sampled last."""
 
@@ -130,7 +175,7 @@ class PlannedRun:
     start: int
     tokens: list[Token]
     """All tokens of the sequence up to the end of the run."""
-    table: list[int]
+    tables: list[list[int]]
     sampled: Token | None
 
 
@@ -144,6 +189,12 @@ class PlannedStep:
     """The number of allocations of each block that the step accesses."""
 
 
+def writes_of(plan: Planned) -> list[tuple[int, int, int, int]]:
+    """Sequence, layer group, first index and number of blocks of each table write."""
+    groups = plan.write_groups or [0] * len(plan.write_seq_ids)
+    return list(zip(plan.write_seq_ids, groups, plan.write_first_indexes, plan.write_block_counts, strict=True))
+
+
 @dataclass
 class Report:
     step_number: int
@@ -153,17 +204,21 @@ class Report:
 
 
 class Worker:
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots = [[POISON] * block_size for _ in range(num_blocks)]
-        self.host_slots = [[POISON] * block_size for _ in range(num_host_blocks)]
+    def __init__(self, geometry: Geometry) -> None:
+        self.block_size = geometry.block_size
+        self.groups = geometry.layer_groups
+        self.slots = [[POISON] * self.block_size for _ in range(geometry.num_blocks)]
+        self.host_slots = [[POISON] * self.block_size for _ in range(geometry.num_host_blocks)]
         self.leases: dict[str, WorkerLease] = {}
 
-    def read(self, row: Row, position: int) -> tuple:
-        return self.slots[row.table[position // self.block_size]][position % self.block_size]
+    def new_row(self, last: tuple[int, int] | None = None) -> Row:
+        return Row([{} for _ in self.groups], last)
 
-    def write(self, row: Row, position: int, content: tuple) -> None:
-        self.slots[row.table[position // self.block_size]][position % self.block_size] = content
+    def read(self, row: Row, group: int, position: int) -> tuple:
+        return self.slots[row.tables[group][position // self.block_size]][position % self.block_size]
+
+    def write(self, row: Row, group: int, position: int, content: tuple) -> None:
+        self.slots[row.tables[group][position // self.block_size]][position % self.block_size] = content
 
     def run(self, lease_id: str, step: PlannedStep, *, skip: bool, fail: bool) -> Report:
         lease, plan = self.leases[lease_id], step.plan
@@ -191,14 +246,18 @@ class Worker:
             lease.offloaded.add(seq_id)
         for parent, child in zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True):
             assert child not in lease.rows
-            lease.rows[child] = Row(last=lease.rows[parent].last)
+            lease.rows[child] = self.new_row(lease.rows[parent].last)
+        for seq_id, group, count in zip(plan.passed_seq_ids, plan.passed_groups, plan.passed_counts, strict=True):
+            table = lease.rows[seq_id].tables[group]
+            for index in range(count):
+                table.pop(index, None)
         cursor = 0
-        for seq_id, first, count in zip(
-            plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True
-        ):
+        for seq_id, group, first, count in writes_of(plan):
             assert count >= 1
             lease.offloaded.discard(seq_id)
-            table = lease.rows.setdefault(seq_id, Row()).table
+            if seq_id not in lease.rows:
+                lease.rows[seq_id] = self.new_row()
+            table = lease.rows[seq_id].tables[group]
             for offset, block in enumerate(plan.write_block_ids[cursor : cursor + count]):
                 assert block != 0, "the null block in a table"
                 table[first + offset] = block
@@ -215,8 +274,8 @@ class Worker:
     def scribble(self, lease: WorkerLease, plan: Planned) -> None:
         """A model that fails may have written anything where it was allowed to write."""
         for seq_id, start, count in zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, strict=True):
-            for position in range(start, start + count):
-                self.write(lease.rows[seq_id], position, POISON)
+            for group, position in itertools.product(range(len(self.groups)), range(start, start + count)):
+                self.write(lease.rows[seq_id], group, position, POISON)
 
     def compute(self, lease: WorkerLease, step: PlannedStep) -> Report:
         plan = step.plan
@@ -233,19 +292,21 @@ class Worker:
                 assert row.last is not None
                 assert row.last[0] == start, "the token sampled last stands elsewhere"
                 values = [row.last[1]]
-            content = self.read(row, start - 1) if start else (run.tag,)
+            prefix = (run.tag, *(token.value for token in run.tokens[:start]))
             for position, value in enumerate(values, start):
-                content = (*content, value)
-                self.write(row, position, content)
+                prefix = (*prefix, value)
+                for group in range(len(self.groups)):
+                    self.write(row, group, position, (group, *prefix))
             computed.append((run.seq_id, end))
             if plan.run_samples[i]:
-                row.last = (end, sample(content))
+                row.last = (end, sample(prefix))
                 sampled[run.seq_id] = row.last[1]
         for run in step.runs:
-            expected = (run.tag, *(token.value for token in run.tokens))
-            for position in range(len(run.tokens)):
-                found = self.read(lease.rows[run.seq_id], position)
-                assert found == expected[: position + 2], f"sequence {run.seq_id} reads {found} at {position}"
+            row, expected = lease.rows[run.seq_id], (run.tag, *(token.value for token in run.tokens))
+            for number, group in enumerate(self.groups):
+                for position in range(first_seen(group, run.start), len(run.tokens)):
+                    found, content = self.read(row, number, position), (number, *expected[: position + 2])
+                    assert found == content, f"sequence {run.seq_id} reads {found} at {position} in group {number}"
             if run.sampled is not None and run.seq_id in sampled:
                 run.sampled.value = sampled[run.seq_id]
         return Report(plan.step_number, StepOutcome.COMPUTED, computed, sampled)
@@ -262,14 +323,15 @@ class BookSequence:
     seq_id: int
     tag: int
     tokens: list[Token]
-    table: list[int]
+    tables: list[list[int]]
+    """By layer group; 0 where the block was passed."""
     computed: int
     scheduled: int
     published: int
     sampled_at: int | None = None
     released: bool = False
-    host: list[int] | None = None
-    """Its host blocks while it is in the host tier."""
+    host: list[list[int]] | None = None
+    """Its host blocks while it is in the host tier, by layer group, from the first one on that was not passed."""
     reserved_tokens: int = 0
     promised: int = 0
     """Blocks that are kept for its reservation, as they were counted last."""
@@ -285,7 +347,7 @@ class BookSequence:
     def tenant(self) -> int:
         return self.tag // len(SALTS)
 
-    def key(self, num_tokens: int) -> tuple:
+    def prefix(self, num_tokens: int) -> tuple:
         return (self.tag, *(token.value for token in self.tokens[:num_tokens]))
 
 
@@ -319,7 +381,10 @@ class BookLease:
     names_tenants: bool
     sequences: dict[int, BookSequence] = field(default_factory=dict)
     steps: list[BookStep] = field(default_factory=list)
-    changes: list[tuple[BookSequence, int]] = field(default_factory=list)
+    changes: list[tuple[BookSequence, int, int]] = field(default_factory=list)
+    """Entries that have another block since a report: sequence, layer group, index."""
+    computed: list[BookSequence] = field(default_factory=list)
+    """Sequences with tokens that were reported since the last plan."""
     next_step: int = 1
     settled: int = 0
     known: int = 0
@@ -327,28 +392,28 @@ class BookLease:
 
 @dataclass(eq=False)
 class BookPin:
-    key: tuple
-    """Return the content of its last block: tag and tokens."""
+    prefix: tuple
+    """Tag and tokens."""
     blocks: list[int]
     until: float
 
     @property
     def tenant(self) -> int:
-        return self.key[0] // len(SALTS)
+        return self.prefix[0] // len(SALTS)
 
 
 class Writes:
     """The block table writes of a plan, taken one by one as the books expect them."""
 
     def __init__(self, plan: Planned) -> None:
-        self.entries = list(zip(plan.write_seq_ids, plan.write_first_indexes, plan.write_block_counts, strict=True))
+        self.entries = writes_of(plan)
         self.ids = list(plan.write_block_ids)
         self.copies = list(zip(plan.copy_sources, plan.copy_targets, strict=True))
         self.offloads = list(zip(plan.offload_sources, plan.offload_targets, strict=True))
 
-    def take(self, seq_id: int, first: int, count: int) -> list[int]:
-        assert self.entries, f"no write for sequence {seq_id} from {first} on"
-        assert self.entries.pop(0) == (seq_id, first, count)
+    def take(self, seq_id: int, group: int, first: int, count: int) -> list[int]:
+        assert self.entries, f"no write for sequence {seq_id} from {first} on in group {group}"
+        assert self.entries.pop(0) == (seq_id, group, first, count)
         ids, self.ids = self.ids[:count], self.ids[count:]
         return ids
 
@@ -365,8 +430,13 @@ class Books:
         self.is_lru = is_lru
         """True if the evicted block is known beforehand: the block parked longest ago."""
         self.size = geometry.block_size
+        self.groups = geometry.layer_groups
+        self.has_windows = any(group.kind is not LayerGroupKind.FULL for group in self.groups)
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
+        """By layer group, tag and tokens."""
+        self.stranded: list[int] = []
+        """Blocks that nobody could find any more when another one was evicted, the last one last."""
         self.pins: dict[bytes, BookPin] = {}
         """By id."""
         self.sealed: set[int] = set()
@@ -378,13 +448,16 @@ class Books:
         self.ticks = itertools.count()
         self.evicted = 0
         self.allocated = 0
-        self.knows_parents = True
+        self.knows_parents = self.groups == (FULL,)
         self.refused: list[tuple[PlanItem, int, Reason]] = []
 
     # what is held, retired, free: counted anew from the tables and the steps in flight
 
     def holders(self) -> Counter[int]:
-        return Counter(block for lease in self.leases.values() for s in lease.sequences.values() for block in s.table)
+        sequences = (sequence for lease in self.leases.values() for sequence in lease.sequences.values())
+        holders = Counter(block for sequence in sequences for table in sequence.tables for block in table)
+        del holders[0]
+        return holders
 
     def touched(self) -> set[int]:
         return set().union(*(step.touched for lease in self.leases.values() for step in lease.steps))
@@ -402,13 +475,15 @@ class Books:
                 states[block] = BlockState.CACHED if block in findable else BlockState.FREE
         return states
 
+    step: BookStep | None = None
+    """The step that is being planned, or was planned last."""
     touched_now: frozenset[int] | set[int] = frozenset()
     """Sources of the copies of the step that is being planned."""
     host_touched_now: frozenset[int] | set[int] = frozenset()
 
     def host_states(self) -> dict[int, str]:
         sequences = [s for lease in self.leases.values() for s in lease.sequences.values()]
-        held = [block for sequence in sequences for block in sequence.host or ()]
+        held = [block for sequence in sequences for blocks in sequence.host or () for block in blocks]
         assert len(set(held)) == len(held), "a host block is of two sequences"
         steps = [step for lease in self.leases.values() for step in lease.steps]
         touched = set(self.host_touched_now).union(*(step.host_touched for step in steps))
@@ -438,18 +513,18 @@ class Books:
 
     def pin(self, tag: int, tokens: list[int], until: float) -> Reason | bytes:
         """The id of the pin, if there is one then."""
-        ends = range(self.size, len(tokens) + 1, self.size)
-        keys = list(itertools.takewhile(self.index.__contains__, ((tag, *tokens[:end]) for end in ends)))
-        if not keys:
+        length, tables = self.longest_hit(self.prefixes(tag, tokens, len(tokens)))
+        if not length:
             return Reason.PREFIX_NOT_CACHED
-        tenant, blocks = tag // len(SALTS), [self.index[key] for key in keys]
-        pin_id = hash_of(keys[-1], self.size)[:16]
+        tenant, blocks = tag // len(SALTS), [block for table in tables for block in held(table)]
+        prefix = (tag, *tokens[: length * self.size])
+        pin_id = hash_of(prefix, self.size)[:16]
         if pin_id not in self.pins:
             if self.num_pinned(tenant) + len(set(blocks) - self.kept()) > self.shares[tenant].pin_budget:
                 return Reason.PIN_BUDGET_SPENT
             if (reason := self.refuse(tenant, 0, parked=self.num_parked(blocks))) is not None:
                 return reason
-        self.pins[pin_id] = BookPin(keys[-1], blocks, until)
+        self.pins[pin_id] = BookPin(prefix, blocks, until)
         self.rest()
         return pin_id
 
@@ -481,8 +556,10 @@ class Books:
         if not sequence.reserved_tokens or sequence.host is not None:
             return 0
         first = (sequence.computed if computed is None else computed) // self.size
-        missing = max(0, -(-sequence.reserved_tokens // self.size) - len(sequence.table))
-        return missing + sum(block in shared or self.is_at_risk(block) for block in sequence.table[first:])
+        most = self.num_blocks_for(sequence.reserved_tokens)
+        missing = sum(max(0, most - len(table)) for table in sequence.tables)
+        blocks = [block for table in sequence.tables for block in held(table[first:])]
+        return missing + sum(block in shared or self.is_at_risk(block) for block in blocks)
 
     def needs_more(self, sequence: BookSequence, **changes: Any) -> int:
         return self.needs(sequence, **changes) - self.needs(sequence)
@@ -541,9 +618,10 @@ class Books:
         """
         if steps:
             steps[-1].let_go += blocks
-        holders = self.holders()
+        holders, is_now = self.holders(), steps == [self.step]
         for block in reversed(blocks):
-            if not holders[block]:
+            # A block that the step being planned touches comes back with that step, at its place there.
+            if is_now or not (holders[block] or block in self.touched_now):
                 self.let_go[block] = next(self.ticks)
         self.rest()
 
@@ -559,9 +637,7 @@ class Books:
                 assert block in free, f"block {block} handed out, {states[block]}, while {free} are free"
             else:
                 self.check_eviction(block)
-                self.lru.remove(block)
-                self.index = {key: b for key, b in self.index.items() if b != block}
-                self.evicted += 1
+                self.evict(block)
             self.taken.add(block)
             self.owners[block] = tenant
             self.sealed.discard(block)
@@ -574,6 +650,10 @@ class Books:
         If a block replaced another sequence's equal block, the policy does not know it as the parent of the blocks
         after that one: two sequences computed the same tokens, or a copy came after a reset.
         """
+        stranded = self.next_stranded()
+        if stranded is not None:
+            assert block == stranded, f"block {block} evicted before {stranded}, which nobody can find"
+            return
         if self.is_lru:
             assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
         assert block in self.lru, f"block {block} evicted, it is not parked"
@@ -583,6 +663,31 @@ class Books:
         key = key_of[block]
         for child in self.lru[: self.lru.index(block)]:
             assert key_of[child][: len(key)] != key, f"block {block} evicted before {child}, which continues it"
+
+    def evict(self, block: int) -> None:
+        """Those that can't be found without it are stranded."""
+        self.lru.remove(block)
+        (key,) = [key for key, b in self.index.items() if b == block]
+        del self.index[key]
+        self.evicted += 1
+        lost = self.groups[key[0]]
+        for number, group in enumerate(self.groups):
+            if (lost == FULL or group == lost) and (number, *key[1:]) in self.index:
+                self.stranded.append(self.index[number, *key[1:]])
+
+    def next_stranded(self) -> int | None:
+        """Those that can be found again, or are held, are evictable in their order only."""
+        while self.stranded:
+            block = self.stranded.pop()
+            if block in self.lru and self.is_stranded(block):
+                return block
+        return None
+
+    def is_stranded(self, block: int) -> bool:
+        """True if a block of the same tokens is gone that every prefix with this one needs."""
+        (key,) = [key for key, b in self.index.items() if b == block]
+        needed = [number for number, group in enumerate(self.groups) if group in (FULL, self.groups[key[0]])]
+        return any((number, *key[1:]) not in self.index for number in needed)
 
     taken: set[int] = set()  # noqa: RUF012 - replaced for each item
     """Blocks handed out for the present item, in no table yet."""
@@ -595,11 +700,50 @@ class Books:
             if sequence.host is not None and sequence.tag in tags:
                 sequence.withheld = sequence.computed // self.size
 
-    def begins_with(self, key: tuple, stem: tuple) -> bool:
+    def begins_with(self, prefix: tuple, stem: tuple) -> bool:
         """True if content continues the stem, or if a block between them is gone."""
-        ends = range(len(key) - self.size, len(stem), -self.size)
-        is_holed = len(key) > len(stem) and any(key[:end] not in self.index for end in ends)
-        return is_holed or key[: len(stem)] == stem
+        ends = range(len(prefix) - self.size, len(stem), -self.size)
+        is_holed = len(prefix) > len(stem) and any((0, *prefix[:end]) not in self.index for end in ends)
+        return is_holed or prefix[: len(stem)] == stem
+
+    # prefixes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+    def prefixes(self, tag: int, tokens: list[int], num_tokens: int) -> list[tuple]:
+        """Those that end with a full block of the first tokens, the shortest first."""
+        return [(tag, *tokens[:end]) for end in range(self.size, num_tokens + 1, self.size)]
+
+    def first_needed(self, group: LayerGroup, position: int) -> int:
+        """The index of the first block that a token at a position sees."""
+        return first_seen(group, position) // self.size
+
+    def longest_hit(self, prefixes: list[tuple]) -> tuple[int, list[list[int]]]:
+        """The longest prefix with all blocks that its next token sees: their number, and the tables."""
+        for length in range(len(prefixes), -1, -1):
+            tables = [self.table_of(prefixes[:length], number) for number in range(len(self.groups))]
+            if all(None not in table for table in tables):
+                return length, tables
+        raise AssertionError("nothing is a prefix, too")
+
+    def table_of(self, prefixes: list[tuple], number: int) -> list[int]:
+        """The table of a prefix by the index: None for a block that is not in it, 0 for one that nobody will see."""
+        first = self.first_needed(self.groups[number], len(prefixes) * self.size)
+        return [0] * first + [self.index.get((number, *prefix)) for prefix in prefixes[first:]]
+
+    def ends_of_tables(self, num_tokens: int, num_scheduled: int) -> list[int]:
+        """Full tables have blocks for all tokens, windowed ones for the scheduled ones."""
+        is_full = lambda group: group.kind is LayerGroupKind.FULL  # noqa: E731
+        return [self.num_blocks_for(num_tokens if is_full(group) else num_scheduled) for group in self.groups]
+
+    def least_position(self, sequence: BookSequence) -> int:
+        """The first position at which a token sees no block that was passed."""
+        firsts = [num_passed(table) for table in sequence.tables]
+        is_there = lambda position: all(  # noqa: E731
+            first_seen(group, position) >= first * self.size for group, first in zip(self.groups, firsts, strict=True)
+        )
+        return next(position for position in itertools.count() if is_there(position))
 
     # planning
 
@@ -613,6 +757,9 @@ class Books:
         self.planned: list[PlannedRun] = []
         self.expected_copies: list[tuple[int, int]] = []
         self.expected_restores: list[tuple[int, int]] = []
+        self.expected_passes: list[tuple[int, int, int]] = []
+        self.leasts: list[int] = []
+        """The least positions that the items with a position out of range name."""
         self.touched_now, self.host_touched_now = set(), set()
         released, offloaded, restored, admitted = [], [], [], []
         for seq_id in request.releases:
@@ -622,9 +769,10 @@ class Books:
             reason = self.offload(seq_id)
             self.note(PlanItem.OFFLOAD, seq_id, reason)
             offloaded += [] if reason else [seq_id]
-        for sequence, index in lease.changes:
-            if not sequence.released:
-                assert writes.take(sequence.seq_id, index, 1) == [sequence.table[index]]
+        self.pass_windows()
+        for sequence, group, index in lease.changes:
+            if not sequence.released and sequence.tables[group][index]:
+                assert writes.take(sequence.seq_id, group, index, 1) == [sequence.tables[group][index]]
         lease.changes = []
         for trim in request.trims:
             self.note(PlanItem.TRIM, trim.seq_id, self.trim(trim))
@@ -651,9 +799,10 @@ class Books:
                 admitted.append((admission.seq_id, found))
             else:
                 self.note(PlanItem.ADMISSION, admission.seq_id, found)
-        self.step.touched = {block for s in lease.sequences.values() for block in s.table} | self.touched_now
-        held = {block for s in lease.sequences.values() for block in s.host or ()}
-        self.step.host_touched = held | self.host_touched_now
+        tables = [table for sequence in lease.sequences.values() for table in sequence.tables]
+        self.step.touched = {block for table in tables for block in held(table)} | self.touched_now
+        in_host = {block for s in lease.sequences.values() for blocks in s.host or () for block in blocks}
+        self.step.host_touched = in_host | self.host_touched_now
         self.touched_now = self.host_touched_now = frozenset()
         lease.steps.append(self.step)
         lease.next_step += 1
@@ -662,12 +811,16 @@ class Books:
         assert writes.copies == self.expected_copies
         assert not writes.offloads, f"unexpected copies to the host tier {writes.offloads}"
         assert list(zip(plan.restore_sources, plan.restore_targets, strict=True)) == self.expected_restores
+        passes = zip(plan.passed_seq_ids, plan.passed_groups, plan.passed_counts, strict=True)
+        assert list(passes) == self.expected_passes
         assert plan.step_number == self.step.number
         assert plan.known_step == lease.known
         assert (plan.released_ids, plan.offloaded_ids) == (released, offloaded)
         assert list(zip(plan.restored_ids, plan.restored_counts, strict=True)) == restored
         assert list(zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True)) == forked
         assert [(r.item, r.seq_id, r.refusal.reason) for r in plan.refusals] == self.refused
+        out_of_range = [r for r in plan.refusals if r.refusal.reason is Reason.POSITION_OUT_OF_RANGE]
+        assert [int(r.refusal.metadata["least"]) for r in out_of_range] == self.leasts
         assert list(zip(plan.admitted_ids, plan.admitted_cached_counts, strict=True)) == admitted
         runs = zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples, strict=True)
         assert [(*run, i in plan.given_run_indexes) for i, run in enumerate(runs)] == self.runs
@@ -677,13 +830,31 @@ class Books:
         if reason is not None:
             self.refused.append((item, seq_id, reason))
 
+    def pass_windows(self) -> None:
+        """The blocks behind the windows of the last computed token are let go: it may be computed again."""
+        computed, self.lease.computed = self.lease.computed, []
+        for sequence in computed if self.has_windows else ():
+            if self.lease.sequences.get(sequence.seq_id) is not sequence or sequence.host is not None:
+                continue
+            passed = []
+            for number, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+                end = self.first_needed(group, max(0, sequence.computed - 1))
+                blocks = held(table[:end])
+                if blocks:
+                    table[:end] = [0] * end
+                    self.expected_passes.append((sequence.seq_id, number, end))
+                    passed += blocks
+            if passed:
+                self.drop(passed[::-1], self.lease.steps)
+                self.promise(sequence)
+
     def release(self, seq_id: int) -> bool:
         sequence = self.lease.sequences.pop(seq_id, None)
         if sequence is None:
             return False
         sequence.released = True
         self.step.num_released += sequence.host is None
-        self.drop(sequence.table, self.lease.steps)
+        self.drop(blocks_in_order(sequence.tables), self.lease.steps)
         return True
 
     def offload(self, seq_id: int) -> Reason | None:
@@ -692,28 +863,32 @@ class Books:
             return Reason.SEQUENCE_NOT_FOUND
         if old.host is not None:
             return Reason.SEQUENCE_OFFLOADED
-        count, states = max(1, -(-old.scheduled // self.size)), self.host_states()
+        end, states = max(1, self.num_blocks_for(old.scheduled)), self.host_states()
+        sources = [held(table[:end]) for table in old.tables]
+        count = sum(map(len, sources))
         if count > sum(state == "free" for state in states.values()):
             return Reason.OUT_OF_HOST_BLOCKS
         copies, self.writes.offloads = self.writes.offloads[:count], self.writes.offloads[count:]
-        assert [source for source, _ in copies] == old.table[:count]
-        host = [target for _, target in copies]
-        for block in host:
+        assert [source for source, _ in copies] == [block for blocks in sources for block in blocks]
+        targets = iter([target for _, target in copies])
+        host = [list(itertools.islice(targets, len(blocks))) for blocks in sources]
+        for _, block in copies:
             assert states[block] == "free", f"host block {block} handed out, {states[block]}"
             self.generations[-1 - block] += 1
-        heir = replace(old, table=[], published=0, sampled_at=None, host=host, promised=0)
+        tables = [[0] * num_passed(table) for table in old.tables]
+        heir = replace(old, tables=tables, published=0, sampled_at=None, host=host, promised=0)
         is_dropped = lambda block: block in self.sealed and block not in self.index.values()  # noqa: E731
-        heir.withheld = max(
-            [old.withheld, *(i for i, block in enumerate(old.table[: old.published], 1) if is_dropped(block))]
-        )
+        published = [enumerate(table[: old.published], 1) for table in old.tables]
+        heir.withheld = max(old.withheld, *(i for blocks in published for i, block in blocks if is_dropped(block)), 0)
         old.released = True
         self.step.num_released += 1
         del self.lease.sequences[seq_id]
         self.lease.sequences[seq_id] = heir
         for run in (run for step in self.lease.steps for run in step.runs):
             run.heirs += [[heir, covers] for known, covers in [(run.sequence, run.covers), *run.heirs] if known is old]
-        self.touched_now = {*self.touched_now, *old.table}
-        self.drop(old.table, [self.step])
+        blocks = blocks_in_order(old.tables)
+        self.touched_now = {*self.touched_now, *blocks}
+        self.drop(blocks, [self.step])
         return None
 
     def restore(self, restore: Restore, reserve: int) -> Reason | int:
@@ -726,31 +901,54 @@ class Books:
             return Reason.SEQUENCE_BUSY
         if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
             return Reason.TOO_MANY_SEQUENCES
-        if sequence.known > self.max_tokens(sequence.tenant, sequence):
+        if sequence.known > self.max_tokens(sequence.tenant, sequence.reserved_tokens):
             return Reason.SEQUENCE_TOO_LONG
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
-        is_read = sequence.cache_use is CacheUse.READ_AND_WRITE
-        keys = [sequence.key((i + 1) * self.size) for i in range(is_read * ((sequence.known - 1) // self.size))]
-        found = [self.index[key] for key in itertools.takewhile(self.index.__contains__, keys)]
-        now = -(-sequence.known // self.size)
-        need, later = now - len(found), max(0, -(-sequence.reserved_tokens // self.size) - now)
+        length, tables = self.find_for_restore(sequence)
+        start = max(sequence.scheduled, length * self.size)
+        count = min(sequence.known - start, restore.max_compute or 10**9, self.budget)
+        ends = self.ends_of_tables(sequence.known, start + count)
+        need = sum(end - len(table) for end, table in zip(ends, tables, strict=True))
+        most = self.num_blocks_for(sequence.reserved_tokens)
+        later = sum(max(0, most - end) for end in ends)
+        found = [block for table in tables for block in held(table)]
         reason = self.refuse(sequence.tenant, need + later, parked=self.num_parked(found), spared=reserve)
         if reason is not None:
             return reason
-        sequence.table = self.take_blocks(sequence.seq_id, found, need, sequence.tenant)
-        copied = slice(len(found), -(-sequence.scheduled // self.size))
-        self.expected_restores += zip(sequence.host[copied], sequence.table[copied], strict=True)
-        self.host_touched_now = {*self.host_touched_now, *sequence.host}
-        sequence.host, sequence.published = None, max(len(found), sequence.withheld)
-        sequence.computed = max(sequence.computed, len(found) * self.size)
-        start = sequence.scheduled = max(sequence.scheduled, len(found) * self.size)
+        hosted = [num_passed(table) for table in sequence.tables]
+        sequence.tables = self.take_blocks(sequence.seq_id, tables, ends, sequence.tenant)
+        end = self.num_blocks_for(sequence.scheduled)
+        for table, found_table, first, host in zip(sequence.tables, tables, hosted, sequence.host, strict=True):
+            copied = range(len(found_table), end)
+            self.expected_restores += [(host[index - first], table[index]) for index in copied]
+        self.host_touched_now = {*self.host_touched_now, *(block for blocks in sequence.host for block in blocks)}
+        sequence.host, sequence.published = None, max(length, sequence.withheld)
+        sequence.computed = max(sequence.computed, length * self.size)
+        sequence.scheduled = start
         self.promise(sequence)
-        count = min(sequence.known - start, restore.max_compute or 10**9, self.budget)
         self.budget -= count
         if count:
             self.run(sequence, count, given=True)
         return start
+
+    def find_for_restore(self, sequence: BookSequence) -> tuple[int, list[list[int]]]:
+        """A prefix from the index. One that ends before what the host tier has is taken in the full groups only."""
+        if sequence.cache_use is not CacheUse.READ_AND_WRITE:
+            prefixes = []
+        else:
+            tokens = [token.value for token in sequence.tokens[: sequence.known]]
+            prefixes = self.prefixes(sequence.tag, tokens, sequence.known - 1)
+        length, tables = self.longest_hit(prefixes)
+        if not self.has_windows or length * self.size >= sequence.scheduled:
+            return length, tables
+        full = [number for number, group in enumerate(self.groups) if group == FULL]
+        is_known = lambda prefix: all((number, *prefix) in self.index for number in full)  # noqa: E731
+        known = list(itertools.takewhile(is_known, prefixes))[: sequence.scheduled // self.size]
+        tables = [list(table) for table in sequence.tables]
+        for number in full:
+            tables[number] = [self.index[number, *prefix] for prefix in known]
+        return len(known), tables
 
     def in_pool(self, seq_id: int) -> BookSequence | Reason:
         sequence = self.lease.sequences.get(seq_id)
@@ -762,13 +960,15 @@ class Books:
         sequence, count = self.in_pool(trim.seq_id), trim.num_tokens
         if isinstance(sequence, Reason):
             return sequence
-        if not 1 <= count <= len(sequence.tokens):
+        least = max(1, self.least_position(sequence))
+        if not least <= count <= len(sequence.tokens):
+            self.leasts.append(least)
             return Reason.POSITION_OUT_OF_RANGE
         needed = self.needs_more(sequence, computed=min(sequence.computed, count))
         if (reason := self.refuse(sequence.tenant, needed)) is not None:
             return reason
         full, kept = count // self.size, -(-count // self.size)
-        kept = len(sequence.table) if sequence.reserved_tokens else kept
+        kept = max(map(len, sequence.tables)) if sequence.reserved_tokens else kept
         sequence.tokens = sequence.tokens[:count]
         sequence.computed = min(sequence.computed, count)
         sequence.scheduled = min(sequence.scheduled, count)
@@ -782,7 +982,7 @@ class Books:
                 for entry in run.heirs:
                     if entry[0] is sequence:
                         entry[1] = min(entry[1], count)
-        tail, sequence.table = sequence.table[kept:], sequence.table[:kept]
+        tail, sequence.tables = blocks_in_order(sequence.tables, kept), [table[:kept] for table in sequence.tables]
         self.promise(sequence)
         self.drop(tail, self.lease.steps)
         return None
@@ -791,10 +991,13 @@ class Books:
         parent, count = self.in_pool(fork.parent_id), fork.num_tokens
         if isinstance(parent, Reason):
             return parent
-        if not 1 <= count <= len(parent.tokens):
+        least = self.least_position(parent) + 1
+        if not least <= count <= len(parent.tokens):
+            self.leasts.append(least)
             return Reason.POSITION_OUT_OF_RANGE
-        shared = parent.table[: -(-count // self.size)]
-        if (reason := self.refuse(parent.tenant, self.needs_more(parent, shared=shared))) is not None:
+        tables = [table[: self.num_blocks_for(count)] for table in parent.tables]
+        needed = self.needs_more(parent, shared=blocks_in_order(tables))
+        if (reason := self.refuse(parent.tenant, needed)) is not None:
             return reason
         if (reason := self.refuse_new(child_id)) is not None:
             return reason
@@ -804,7 +1007,7 @@ class Books:
             child_id,
             parent.tag,
             parent.tokens[:count],
-            shared,
+            tables,
             computed=min(parent.computed, scheduled),
             scheduled=scheduled,
             published=min(parent.published, scheduled // self.size),
@@ -812,10 +1015,16 @@ class Books:
             cache_use=parent.cache_use,
         )
         child.withheld = min(parent.withheld, child.published)
-        assert self.writes.take(child_id, 0, len(child.table)) == child.table
+        self.write_tables(child_id, tables)
         self.lease.sequences[child_id] = child
         self.promise(parent)
         return None
+
+    def write_tables(self, seq_id: int, tables: list[list[int]]) -> None:
+        """The writes of a sequence that begins."""
+        for number, table in enumerate(tables):
+            if blocks := held(table):
+                assert self.writes.take(seq_id, number, num_passed(table), len(blocks)) == blocks
 
     def refuse_new(self, seq_id: int) -> Reason | None:
         if not 0 <= seq_id < 2**31:
@@ -826,15 +1035,21 @@ class Books:
             return Reason.TOO_MANY_SEQUENCES
         return None
 
-    def longest(self) -> int:
-        return min(self.geometry.max_sequence_tokens, (self.geometry.num_blocks - 1) * self.size)
+    def longest_in(self, num_blocks: int, *, is_reserved: bool) -> int:
+        """The tokens of the longest sequence in so many blocks. One with a reservation may be computed in one step; one
+        without holds in a windowed group what two neighbouring tokens see."""
+        least = lambda group: (group.window - 1) // self.size + 2  # noqa: E731
+        is_passed = lambda group: not is_reserved and group.kind is not LayerGroupKind.FULL  # noqa: E731
+        needed = lambda length: sum(min(length, least(g)) if is_passed(g) else length for g in self.groups)  # noqa: E731
+        most = self.num_blocks_for(self.geometry.max_sequence_tokens)
+        length = max(length for length in range(most + 1) if needed(length) <= num_blocks)
+        return min(self.geometry.max_sequence_tokens, length * self.size)
 
-    def max_tokens(self, tenant: int, sequence: BookSequence | None = None) -> int:
-        """The tokens of any sequence of a tenant, or of this one."""
+    def max_tokens(self, tenant: int, reserved: int = 0) -> int:
+        """The tokens of any sequence of a tenant, or of one with a reservation of so many."""
         others = sum(share.floor for share in self.shares) - self.shares[tenant].floor
         most = min(self.shares[tenant].limit, self.geometry.num_blocks - 1 - others)
-        longest = min(self.longest(), most * self.size)
-        return min(longest, (sequence and sequence.reserved_tokens) or longest)
+        return min(self.longest_in(most, is_reserved=reserved > 0), reserved or 10**9)
 
     def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
         sequence = self.in_pool(seq_id)
@@ -847,32 +1062,40 @@ class Books:
             return Reason.INVALID_ARGUMENT
         if any(not 0 <= token < VOCAB for token in append):
             return Reason.TOKEN_OUT_OF_RANGE
-        if max(end, known + len(append)) > self.max_tokens(sequence.tenant, sequence):
+        if max(end, known + len(append)) > self.max_tokens(sequence.tenant, sequence.reserved_tokens):
             return Reason.SEQUENCE_TOO_LONG
         is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
         if end > known + len(append) and not is_last_sampled:
             return Reason.NOTHING_TO_COMPUTE
-        table, holders = sequence.table, self.holders()
-        num_table = -(-(len(sequence.tokens) + len(append)) // self.size)
-        written = range(start // self.size, min(-(-end // self.size), len(table)))
-        foreign = [i for i in written if holders[table[i]] > 1 or table[i] in self.sealed]
-        needed = max(0, len(foreign) + max(0, num_table - len(table)) - sequence.promised)
+        holders, ends = self.holders(), self.ends_of_tables(len(sequence.tokens) + len(append), end)
+        is_foreign = lambda block: holders[block] > 1 or block in self.sealed  # noqa: E731
+        written = [range(start // self.size, min(self.num_blocks_for(end), len(table))) for table in sequence.tables]
+        foreign = [
+            [index for index in indexes if is_foreign(table[index])]
+            for indexes, table in zip(written, sequence.tables, strict=True)
+        ]
+        grown = [max(0, end - len(table)) for end, table in zip(ends, sequence.tables, strict=True)]
+        needed = max(0, sum(map(len, foreign)) + sum(grown) - sequence.promised)
         if (reason := self.refuse(sequence.tenant, needed)) is not None:
+            assert not sequence.reserved_tokens, "a sequence does not get what is reserved for it"
             return reason
-        self.replace(sequence, foreign, num_table, start)
+        for number in range(len(self.groups)):
+            self.replace(sequence, number, foreign[number], grown[number], start)
+        if any(foreign) or any(grown):
+            self.promise(sequence)
         sequence.tokens = sequence.tokens + [Token(value) for value in append]
-        for index in written:
-            self.forget_claims(table[index])
+        for indexes, table in zip(written, sequence.tables, strict=True):
+            for index in indexes:
+                self.forget_claims(table[index])
         self.run(sequence, count, given=not (count == 1 and start == sequence.sampled_at))
         return None
 
-    def replace(self, sequence: BookSequence, foreign: list[int], num_table: int, start: int) -> None:
-        table, fresh = sequence.table, []
+    def replace(self, sequence: BookSequence, number: int, foreign: list[int], grown: int, start: int) -> None:
+        table, fresh = sequence.tables[number], []
         for index in foreign:
-            fresh += self.writes.take(sequence.seq_id, index, 1)
-        grown = num_table - len(table)
-        if grown > 0:
-            fresh += self.writes.take(sequence.seq_id, len(table), grown)
+            fresh += self.writes.take(sequence.seq_id, number, index, 1)
+        if grown:
+            fresh += self.writes.take(sequence.seq_id, number, len(table), grown)
         self.taken = set()
         self.hand_out(fresh, sequence.tenant)
         for index in foreign:
@@ -884,15 +1107,14 @@ class Books:
             self.drop([source], [self.step] if index * self.size < start else self.lease.steps)
         table += fresh
         self.taken = set()
-        if foreign or grown > 0:
-            self.promise(sequence)
 
     def forget_claims(self, block: int) -> None:
         """A block that is written in place is not published by a released sequence that filled it before."""
         for step in self.lease.steps:
             for run in step.runs:
-                if run.sequence.released and block in run.sequence.table:
-                    covers = run.sequence.table.index(block) * self.size
+                tables = run.sequence.tables if run.sequence.released else ()
+                for table in (table for table in tables if block in table):
+                    covers = table.index(block) * self.size
                     if covers < run.covers:
                         run.covers = covers
 
@@ -902,7 +1124,14 @@ class Books:
         token = Token() if samples else None
         self.runs.append((sequence.seq_id, start, count, samples, given))
         self.planned.append(
-            PlannedRun(sequence.seq_id, sequence.tag, start, sequence.tokens[:end], sequence.table[:], token)
+            PlannedRun(
+                sequence.seq_id,
+                sequence.tag,
+                start,
+                sequence.tokens[:end],
+                [table[:] for table in sequence.tables],
+                token,
+            )
         )
         fills = range(start // self.size, min(end, sequence.known) // self.size)
         self.step.runs.append(BookRun(sequence, end, end, fills, token))
@@ -919,33 +1148,36 @@ class Books:
             return Reason.ROLE_MISSING
         if (reason := self.refuse_new(admission.seq_id)) is not None:
             return reason
-        if 0 < admission.reserved_tokens < len(tokens) <= self.longest():
+        longest = self.longest_in(self.geometry.num_blocks - 1, is_reserved=False)
+        if 0 < admission.reserved_tokens < len(tokens) <= longest:
             return Reason.INVALID_ARGUMENT
         if not tokens:
             return Reason.EMPTY_PROMPT
-        if max(len(tokens), admission.reserved_tokens) > self.max_tokens(tenant):
+        if max(len(tokens), admission.reserved_tokens) > self.max_tokens(tenant, admission.reserved_tokens):
             return Reason.SEQUENCE_TOO_LONG
         if any(not 0 <= token < VOCAB for token in tokens):
             return Reason.TOKEN_OUT_OF_RANGE
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
         tag = tenant * len(SALTS) + SALTS.index(admission.salt)
-        found, published = self.find(tag, tokens) if admission.cache_use is CacheUse.READ_AND_WRITE else ([], 0)
-        now = -(-len(tokens) // self.size)
-        later = -(-admission.reserved_tokens // self.size) - now + len(found) - published
-        later = (later if admission.reserved_tokens else 0) + sum(
-            self.needs_more(other, shared=found[published:]) for other in self.lease.sequences.values()
-        )
-        needed = now - len(found) + later
+        length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
+        cached = length * self.size
+        count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
+        ends = self.ends_of_tables(len(tokens), cached + count)
+        found = [block for table in tables for block in held(table)]
+        unpublished = [block for table in tables for block in held(table[published:])]
+        most = self.num_blocks_for(admission.reserved_tokens)
+        later = sum(max(0, most - end) for end in ends) + (len(unpublished) if admission.reserved_tokens else 0)
+        later += sum(self.needs_more(other, shared=unpublished) for other in self.lease.sequences.values())
+        needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
-        ids = self.take_blocks(admission.seq_id, found, now - len(found), tenant)
-        cached = len(found) * self.size
+        tables = self.take_blocks(admission.seq_id, tables, ends, tenant)
         sequence = BookSequence(
             admission.seq_id,
             tag,
             [Token(value) for value in tokens],
-            ids,
+            tables,
             computed=published * self.size,
             scheduled=cached,
             published=published,
@@ -955,40 +1187,44 @@ class Books:
         self.lease.sequences[admission.seq_id] = sequence
         if later or admission.reserved_tokens:
             self.promise(*self.lease.sequences.values())
-        count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         self.budget -= count
         self.run(sequence, count, given=True)
         return cached
 
-    def take_blocks(self, seq_id: int, found: list[int], need: int, tenant: int) -> list[int]:
-        """Those that were found, and fresh ones of the ledger's choice."""
-        ids = self.writes.take(seq_id, 0, need + len(found))
-        assert ids[: len(found)] == found, "other blocks than the ones that hold the prefix"
+    def take_blocks(self, seq_id: int, tables: list[list[int]], ends: list[int], tenant: int) -> list[list[int]]:
+        """Tables with those that were found, and up to these indexes fresh ones of the ledger's choice."""
+        found = {block for table in tables for block in held(table)}
         self.taken = set(found)
         self.lru = [block for block in self.lru if block not in found]
-        self.hand_out(ids[len(found) :], tenant)
+        taken = []
+        for number, (table, end) in enumerate(zip(tables, ends, strict=True)):
+            first = num_passed(table)
+            ids = self.writes.take(seq_id, number, first, end - first) if end > first else []
+            assert ids[: len(table) - first] == table[first:], "other blocks than the ones that hold the prefix"
+            self.hand_out(ids[len(table) - first :], tenant)
+            taken.append([0] * first + ids)
         self.taken = set()
-        return ids
+        return taken
 
-    def find(self, tag: int, tokens: list[int]) -> tuple[list[int], int]:
-        found: list[int] = []
-        published, is_published = 0, True
-        pending = self.pending()
-        for index in range((len(tokens) - 1) // self.size):
-            key = (tag, *tokens[: (index + 1) * self.size])
-            holders = self.holders()
-            if key in self.index:
-                found.append(self.index[key])
-                published += is_published
-            elif key in pending and holders[pending[key]]:
-                found.append(pending[key])
-                is_published = False
-            else:
+    def find(self, tag: int, tokens: list[int], *, is_read: bool) -> tuple[int, int, list[list[int]]]:
+        """The number of blocks found, of those that are published, and the tables."""
+        prefixes = self.prefixes(tag, tokens, (len(tokens) - 1) * is_read)
+        published, tables = self.longest_hit(prefixes)
+        pending = self.pending() if published < len(prefixes) else {}
+        length, holders = published, self.holders()
+        for prefix in prefixes[published:]:
+            keys = [(number, *prefix) for number in range(len(self.groups))]
+            blocks = [self.index.get(key) or pending.get(key, 0) for key in keys]
+            if not all(key in self.index or holders[block] for key, block in zip(keys, blocks, strict=True)):
                 break
-        return found, published
+            for table, block in zip(tables, blocks, strict=True):
+                table.append(block)
+            length += 1
+        return length, published, tables
 
     def pending(self) -> dict[tuple, int]:
-        """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first."""
+        """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first. It is 0
+        if the block was passed."""
         pending: dict[tuple, int] = {}
         for step in [*self.lease.steps, self.step]:
             for run in step.runs if not step.is_doomed else ():
@@ -996,7 +1232,9 @@ class Books:
                     continue
                 for index in run.fills:
                     if (index + 1) * self.size <= run.covers:
-                        pending.setdefault(run.sequence.key((index + 1) * self.size), run.sequence.table[index])
+                        prefix = run.sequence.prefix((index + 1) * self.size)
+                        for number, table in enumerate(run.sequence.tables):
+                            pending.setdefault((number, *prefix), table[index])
         return pending
 
     # reports
@@ -1014,6 +1252,8 @@ class Books:
                     sequence.computed = max(sequence.computed, covers)
                 if run.sampled is not None:
                     run.sampled.known = True
+            lease.computed += [run.sequence for run in step.runs]
+            lease.computed += [heir for run in step.runs for heir, _ in run.heirs]
             # What was touched by this step stays out of reach until all of it is published.
             lease.steps.insert(0, BookStep(step.number, [], step_touched, 0))
             for run in step.runs:
@@ -1033,21 +1273,27 @@ class Books:
     def publish(self, lease: BookLease, sequence: BookSequence) -> None:
         if sequence.cache_use is CacheUse.NONE:
             return
-        while (end := (sequence.published + 1) * self.size) <= min(sequence.computed, sequence.known):
-            key, block = sequence.key(end), sequence.table[sequence.published]
-            standing = self.index.setdefault(key, block)
-            self.knows_parents &= standing == block
-            if standing == block:
-                self.sealed.add(block)
-                self.new.add(block)
-            elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
-                sequence.table[sequence.published] = standing
-                lease.changes.append((sequence, sequence.published))
-                lease.steps[-1].touched.add(standing)  # more than it does: no step in flight knows of this yet
-                if len(lease.steps) == 1:
-                    lease.steps[0].touched.discard(block)  # nothing in flight: it is free at once
-                self.drop([block], lease.steps[1:])
+        while (sequence.published + 1) * self.size <= min(sequence.computed, sequence.known):
+            for number, table in enumerate(sequence.tables):
+                if block := table[sequence.published]:
+                    self.publish_one(lease, sequence, number, block)
             sequence.published += 1
+
+    def publish_one(self, lease: BookLease, sequence: BookSequence, number: int, block: int) -> None:
+        index = sequence.published
+        key = (number, *sequence.prefix((index + 1) * self.size))
+        standing = self.index.setdefault(key, block)
+        self.knows_parents &= standing == block
+        if standing == block:
+            self.sealed.add(block)
+            self.new.add(block)
+        elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
+            sequence.tables[number][index] = standing
+            lease.changes.append((sequence, number, index))
+            lease.steps[-1].touched.add(standing)  # more than it does: no step in flight knows of this yet
+            if len(lease.steps) == 1:
+                lease.steps[0].touched.discard(block)  # nothing in flight: it is free at once
+            self.drop([block], lease.steps[1:])
 
     def fence(self, lease_id: str) -> None:
         """Retired blocks, then all tables of the lease, one sequence after the other."""
@@ -1055,7 +1301,7 @@ class Books:
         for sequence in lease.sequences.values():
             sequence.released = True
         holders = self.holders()
-        tables = [block for s in lease.sequences.values() for block in reversed(s.table)]
+        tables = [block for s in lease.sequences.values() for block in reversed(blocks_in_order(s.tables))]
         for block in reversed(dict.fromkeys(reversed(tables))):
             if not holders[block]:
                 self.let_go[block] = next(self.ticks)
@@ -1106,6 +1352,7 @@ class LedgerMachine(RuleBasedStateMachine):
     policy = "lru"
 
     @initialize(
+        groups=st.sampled_from(LAYER_GROUPS),
         num_usable=st.sampled_from([6, 8, 12, 7, 5, 4, 3, 2, 1]),
         block_size=st.sampled_from([2, 2, 1, 4]),
         max_sequences=st.sampled_from([8, 8, 8, 5, 3, 1]),
@@ -1121,6 +1368,7 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
+        groups,
         num_usable,
         block_size,
         max_sequences,
@@ -1134,6 +1382,8 @@ class LedgerMachine(RuleBasedStateMachine):
         pinning,
         budgets,
     ):
+        num_usable += 3 * (len(groups) - 1)
+        num_host += 3 * (len(groups) - 1) * (num_host > 0)
         self.geometry = Geometry(
             block_size=block_size,
             num_blocks=num_usable + 1,
@@ -1144,6 +1394,7 @@ class LedgerMachine(RuleBasedStateMachine):
             model="m",
             model_fingerprint=FINGERPRINT,
             num_host_blocks=num_host,
+            layer_groups=groups,
         )
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
@@ -1151,8 +1402,10 @@ class LedgerMachine(RuleBasedStateMachine):
         of_all, of_second = Share(0, num_usable, budget), Share(floor, limit, other_budget)
         as_blocks = lambda share: (share.floor, num_usable, share.limit, share.pin_budget)  # noqa: E731
         self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
-        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.policy == "lru")
-        self.worker = Worker(num_usable + 1, num_host, block_size)
+        # A pool with windows is always under LRU.
+        self.is_lru = self.policy == "lru" or any(group != FULL for group in groups)
+        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru)
+        self.worker = Worker(self.geometry)
         self.tenants = tenants
         self.delay = delay
         self.reserving = reserving
@@ -1195,8 +1448,12 @@ class LedgerMachine(RuleBasedStateMachine):
             seq_id = rng.choice(ids) if ids and rng.random() < 0.97 else rng.randrange(10)
             sequence = book.sequences.get(seq_id)
             length = len(sequence.tokens) if sequence else 3
-            new_id = rng.choice([i for i in range(12) if i not in ids] if rng.random() < 0.95 else [-1, *range(10)])
+            new_id = rng.choice(
+                [i for i in range(12 + len(ids)) if i not in ids] if rng.random() < 0.95 else [-1, *range(10)]
+            )
             position = rng.choice([length, length - 1, rng.randint(1, length), rng.randint(0, length + 1)])
+            if sequence and self.books.has_windows and rng.random() < 0.5:
+                position = min(length, self.books.least_position(sequence) + rng.randrange(3))
             if kind == "release":
                 releases.append(seq_id)
             elif kind == "offload":
@@ -1340,11 +1597,14 @@ class LedgerMachine(RuleBasedStateMachine):
             *(request.offloads, request.trims, request.forks),
             *(request.extend_ids, request.restores, request.admissions),
         )
-        if not plan.released_ids and len(plan.refusals) == sum(map(len, items)):
+        if not (plan.released_ids or plan.passed_seq_ids) and len(plan.refusals) == sum(map(len, items)):
             assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
         lease = self.books.leases[lease_id]
         runs = self.books.plan(lease, request, plan)
-        touched = {block for run in runs for block in run.table} | {*plan.copy_sources, *plan.copy_targets}
+        touched = {block for run in runs for table in run.tables for block in table} | {
+            *plan.copy_sources,
+            *plan.copy_targets,
+        }
         touched |= {*plan.offload_sources, *plan.restore_targets}
         touched |= {-1 - host for host in (*plan.offload_targets, *plan.restore_sources)}
         client.to_run.append(PlannedStep(plan, runs, {block: self.books.generations[block] for block in touched}))
@@ -1413,13 +1673,14 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.books.generations[block] == generation, f"block {block} was handed out again"
         findable = {block for block in range(1, self.geometry.num_blocks) if self.ledger.block(block)[3]}
         for run in step.runs:
-            size = self.geometry.block_size
-            for position in range(run.start, len(run.tokens)):
-                assert run.table[position // size] not in findable, "a findable block is written"
+            written = range(run.start // self.books.size, self.books.num_blocks_for(len(run.tokens)))
+            for table in run.tables:
+                assert not findable & {table[index] for index in written}, "a findable block is written"
         report = self.worker.run(client.lease_id, step, skip=skip, fail=fail)
         for run in step.runs:
             row = self.worker.leases[client.lease_id].rows[run.seq_id]
-            assert [row.table[i] for i in range(len(run.table))] == run.table, "the worker was told another table"
+            told = [[row.tables[g].get(i, 0) for i in range(len(table))] for g, table in enumerate(run.tables)]
+            assert told == run.tables, "the worker was told another table"
         client.to_report.append(report)
 
     def do_report(self, client):
@@ -1532,27 +1793,27 @@ class LedgerMachine(RuleBasedStateMachine):
             self.go_on_with_reset()
             return
         away = [s.tag for lease in self.books.leases.values() for s in lease.sequences.values() if s.host is not None]
-        tag = rng.choice([rng.randrange(len(TENANTS) * len(SALTS)), *away, *(key[0] for key in self.books.index)])
+        tag = rng.choice([rng.randrange(len(TENANTS) * len(SALTS)), *away, *(key[1] for key in self.books.index)])
         tenant, salt = divmod(tag, len(SALTS))
         size, kind = self.geometry.block_size, rng.choice(["tenant", "salt", "prefix", "prefix"])
         tags = [tag] if kind != "tenant" else range(tenant * len(SALTS), (tenant + 1) * len(SALTS))
-        keys = sorted(key for key in self.books.index if key[0] == tag)
+        keys = sorted(key for key in self.books.index if key[1] == tag)
         if keys and rng.random() < 0.3:
             hole = self.books.index[keys.pop(rng.randrange(len(keys)))]
             self.reset_slice(hole, hole + 1)
-        key = min(rng.choices(keys, k=2), key=len) if kind == "prefix" and keys else (tag,)
-        is_wanted = lambda other: other[0] in tags if kind == "tenant" else self.books.begins_with(other, key)  # noqa: E731
-        tail = [0] * rng.randrange(size) if len(key) > 1 else []
+        stem = min(rng.choices(keys, k=2), key=len)[1:] if kind == "prefix" and keys else (tag,)
+        is_wanted = lambda prefix: prefix[0] in tags if kind == "tenant" else self.books.begins_with(prefix, stem)  # noqa: E731
+        tail = [0] * rng.randrange(size) if len(stem) > 1 else []
         before = self.ledger.counts()
         reset = self.ledger.begin_reset(
-            TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*key[1:], *tail])
+            TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*stem[1:], *tail])
         )
         assert self.ledger.counts() == before
         self.books.withhold(tags)
         self.books.new = set()
         # Pins go at once; what is pinned from then on stays.
-        is_meant = lambda key: key[0] // len(SALTS) == tenant and is_wanted(key)  # noqa: E731
-        ended = [pin_id for pin_id, pin in sorted(self.books.pins.items()) if is_meant(pin.key)]
+        is_meant = lambda prefix: prefix[0] // len(SALTS) == tenant and is_wanted(prefix)  # noqa: E731
+        ended = [pin_id for pin_id, pin in sorted(self.books.pins.items()) if is_meant(pin.prefix)]
         assert self.ledger.go_on_with_reset(reset) == (0, len(ended))
         for pin_id in ended:
             self.books.unpin(pin_id)
@@ -1563,7 +1824,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def go_on_with_reset(self):
         (reset, is_meant), self.resetting = self.resetting, None
         index, spared = self.books.index, self.books.new | self.books.kept()
-        left = {key: block for key, block in index.items() if block in spared or not is_meant(key)}
+        left = {key: block for key, block in index.items() if block in spared or not is_meant(key[1:])}
         dropped = list(iter(lambda: self.ledger.go_on_with_reset(reset), None))
         assert (sum(blocks for blocks, _ in dropped), sum(pins for _, pins in dropped)) == (len(index) - len(left), 0)
         self.lose_to_reset(left)
@@ -1576,7 +1837,7 @@ class LedgerMachine(RuleBasedStateMachine):
         tag = rng.randrange(len(TENANTS) * len(SALTS))
         keys = sorted(self.books.index)
         if keys and rng.random() < 0.9:
-            tag, *tokens = rng.choice(keys)
+            _, tag, *tokens = rng.choice(keys)
         else:
             tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         tokens = tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])] + [0] * rng.randrange(3)
@@ -1588,7 +1849,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         pinned = pin()
         assert (pinned.pin_id, pinned.tenant) == (expected, tenant)
-        assert pinned.num_tokens == len(self.books.pins[expected].key) - 1
+        assert pinned.num_tokens == len(self.books.pins[expected].prefix) - 1
 
     def unpin(self, rng):
         """By its tenant, by another one, or by a caller that may take back any."""
@@ -1608,10 +1869,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         book, (tenant, salt) = self.books.leases[client.lease_id], (rng.randrange(len(TENANTS)), rng.randrange(2))
         tokens = self.prompt(book, rng)
-        expected, tag = 0, tenant * len(SALTS) + salt
-        size = self.geometry.block_size
-        while expected + size < len(tokens) and (tag, *tokens[: expected + size]) in self.books.index:
-            expected += size
+        prefixes = self.books.prefixes(tenant * len(SALTS) + salt, tokens, len(tokens) - 1)
+        expected = self.books.longest_hit(prefixes)[0] * self.geometry.block_size
         before = state_of(self.ledger)
         found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
         assert (found, state_of(self.ledger)) == (expected, before)
@@ -1629,7 +1888,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def books_agree(self):
         books, ledger = self.books, self.ledger
         states, holders = books.states(), books.holders()
-        hash_by_block = {block: hash_of(key, self.geometry.block_size) for key, block in books.index.items()}
+        hash_by_block = {block: hash_of(key[1:], self.geometry.block_size) for key, block in books.index.items()}
         for block in range(1, self.geometry.num_blocks):
             state, references, _, prefix_hash = ledger.block(block)
             assert state == states[block], f"block {block} is {state}, should be {states[block]}"
@@ -1659,17 +1918,21 @@ class LedgerMachine(RuleBasedStateMachine):
             assert use.num_pinned == self.books.num_pinned(tenant), use.name
             pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.pins(tenant=use.name)]
             of_tenant = [(pin_id, pin) for pin_id, pin in sorted(self.books.pins.items()) if pin.tenant == tenant]
-            assert pins == [(pin_id, len(pin.key) - 1) for pin_id, pin in of_tenant], use.name
+            assert pins == [(pin_id, len(pin.prefix) - 1) for pin_id, pin in of_tenant], use.name
 
     def parked_blocks_agree(self):
         parked, expected = self.ledger.parked_blocks(), self.books.lru
-        assert parked == expected if self.policy == "lru" else sorted(parked) == sorted(expected)
+        assert parked == expected if self.is_lru else sorted(parked) == sorted(expected)
 
     def sequences_agree(self, lease_id, book_sequences):
         assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
         for seq_id, book in book_sequences.items():
             sequence = sequence_of(self.ledger, lease_id, seq_id)
-            assert (sequence.block_table, sequence.host_blocks) == (book.table, book.host or [])
+            flat = [block for table in book.tables for block in held(table)]
+            in_host = [block for blocks in book.host or () for block in blocks]
+            assert (sequence.block_table, sequence.host_blocks) == (flat, in_host)
+            counts = map(len, book.host if book.host is not None else map(held, book.tables))
+            assert sequence.tables == list(zip(map(num_passed, book.tables), counts, strict=True))
             assert sequence.tenant == TENANTS[book.tenant]
             assert sequence.is_offloaded == (book.host is not None)
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
@@ -1685,12 +1948,12 @@ class LedgerMachine(RuleBasedStateMachine):
                 continue
             slots = self.worker.slots[block]
             assert POISON not in slots, f"block {block} can be found and was not computed"
-            assert hash_of(slots[-1], size) == prefix_hash, f"block {block} holds something else"
+            assert hash_of(slots[-1][1:], size) == prefix_hash, f"block {block} holds something else"
             assert all(slot == slots[-1][: len(slot)] for slot in slots)
             assert len(slots[0]) == len(slots[-1]) - size + 1
 
     def computed_tokens_are_there(self):
-        """All computed tokens of a sequence can be read through its table, except blocks still to be copied."""
+        """The computed tokens that the next one sees are read through the tables, except blocks still to be copied."""
         size = self.geometry.block_size
         for client in self.clients.values():
             plans = [step.plan for step in client.to_run]
@@ -1699,15 +1962,16 @@ class LedgerMachine(RuleBasedStateMachine):
             for sequence in sequences_of(self.ledger, client.lease_id):
                 book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
                 is_away = sequence.is_offloaded
-                blocks, slots, unknown = (
-                    (sequence.host_blocks, self.worker.host_slots, host_targets)
-                    if is_away
-                    else (sequence.block_table, self.worker.slots, targets)
-                )
-                for position in range(sequence.num_computed):
-                    block = blocks[position // size]
-                    if block not in unknown:
-                        assert slots[block][position % size] == book.key(position + 1)
+                slots, unknown = (self.worker.host_slots, host_targets) if is_away else (self.worker.slots, targets)
+                for number, (group, table) in enumerate(zip(self.geometry.layer_groups, book.tables, strict=True)):
+                    first = num_passed(table)
+                    assert first * size <= first_seen(group, book.computed), "blocks that the next token sees are gone"
+                    blocks = [0] * first + book.host[number] if is_away else table
+                    for position in range(first * size, book.computed):
+                        block = blocks[position // size]
+                        if block not in unknown:
+                            content = (number, *book.prefix(position + 1))
+                            assert slots[block][position % size] == content
 
     def teardown(self):
         if not hasattr(self, "ledger"):
@@ -1729,16 +1993,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 class DefaultPolicyMachine(LedgerMachine):
-    """With the policy that cachemgr runs with, and plans of how long to keep what that change at any time."""
+    """With the policy that cachemgr runs with, which follows another candidate at any time."""
 
     policy = DEFAULT_POLICY
 
     def follow(self, client, rng):
         super().follow(client, rng)
-        if rng.random() < 0.2:
-            places = range(NUM_TIMES)
-            plan = [(rng.choice(places), rng.choice(places), rng.random()) for _ in range(NUM_CLASSES)]
-            self.ledger.set_retention(plan, rng.random() < 0.8)
+        if not self.is_lru and rng.random() < 0.5:
+            self.ledger.follow(rng.randrange(NUM_CANDIDATES))
 
 
 def configured(num_examples: int) -> settings:

@@ -152,6 +152,10 @@ LISTS: dict[str, Beyond] = {
     "ResetPrefixCacheRequest.token_ids": reset(token_ids=TOO_LONG),
     "ResetPrefixCacheRequest.salt": reset(salt=bytes(65)),
     "RegisterPool.open_leases": registration("open_leases", open_leases=[{}] * (messages.MAX_OPEN_LEASES + 1)),
+    "PoolGeometry.layer_groups": registration(
+        "geometry.layer_groups",
+        geometry=WIRE_GEOMETRY | {"layer_groups": [{"kind": 1, "layer_count": 1}] * (_core.MAX_LAYER_GROUPS + 1)},
+    ),
     "RegisterPool.pool": registration("pool", pool="x" * 129),
     "RegisterPool.worker_address": registration("worker_address", worker_address="x" * 1_025),
     "PoolGeometry.model": registration("geometry.model", geometry=WIRE_GEOMETRY | {"model": "x" * 1_025}),
@@ -266,10 +270,14 @@ def test_a_large_grant_is_read_only_if_it_is_signed() -> None:
     gate.check_unread(grant_pb2.SignedGrant(grant=bytes(MAX_UNSIGNED_BYTES)), max_bytes=10)
 
 
-def test_no_grant_is_larger_than_the_largest() -> None:
-    """Six sequences with all blocks leave for the host tier, and six others come back from there."""
-    geometry = attach_pb2.PoolGeometry(**WIRE_GEOMETRY | {"block_count": 2**24, "host_block_count": 2**24})
-    ids, entries = [2**31 - 1] * 6, [2**24 - 1] * 36
+@pytest.mark.parametrize("num_groups", [0, 1, 64])
+def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
+    """Six sequences with all blocks leave for the host tier, six others come back from there, and six pass blocks."""
+    group = attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL, layer_count=1)
+    sizes = {"block_count": 2**24, "host_block_count": 2**24, "layer_groups": [group] * num_groups}
+    geometry = attach_pb2.PoolGeometry(**WIRE_GEOMETRY | sizes)
+    tables = [2**31 - 1] * 6 * max(1, num_groups)
+    ids, entries = [2**31 - 1] * 6, [2**24 - 1] * 36 * max(1, num_groups)
     grant = grant_pb2.StepGrant(
         pool="p" * 128,
         epoch=2**63 - 1,
@@ -281,9 +289,13 @@ def test_no_grant_is_larger_than_the_largest() -> None:
         offloaded_sequence_ids=ids,
         fork_parent_ids=ids,
         fork_child_ids=ids,
-        write_sequence_ids=ids,
-        write_first_indexes=ids,
-        write_block_counts=ids,
+        passed_sequence_ids=tables,
+        passed_layer_groups=tables,
+        passed_block_counts=tables,
+        write_sequence_ids=tables,
+        write_layer_groups=tables,
+        write_first_indexes=tables,
+        write_block_counts=tables,
         write_block_ids=entries,
         copy_source_block_ids=[2**24 - 1] * 6,
         copy_target_block_ids=[2**24 - 1] * 6,

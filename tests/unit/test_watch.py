@@ -88,6 +88,18 @@ def test_a_snapshot_then_changes_each_with_a_cursor_behind_it(catalog: Catalog, 
     run(test)
 
 
+def test_changes_that_are_lost_are_not_passed_over(catalog: Catalog, pool: AttachedPool) -> None:
+    async def test() -> None:
+        changes = Changes(pool.ledger, ALL, 0)
+        while pool.ledger.num_changes() <= pool.ledger.num_changes_kept():
+            churn(pool.ledger)
+        with pytest.raises(CallRefused) as refused:
+            changes.next()
+        assert refused.value.refusal.reason is Reason.CURSOR_EXPIRED
+
+    run(test)
+
+
 def test_what_changes_within_a_moment_is_told_together(catalog: Catalog, pool: AttachedPool) -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
