@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
-from quire.cachemgr._core import Ledger
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr._core import Ledger, StepPlan
+from quire.cachemgr.geometry import Geometry, LayerGroup
 
 AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
 VOCAB = 2**31 - 1
@@ -37,7 +37,9 @@ def normal_lengths(generator: np.random.Generator, count: int) -> Lengths:
 class Books:
     """A pool of num_blocks blocks, perhaps with a host tier, and one lease on it."""
 
-    def __init__(self, num_blocks: int, *, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, *, block_size: int, num_host_blocks: int = 0, layer_groups: tuple[LayerGroup, ...] = ()
+    ) -> None:
         geometry = Geometry(
             block_size=block_size,
             num_blocks=num_blocks + 1,
@@ -48,6 +50,7 @@ class Books:
             vocab_size=VOCAB,
             model="benchmark",
             model_fingerprint="benchmark",
+            layer_groups=layer_groups,
         )
         self.ledger = Ledger("benchmark", EPOCH, geometry)
         self.ledger.open_lease(LEASE, ttl_s=1.0, now=0.0)
@@ -55,25 +58,43 @@ class Books:
 
     def admit(self, num_tokens: int) -> bool:
         """One more sequence, like none before, computed at once; whether there was room."""
+        plan = self.plan_admission(num_tokens)
+        self.settle(plan)
+        return not plan.has_refusals
+
+    def plan_admission(self, num_tokens: int, *, most: int = 0) -> StepPlan:
+        """One more sequence, like none before: its first `most` tokens, 0: all. A refused one is not counted."""
         tokens = np.arange(num_tokens, dtype="<i4")
         tokens[0] = VOCAB - 1 - self._num_admitted
         request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
-        request.admissions.add(sequence_id=self._num_admitted, token_ids=tokens.tolist())
+        request.admissions.add(sequence_id=self._num_admitted, token_ids=tokens.tolist(), max_compute_token_count=most)
         plan = self.ledger.plan(request.SerializeToString(), now=0.0)
-        answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
-        computed = list(answer.run_sequence_ids)
+        self._num_admitted += not plan.has_refusals
+        return plan
+
+    def plan_more(self, num_tokens: int) -> StepPlan:
+        """So many more tokens of the last sequence."""
+        request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
+        request.extends.sequence_ids.append(self._num_admitted - 1)
+        request.extends.token_counts.append(num_tokens)
+        return self.ledger.plan(request.SerializeToString(), now=0.0)
+
+    def settle(self, plan: StepPlan) -> None:
+        """Enters the worker's report of a step: everything computed, and a token for every run that samples."""
+        grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
+        runs = zip(grant.run_sequence_ids, grant.run_samples, strict=True)
+        sampled = [seq_id for seq_id, samples in runs if samples]
+        counts = [start + count for start, count in zip(grant.run_starts, grant.run_token_counts, strict=True)]
         report = attach_pb2.StepReport(
             lease_id=LEASE,
-            step_number=answer.step_number,
+            step_number=grant.step_number,
             outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-            sequence_ids=computed,
-            computed_token_counts=[num_tokens] * len(computed),
-            sampled_sequence_ids=computed,
-            sampled_token_ids=[0] * len(computed),
+            sequence_ids=grant.run_sequence_ids,
+            computed_token_counts=counts,
+            sampled_sequence_ids=sampled,
+            sampled_token_ids=[0] * len(sampled),
         )
         self.ledger.settle(report.SerializeToString())
-        self._num_admitted += len(computed)
-        return bool(computed)
 
     @property
     def num_computed_tokens(self) -> int:

@@ -1,9 +1,13 @@
 """Hits of the prefix cache under each eviction policy, on recorded requests driven through the ledger.
 
     python benchmarks/eviction.py [--output benchmarks/results/eviction.json]
+    python benchmarks/eviction.py --windows [--output benchmarks/results/eviction_windows.json]
 
 Every trace in benchmarks/traces at the capacities of expected.json and some between, one request at a time under the
 rules written there. Counts are exact: every run and every machine gives the same.
+
+--windows: the same requests at one capacity each, in a pool with a full and a windowed layer group of one layer each.
+It has twice as many blocks, of half the bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +20,33 @@ from pathlib import Path
 import click
 import matplotlib
 from matplotlib import pyplot
-from replay import Outcome, Replay, expectations, load
+from replay import GroupsOutcome, Outcome, Replay, expectations, load
 from report import save_svg
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from quire.cachemgr._core import DEFAULT_POLICY
+from quire.cachemgr.geometry import LayerGroup, LayerGroupKind
 
 matplotlib.use("svg")
 
 CAPACITIES = {512: (250, 500, 1000, 2000, 3000, 5000, 10000), 16: (500, 1000, 1500, 2000, 3000, 5000)}
 """By block size."""
+WINDOW = 1_024
+WINDOWED_CAPACITY = 1_000
+GROUPS = (LayerGroup(LayerGroupKind.FULL, 0, 1), LayerGroup(LayerGroupKind.SLIDING, WINDOW, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedMeasurement:
+    """One trace under one policy: in a pool with one table, and in one of as many bytes with GROUPS."""
+
+    trace: str
+    capacity: int
+    policy: str
+    one_table: Outcome
+    with_groups: GroupsOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +92,32 @@ def measure_trace(name: str) -> list[Measurement]:
         )
         measurements.append(measured)
     return measurements
+
+
+def measure_windows(name: str, capacity: int) -> list[WindowedMeasurement]:
+    """Both policies."""
+    block_size, requests = expectations()[name]["block"], load(name)
+    return [
+        WindowedMeasurement(
+            *(name.partition(".")[0], capacity, policy),
+            Replay(capacity, block_size=block_size, policy=policy).run(requests),
+            Replay(capacity, block_size=block_size, policy=policy, layer_groups=GROUPS).run_groups(requests),
+        )
+        for policy in ("lru", DEFAULT_POLICY)
+    ]
+
+
+def show_windows(measurements: list[WindowedMeasurement]) -> None:
+    table = Table(title=f"a full group and one of window {WINDOW:,}, beside one table in the same memory")
+    headings = ("trace", "policy", "hits, one table", "hits", "found: full", "windowed", "evicted: full", "windowed")
+    for heading in (*headings, "stranded, at most"):
+        table.add_column(heading, justify="left" if heading in headings[:2] else "right")
+    for measured in measurements:
+        groups = measured.with_groups
+        counts = (measured.one_table.num_hits, groups.num_hits, *groups.num_found, *groups.num_evicted)
+        cells = [f"{count:,}" for count in (*counts, groups.most_stranded)]
+        table.add_row(f"{measured.trace}, {measured.capacity:,}", measured.policy, *cells)
+    Console(width=max(Console().width, 130)).print(table)
 
 
 def show(measurements: list[Measurement]) -> None:
@@ -123,8 +168,21 @@ def plot(measurements: list[Measurement], path: Path) -> None:
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Where to write the figures as JSON, and a plot as SVG."
 )
-def main(output: Path | None) -> None:
+@click.option("--windows", is_flag=True, help="In pools with a full and a windowed layer group. Without a plot.")
+def main(output: Path | None, windows: bool) -> None:
     """Prefix cache hits by eviction policy, on recorded requests."""
+    if windows:
+        windowed = [each for name in expectations() for each in measure_windows(name, WINDOWED_CAPACITY)]
+        show_windows(windowed)
+        if output is not None:
+            contents = {
+                "command": "python benchmarks/eviction.py --windows",
+                "window": WINDOW,
+                "default": DEFAULT_POLICY,
+            }
+            figures = [asdict(measured) for measured in windowed]
+            output.write_text(json.dumps(contents | {"figures": figures}, indent=1) + "\n")
+        return
     measurements = measure()
     show(measurements)
     if output is not None:

@@ -28,18 +28,18 @@ def padded_attention(
     spec, batch, pool = step.specs[layer_idx], step.batch, step.pool
     k_pool, v_pool = pool.k(layer_idx), pool.v(layer_idx)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    write_kv(k, v, k_pool, v_pool, slots=Slots(batch.slot_mapping, k_pool.shape[1]))
+    write_kv(k, v, k_pool, v_pool, slots=Slots(batch.slot_mapping[0], k_pool.shape[1]))
     scaling = given.get("scaling") or spec.scaling
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     generating = [seq for seq, count in enumerate(batch.counts_host) if count == 1]
     if generating:
         rows = batch.last_indices[generating]
-        tables, seq_lens = batch.block_tables[generating], batch.seq_lens[generating]
+        tables, seq_lens = batch.block_tables[0, generating], batch.seq_lens[generating]
         tables = tables[:, : -(-max(batch.seq_lens_host[seq] for seq in generating) // pool.block_size)]
         out[rows] = attend_padded(q[rows], gather(k_pool, tables), gather(v_pool, tables), seq_lens, scaling)
     for seq, first in prompts_of(batch.counts_host):
         rows = slice(first, first + batch.counts_host[seq])
-        table, seq_len = batch.block_tables[seq, None], batch.seq_lens_host[seq]
+        table, seq_len = batch.block_tables[0, seq, None], batch.seq_lens_host[seq]
         is_whole = seq_len == batch.counts_host[seq]
         keys = k[rows].transpose(0, 1) if is_whole else gather(k_pool, table)[0, :, :seq_len]
         values = v[rows].transpose(0, 1) if is_whole else gather(v_pool, table)[0, :, :seq_len]

@@ -14,12 +14,13 @@ import numpy as np
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr import messages
 from quire.cachemgr._core import Ledger
-from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.geometry import Geometry, LayerGroup
 
 TRACES = Path(__file__).parent / "traces"
 EPOCH = 1
 VOCAB = 2**31 - 1
 TAIL = VOCAB - 1
+STRANDED_EVERY = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,22 @@ class Outcome:
 
     num_hits: int
     num_evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsOutcome:
+    """The same in a pool with layer groups.
+
+    num_hits       blocks of the prompts' positions that were found
+    num_found      blocks that were found, by group
+    num_evicted    by group
+    most_stranded  the most cached blocks that nobody could find, after every STRANDED_EVERY-th request
+    """
+
+    num_hits: int
+    num_found: list[int]
+    num_evicted: list[int]
+    most_stranded: int
 
 
 def expectations() -> dict[str, Any]:
@@ -59,24 +76,28 @@ def full_blocks(record: dict[str, Any]) -> Iterator[int]:
 
 
 class Replay:
-    """A pool of `capacity` blocks and one for a partial tail, which the rules in expected.json do not count.
+    """A pool of `capacity` blocks for each layer group and one for a partial tail, which the rules in expected.json do
+    not count.
 
     Every prompt is given a tail of one token, so that the tail's block is taken and given back each time. A prompt that
     is longer than the capacity is admitted with its first blocks only.
     """
 
-    def __init__(self, capacity: int, *, block_size: int, policy: str) -> None:
+    def __init__(
+        self, capacity: int, *, block_size: int, policy: str, layer_groups: tuple[LayerGroup, ...] = ()
+    ) -> None:
         self._capacity = capacity
         self._block_size = block_size
         geometry = Geometry(
             block_size=block_size,
-            num_blocks=capacity + 2,
+            num_blocks=max(1, len(layer_groups)) * (capacity + 1) + 1,
             block_bytes=1,
             max_sequences=2,
             max_sequence_tokens=2**31 - 1,
             vocab_size=VOCAB,
             model="trace",
             model_fingerprint="trace",
+            layer_groups=layer_groups,
         )
         self._ledger = Ledger("trace", EPOCH, geometry, policy=policy)
         self._ledger.open_lease("lease", ttl_s=1.0, now=0.0)
@@ -85,6 +106,33 @@ class Replay:
         """All of them, each released before the next begins."""
         num_hits = sum([self._serve(request) for request in requests])
         return Outcome(num_hits, messages.statistics_of(self._ledger).evicted_block_count)
+
+    def run_groups(self, requests: list[Request]) -> GroupsOutcome:
+        """All of them, as run() does, in a pool with layer groups."""
+        num_hits, stranded = 0, []
+        for number, request in enumerate(requests):
+            num_hits += self._serve(request)
+            if number % STRANDED_EVERY == 0:
+                stranded.append(self.num_stranded())
+        statistics = messages.statistics_of(self._ledger)
+        return GroupsOutcome(
+            num_hits,
+            [group.found_block_count for group in statistics.layer_groups],
+            [group.evicted_block_count for group in statistics.layer_groups],
+            max(stranded),
+        )
+
+    def num_stranded(self) -> int:
+        """Windowed blocks in the cache that nobody can find: the full group's block of their place is not there."""
+        findable = [block for block in self._blocks() if block.prefix_hash]
+        full = {block.prefix_hash for block in findable if block.layer_group == 0}
+        return sum(block.prefix_hash not in full for block in findable)
+
+    def _blocks(self) -> Iterator[cache_service_pb2.Block]:
+        first: int | None = 1
+        while first is not None:
+            page, first = self._ledger.list_blocks(first, 1_000, state=None, tenant=None, lease_id=None)
+            yield from cache_service_pb2.ListBlocksResponse.FromString(page).blocks
 
     def _serve(self, request: Request) -> int:
         prompt = [*tokens_of(request.block_ids[: self._capacity], self._block_size), TAIL]

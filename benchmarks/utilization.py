@@ -1,11 +1,11 @@
-"""The share of memory that holds tokens: blocks against one contiguous buffer of the longest length per request.
+"""The share of memory that holds tokens: blocks against contiguous buffers, and tables for layers with windows.
 
     quire bench utilization
 
 cachemgr's own books admit every request and say what it holds; a contiguous reservation is arithmetic. Lengths, prompt
 and output together: N(500, 200) clipped to [200, 2048] with a limit of 2,048, and those of the Azure conversation trace
 (benchmarks/traces), cut at the limit where a contiguous buffer would. Requests are measured when they are complete, the
-best moment of a contiguous buffer.
+best moment of a contiguous buffer. windows.py has the models with windows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import windows
 from books import Books, Lengths, azure_lengths, normal_lengths
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -130,14 +131,17 @@ def measure(quick: bool, progress: Progress) -> Findings:
         draws = [np.random.default_rng(seed).choice(azure, NUM_BUFFERS * limit // 400) for seed in range(rounds)]
         fits.append(measure_fit("Azure conversations", draws, limit))
         progress.advance(task)
+    windowed = windows.measure(quick=quick)
     figures = {
         "rounds": rounds,
         "batches": [asdict(batch) for batch in batches],
         "azure": asdict(trace),
         "fits": [asdict(fit) for fit in fits],
         "contiguous_buffers": NUM_BUFFERS,
+        "windows": windows.as_json(windowed),
     }
-    return Findings(tables(batches, trace, fits), figures, lambda: plot(batches, trace))
+    shown = [*tables(batches, trace, fits), *windows.tables(windowed)]
+    return Findings(shown, figures, lambda: plot(batches, trace, windowed))
 
 
 def tables(batches: Sequence[Batch], trace: Trace, fits: Sequence[Fit]) -> list:
@@ -155,9 +159,9 @@ def tables(batches: Sequence[Batch], trace: Trace, fits: Sequence[Fit]) -> list:
     return [first, second, third]
 
 
-def plot(batches: Sequence[Batch], trace: Trace) -> Figure:
-    """Normal lengths by batch size; the trace by limit and block size."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), sharey=True)
+def plot(batches: Sequence[Batch], trace: Trace, windowed: windows.Windows) -> Figure:
+    """Normal lengths by batch size; the trace by limit and block size; models with windows."""
+    figure, (left, right, last) = pyplot.subplots(1, 3, figsize=(15, 3.4), sharey=True)
     contiguous = [statistics.median(batch.contiguous) for batch in batches]
     left.plot(BATCH_SIZES, contiguous, "o-", color="0.5", label=f"contiguous, {LIMIT:,}")
     for size in BLOCK_SIZES:
@@ -179,10 +183,11 @@ def plot(batches: Sequence[Batch], trace: Trace) -> Figure:
     right.set_title(f"{trace.num_requests:,} Azure conversations", fontsize=10)
     plain(left)
     plain(right)
+    windows.plot(windowed, last)
     return figure
 
 
-main = benchmark("utilization", measure, packages=("numpy",))
+main = benchmark("utilization", measure, packages=("numpy", "torch"))
 
 if __name__ == "__main__":
     main()

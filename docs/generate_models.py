@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +23,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 import model_zoo as zoo  # noqa: E402
 from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed  # noqa: E402
 
+from quire.worker.kv_pool import bytes_per_block  # noqa: E402
+from quire.worker.layer_groups import LayerGroup, LayerGroups, group_layers, one_group  # noqa: E402
 from quire.worker.model import CachedModel, PagedModel, pin_rope, prepare_model  # noqa: E402
-from quire.worker.probe import LayerSpec, UnsupportedModel  # noqa: E402
+from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel  # noqa: E402
 
 NEW_TOKENS = 10
 FAMILIES = (*zoo.FAMILIES, *zoo.CACHED, *zoo.STATEFUL)
@@ -53,6 +56,10 @@ computed from their first token. A trim or fork that would go back further than 
 `POSITION_OUT_OF_RANGE`. `QUIRE_VERIFY=1` checks reads and writes of blocks. The worker always checks the positions of
 states.
 
+## Layers with windows
+
+{windows}
+
 ## The run
 
 The models are tiny, with random weights, float32, on a CPU. Each ran {prompts} prompts of up to {longest}
@@ -61,9 +68,25 @@ layer keeps, in elements: heads × (key + value), for each kind of layer of this
 all {tokens} tokens sampled are those of `generate`. "Equal, rope pinned": those of `generate` with the same
 [pinned rope](#ropes-that-depend-on-the-length).
 
-| family | class | runs | masks | per token | state per sequence | shares prefixes | tokens |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| family | class | runs | masks | layer groups | per token | state per sequence | shares prefixes | tokens |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+
+WINDOWS = """Layers with a sliding window or chunks have block tables of their own. A sequence gives up their blocks when
+none of its later tokens can see them. Layers with the same window make one or more layer groups. Blocks of all groups
+have room for the same number of layers, so all groups share one pool. `--layer-groups one` turns this off: then all
+layers have one table, and a sequence keeps all its blocks. A model has one table too if its layers differ in heads or
+dims, or if it keeps its own attention.
+
+The table is computed from the shapes of known models (bfloat16, blocks of {block_size} tokens), by the rule that the
+worker uses. "Held" is the size of a sequence's blocks. It includes the room that stays unused where a group has fewer
+layers than a block.
+
+| model | full layers | windowed layers | groups × layers | bytes per token, full | bytes per token, windowed | tokens | held, one table | held, by group |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""  # noqa: E501
+BLOCK_SIZE = 16
+MIB = 2**20
 
 ROPES = """## Ropes that depend on the length
 
@@ -88,12 +111,80 @@ def rows() -> Iterator[str]:
             model.architecture,
             how_it_runs(model),
             masks(model),
+            ", ".join(f"{count} × {kind}" for kind, count in Counter(map(str, model.layer_groups)).items()),
             per_token(model),
             f"{sum(spec.num_bytes for spec in model.state_specs.values())} bytes" if model.state_specs else "",
             "no" if model.has_recurrent_state else "yes",
             tokens(name, model),
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layers of a known model, of which each `period`-th sees all positions; 0: none of them."""
+
+    name: str
+    num_layers: int
+    period: int
+    window: Mask
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+
+    def specs(self) -> dict[int, LayerSpec]:
+        return {
+            i: LayerSpec(
+                layer_idx=i,
+                num_query_heads=self.num_kv_heads,
+                num_kv_heads=self.num_kv_heads,
+                k_head_dim=self.head_dim,
+                v_head_dim=self.head_dim,
+                mask=Causal() if self.period and i % self.period == self.period - 1 else self.window,
+                scaling=1.0,
+                softcap=None,
+                has_sinks=False,
+            )
+            for i in range(self.num_layers)
+        }
+
+
+SHAPES = (
+    Shape("Gemma 2 9B", 42, 2, Sliding(4096), 8, 256, 8192),
+    Shape("Gemma 3 4B", 34, 6, Sliding(1024), 4, 256, 32768),
+    Shape("Gemma 3 27B", 62, 6, Sliding(1024), 16, 128, 32768),
+    Shape("gpt-oss 20B", 24, 2, Sliding(128), 8, 64, 32768),
+    Shape("Llama 4 Scout", 48, 4, Chunked(8192), 8, 128, 32768),
+    Shape("Command R7B (Cohere 2)", 32, 4, Sliding(4096), 8, 128, 32768),
+    Shape("Mistral 7B v0.1", 32, 0, Sliding(4096), 8, 128, 32768),
+)
+
+
+def shapes() -> Iterator[str]:
+    for shape in SHAPES:
+        specs = shape.specs()
+        groups = group_layers(specs, max_model_len=131_072)
+        layer_bytes = bytes_per_block({0: specs[0]}, 1, torch.bfloat16)
+        num_windowed = sum(len(group.layers) for group in groups if group.is_windowed)
+        num_full = shape.num_layers - num_windowed
+        held = [held_bytes(each, layer_bytes, shape.num_tokens) for each in (one_group(specs), groups)]
+        cells = [
+            shape.name,
+            str(num_full),
+            f"{num_windowed} of {LayerGroup(shape.window, ())}",
+            f"{len(groups)} × {max(len(group.layers) for group in groups)}",
+            f"{num_full * layer_bytes:,}",
+            f"{num_windowed * layer_bytes:,}",
+            f"{shape.num_tokens:,}",
+            *(f"{num_bytes / MIB:,.0f} MiB" for num_bytes in held),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def held_bytes(groups: LayerGroups, layer_bytes: int, num_tokens: int) -> int:
+    """Bytes of the blocks of a sequence of so many tokens, for layers of so many bytes per token."""
+    num_blocks = sum(-(-num_tokens // BLOCK_SIZE) - group.count_passed(num_tokens, BLOCK_SIZE) for group in groups)
+    return num_blocks * BLOCK_SIZE * layer_bytes * max(len(group.layers) for group in groups)
 
 
 def how_it_runs(model: PagedModel) -> str:
@@ -152,6 +243,7 @@ def write(output: Path) -> None:
         longest=max(map(len, prompts)),
         forks=len(FORKED),
         tokens=(len(prompts) + len(FORKED)) * NEW_TOKENS,
+        windows="\n".join([WINDOWS.format(block_size=BLOCK_SIZE).rstrip(), *shapes()]),
     )
     refused = ["## Refused models", "", "| family | class | why |", "| --- | --- | --- |", *refusals(), ""]
     output.write_text(header + "\n".join([*rows(), "", ROPES, *refused]))

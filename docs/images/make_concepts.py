@@ -297,6 +297,39 @@ def tenants() -> Picture:
     return picture
 
 
+def layer_groups() -> Picture:
+    picture = Picture(
+        900,
+        400,
+        title="One table for each layer group",
+        description="A sequence of 80 tokens in a model with two layer groups. The table of the full layers has five "
+        "blocks. The table of the layers with a window of 40 tokens has the last three; its first two entries were let "
+        "go and are the null block. All blocks are of one pool.",
+    )
+    picture.text(48, 40, "a sequence of 80 tokens, blocks of 16", "title", anchor="start")
+    for index in range(5):
+        picture.text(300 + 110 * index, 72, f"{16 * index} to {16 * index + 15}", "quiet")
+    for y, name, words, color, table in (
+        (90, "group 0", "full: all positions", BLUE, ("3", "5", "6", "9", "2")),
+        (190, "group 1", "window of 40 positions", VIOLET, ("0", "0", "8", "4", "7")),
+    ):
+        picture.text(48, y + 24, name, "title", anchor="start")
+        picture.text(48, y + 46, words, "quiet", anchor="start")
+        for index, block in enumerate(table):
+            is_held = block != "0"
+            picture.box(
+                250 + 110 * index, y, 100, 60, color if is_held else GRAY, block, *([] if is_held else ["let go"])
+            )
+    picture.line(526, 272, 790, 272)
+    picture.text(660, 294, "what the next token sees", "quiet")
+    picture.text(250, 294, "other sequences use these blocks", "quiet", anchor="start")
+    picture.text(
+        450, 340, "All blocks of a pool have the same size, so any group of any sequence can have any of them.", "quiet"
+    )
+    picture.text(450, 364, "Without groups the window's layers would keep all five places.", "quiet")
+    return picture
+
+
 PICTURES: Iterable[Callable[[], Picture]] = (
     blocks_and_tables,
     leases_and_fences,
@@ -304,6 +337,7 @@ PICTURES: Iterable[Callable[[], Picture]] = (
     prefix_cache,
     host_tier,
     tenants,
+    layer_groups,
 )
 
 
