@@ -73,7 +73,7 @@ verify: venv typecheck-links  ## everything else: model, packages, images, inter
 	@$(if $(ARGS),true,$(call record,packages) $(BIN)/python tests/deploy/check_packages.py)
 	@$(if $(ARGS),true,$(call record,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py)
 	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) $(PARALLEL))
-	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) $(or $(ARGS),-m verify)
+	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m verify)
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/tiers.py show

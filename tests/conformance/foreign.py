@@ -4,6 +4,7 @@ failure if QUIRE_REQUIRE_FOREIGN is 1."""
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -42,7 +43,10 @@ def build_grpcurl() -> Path:
     target = TOOLS / "grpcurl"
     package = "github.com/fullstorydev/grpcurl/cmd/grpcurl"
     command = [go, "build", "-C", str(ROOT / "client/go/tools"), "-o", str(target), package]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    TOOLS.mkdir(exist_ok=True)
+    with (TOOLS / "grpcurl.lock").open("w") as lock:  # processes of tests would build it side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     assert built.returncode == 0, built.stderr
     return target
 

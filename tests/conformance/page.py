@@ -66,11 +66,20 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self._limit = threading.Timer(DEADLINE_S, self._process.kill)
-        self._limit.start()
 
     def run(self, command: str) -> str:
-        """The command's output, without the last newline. Raises AssertionError if the shell has ended afterwards."""
+        """The command's output, without the last newline.
+
+        Raises AssertionError if the shell has ended afterwards, or the command has not after DEADLINE_S.
+        """
+        limit = threading.Timer(DEADLINE_S, self._process.kill)
+        limit.start()
+        try:
+            return self._run(command)
+        finally:
+            limit.cancel()
+
+    def _run(self, command: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{{ {command}\n}} < /dev/null 2>&1\necho '{_MARK}'\n")
@@ -84,6 +93,5 @@ class Shell:
 
     def close(self) -> None:
         """Ends it."""
-        self._limit.cancel()
         self._process.kill()
         self._process.communicate()

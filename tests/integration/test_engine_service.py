@@ -512,7 +512,8 @@ def test_a_worker_that_is_killed_changes_no_token(services: LocalServices, front
 
 
 def test_a_service_that_stays_away_and_a_door_that_ends_say_so(services: LocalServices) -> None:
-    with Front.started(services, "--recovery-timeout", "1", name="impatient") as front:
+    patience = ("--recovery-timeout", "1", "--drain-timeout", f"{DEADLINE_S:g}")
+    with Front.started(services, *patience, name="impatient") as front:
         answers = iter(front.generate(parameters={"max_tokens": 1500, "ignore_eos": True}))
         next(answers)
         services.worker.kill()

@@ -45,7 +45,7 @@ impl Prefix<'_> {
         self.limit_to_windows(self.find_full())
     }
 
-    /// What can be continued of a prefix that all full groups have.
+    /// Shortens a prefix that all full groups have to one that can be continued.
     pub fn limit_to_windows(&self, mut hit: Hit) -> Hit {
         if self.geometry.has_windows() {
             hit.num_blocks = self.find_windows(hit.num_blocks, &mut hit.tables).0;
