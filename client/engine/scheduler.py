@@ -666,7 +666,12 @@ class Scheduler:
         The first sequence of each tenant that was refused by its quota waits too; other tenants do not wait for it.
         """
         is_of_tenant = self._is_of_tenant(error)
-        if newcomer.tenant in self._room.short_tenants if is_of_tenant else self._room.awaited is not None:
+        running = [each for each in self._queues.running if not is_of_tenant or each.tenant == newcomer.tenant]
+        if is_of_tenant:
+            # Without a running sequence of the tenant, waiting alone gives it no blocks: ask for fewer below.
+            if newcomer.tenant in self._room.short_tenants and running:
+                return
+        elif self._room.awaited is not None:
             return
         needed = self._needed_by(newcomer, error, plan.admission_reserve_blocks)
         if is_of_tenant:
@@ -677,7 +682,7 @@ class Scheduler:
             coming = self._coming(self._room.spare(error))
             unscheduled = frozenset(outcome.run_ids)
             made = self._make_room(newcomer, needed - coming, unscheduled=unscheduled, of_tenant=is_of_tenant)
-            if needed > coming + made and not self._queues.running:
+            if needed > coming + made and not running:
                 self._shorten_chunks(newcomer, plan, needed=needed, coming=coming + made)
 
     def _shorten_longest(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan, room: int) -> bool:

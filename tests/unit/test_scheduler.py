@@ -464,9 +464,9 @@ class ModelWorker:
 class World:
     """A scheduler and both models, two steps in flight at most; `choose(n)` picks one of n possible events."""
 
-    def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy | None = None, *, by_tenant: bool = False) -> None:
         self.limits = limits
-        self.scheduler = Scheduler(limits, policy=policy, verify=True)
+        self.scheduler = Scheduler(limits, policy=policy, by_tenant=by_tenant, verify=True)
         self.fresh_pool()
         self.output: dict[tuple[int, int], list[int]] = {}
         self.ended: dict[tuple[int, int], FinishReason] = {}
@@ -1466,6 +1466,16 @@ def test_a_step_that_lacks_blocks_is_shortened_and_lengthened_again() -> None:
     statistics = world.scheduler.statistics()
     assert statistics.refusals <= 6
     assert statistics.planned_steps <= 70
+
+
+def test_a_step_that_lacks_quota_is_shortened_for_each_request_of_the_tenant() -> None:
+    """The second request is refused beside the first one, and again after it: then no other one gives it blocks."""
+    world = World(limits(num_blocks=40, max_sequence_tokens=1000, layer_groups=(SLIDING,) * 4), by_tenant=True)
+    world.cache.limit = 14  # a step of 16 tokens needs 16 blocks
+    prompts = [[first] + [index % 6 for index in range(40)] for first in (1, 2)]
+    sequences = [world.add(prompt, max_tokens=4, ends=())[0] for prompt in prompts]
+    world.run()
+    assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
 
 
 def test_a_step_is_not_shortened_without_windows() -> None:
