@@ -561,17 +561,18 @@ class Engine:
     def _observe_costs(
         self, step: Step, response: worker_service_pb2.RunStepResponse, seconds: dict[str, float]
     ) -> None:
-        """Learn the cost of computing tokens again, from steps that are mostly prompts, and of copies."""
-        num_tokens = sum(step.counts)
-        if 2 * sum(count for count in step.counts if count > 1) > num_tokens:
-            self._scheduler.costs.prefill.observe(num_tokens, seconds["forward_s"] + seconds["sample_s"])
+        """Learn the costs of computing tokens again and of copies, and count what was copied."""
         block_bytes = self._scheduler.limits.block_bytes
         self._counters.copied_blocks += response.copied_block_count
         offloaded, restored = response.offloaded_block_count, response.restored_block_count
         self._counters.offloaded_bytes += offloaded * block_bytes
         self._counters.restored_bytes += restored * block_bytes
-        copy_s = seconds["offload_s"] + seconds["restore_s"]
-        self._scheduler.costs.copy.observe((offloaded + restored) * block_bytes, copy_s)
+        self._scheduler.costs.observe_step(
+            step.counts,
+            compute_s=seconds["forward_s"] + seconds["sample_s"],
+            num_copied_bytes=(offloaded + restored) * block_bytes,
+            copy_s=seconds["offload_s"] + seconds["restore_s"],
+        )
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
         """A span for work on these sequences."""

@@ -4,6 +4,8 @@ Both costs are learned from recent steps. Before the first measurement the defau
 best rate of a bus of 16 lanes, so that the first copies are made, and measured, wherever they might pay.
 """
 
+from collections import abc
+
 from quire.client.errors import InvalidRequest
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
@@ -49,6 +51,15 @@ class TierCosts:
     def __init__(self) -> None:
         self.prefill = Rate(DEFAULT_PREFILL_TOKENS_PER_S)
         self.copy = Rate(DEFAULT_COPY_BYTES_PER_S)
+
+    def observe_step(
+        self, counts: abc.Collection[int], *, compute_s: float, num_copied_bytes: int, copy_s: float
+    ) -> None:
+        """Learn from a step of runs with so many tokens: what computing costs, if most are of prompts, and copying."""
+        num_tokens = sum(counts)
+        if 2 * sum(count for count in counts if count > 1) > num_tokens:
+            self.prefill.observe(num_tokens, compute_s)
+        self.copy.observe(num_copied_bytes, copy_s)
 
     def prefers_offload(self, *, num_lost_tokens: int, num_bytes: int) -> bool:
         """True if copying so many bytes there and back takes less than computing so many tokens again."""

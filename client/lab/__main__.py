@@ -16,7 +16,7 @@ from quire.client.lab.config import LabConfig, read_config
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.experiment import Comparison, Estimate, compare
 from quire.client.lab.load import make_requests
-from quire.client.lab.measures import METRICS, Metric
+from quire.client.lab.measures import Metric
 from quire.client.lab.report import write_report
 from quire.client.lab.step_times import calibrate, describe_presets
 
@@ -153,7 +153,7 @@ def _table(comparison: Comparison) -> Table:
         table.add_column(config.name, justify="right", no_wrap=True)
         if index:
             table.add_column("change", justify="right", no_wrap=True)
-    for name, metric in METRICS.items():
+    for name, metric in comparison.metrics.items():
         cells = []
         for index in range(len(comparison.configs)):
             cells.append(_show(comparison.estimate(index, name), metric))

@@ -9,17 +9,32 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from quire.cache.v1 import attach_pb2
+from quire.cachemgr import messages
 from quire.cachemgr._core import DEFAULT_POLICY
+from quire.cachemgr.errors import CallRefused
+from quire.cachemgr.geometry import LayerGroupKind
+from quire.client.engine import layer_groups as engine_groups
+from quire.client.engine.tier import DEFAULT_COPY_BYTES_PER_S
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.sessions import KINDS, Sessions
 from quire.client.lab.step_times import PRESETS, StepTime, calibrate
+from quire.client.lab.tokens import VOCABULARY_SIZE
 
 _LENGTHS = ("unknown", "known")
+_MODEL = "lab"
+_MOST_INT32 = 2**31 - 1
+"""Of the contract's fields. cachemgr checks the limits of their values."""
+_NAMES_HERE = {
+    "geometry": "fleet", "host_block_count": "host_blocks", "window_token_count": "window", "layer_count": "layers",
+}  # fmt: skip
+"""Fields of the contract by their names in a configuration."""
 
 
 def _check(where: str, given: Any, limits: Mapping[str, tuple[float, float]]) -> None:
@@ -70,11 +85,36 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that see the same positions: kind "full", "sliding" or "chunked". window: tokens of a window or chunk."""
+
+    kind: str
+    layers: int
+    window: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{f' {self.window}' if self.window else ''}, {self.layers} layers"
+
+    @property
+    def sees(self) -> engine_groups.LayerGroup:
+        """The positions that a token sees."""
+        return engine_groups.LayerGroup(engine_groups.LayerGroupKind(self.kind), self.window)
+
+    @property
+    def message(self) -> attach_pb2.LayerGroup:
+        """The group as a worker registers it."""
+        kind = messages.LAYER_GROUP_KINDS[LayerGroupKind(self.kind)]
+        return attach_pb2.LayerGroup(kind=kind, window_token_count=self.window, layer_count=self.layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """The workers, all alike. Each has a pool, an engine and a model of the time of its steps.
 
     step                   a preset, a JSON result of `quire bench step`, or a table of coefficients (step_times.py)
-    blocks                 usable blocks of a pool; 0: as many as the preset has room for
+    blocks                 usable blocks of a pool, each of one layer group; 0: as many as the preset has room for
+    host_blocks            blocks of the host tier; 0: there is none
+    layer_groups           the model's layers; none: one full group
     eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (cachemgr/eviction.py)
     separate_tenants       tenants do not find one another's prefixes, as with `--tenants` of a gateway
     """
@@ -88,13 +128,51 @@ class Fleet:
     max_step_tokens: int = 2048
     max_sequence_tokens: int = 131_072
     separate_tenants: bool = False
+    host_blocks: int = 0
+    layer_groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         limits = {
             "workers": (1, 1000), "blocks": (1, 2**24 - 1), "block_size": (1, 1024),
             "max_running_sequences": (1, 65_536), "max_step_tokens": (1, 2**20), "max_sequence_tokens": (2, 2**24),
+            "host_blocks": (0, _MOST_INT32),
         }  # fmt: skip
         _check("fleet", self, limits)
+        try:
+            messages.decode_geometry(self.geometry)
+        except CallRefused as error:
+            said = error.refusal.metadata
+            name = ".".join(_NAMES_HERE.get(part, part) for part in said["field"].split("."))
+            raise ConfigError(f"{name} is {said['value']}: must be {said['limit']}") from None
+        if self.host_blocks and not self.step.copy_s:
+            raise ConfigError.of_field("fleet.step.copy_s", self.step.copy_s, "above 0, with fleet.host_blocks")
+
+    @property
+    def geometry(self) -> attach_pb2.PoolGeometry:
+        """The sizes of a pool, as its worker registers them.
+
+        A block has the bytes that are copied in copy_s at the rate that engines assume before they have measured one.
+        """
+        return attach_pb2.PoolGeometry(
+            block_size_tokens=self.block_size,
+            block_count=self.blocks + 1,
+            block_bytes=max(1, round(self.step.copy_s * DEFAULT_COPY_BYTES_PER_S)),
+            max_sequence_count=self.max_running_sequences,
+            max_sequence_tokens=self.max_sequence_tokens,
+            vocabulary_size=VOCABULARY_SIZE,
+            model=_MODEL,
+            model_fingerprint=_MODEL,
+            host_block_count=self.host_blocks,
+            layer_groups=[group.message for group in self.layer_groups],
+        )
+
+    @property
+    def layer_parts(self) -> dict[engine_groups.LayerGroup, float]:
+        """The part of the model's layers that see the same positions."""
+        num_layers: Counter[engine_groups.LayerGroup] = Counter()
+        for group in self.layer_groups:
+            num_layers[group.sees] += group.layers
+        return {sees: count / num_layers.total() for sees, count in num_layers.items()} or {engine_groups.FULL: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +259,8 @@ def _make(kind: Callable[..., Any], where: str, table: Mapping[str, Any], **conv
         default = named[name].default
         if default is not MISSING and default is not None and name not in converted:
             _require_type(f"{where}.{name}", value, type(default))
-        elif name not in converted and wanted in ("int", "float"):
-            _require_type(f"{where}.{name}", value, float)
+        elif name not in converted and wanted in ("int", "float", "str"):
+            _require_type(f"{where}.{name}", value, {"int": int, "float": float, "str": str}[wanted])
     missing = [n for n, f in named.items() if f.default is MISSING and f.default_factory is MISSING]
     for name in missing:
         if name not in table and name not in converted:
@@ -223,18 +301,43 @@ def _sessions_of(given: Any) -> Sessions:
 
 
 def _fleet_of(table: dict[str, Any], folder: Path) -> Fleet:
-    step = table.get("step", "h100-8b")
-    block_size, num_blocks = table.get("block_size", 16), table.get("blocks", 0)
+    step, num_blocks = table.get("step", "h100-8b"), table.get("blocks", 0)
+    groups = _layer_groups_of(table.get("layer_groups", []))
     if isinstance(step, Mapping):
         made: StepTime = _make(StepTime, "fleet.step", step)
-    elif step in PRESETS:
-        made = PRESETS[step].time
-        if not num_blocks and isinstance(block_size, int) and block_size > 0:
-            num_blocks = PRESETS[step].pool_tokens // block_size
+    elif isinstance(step, str) and step in PRESETS:
+        made, room = _of_preset(step, table.get("block_size", 16), groups)
+        num_blocks = num_blocks or room
     elif isinstance(step, str) and step.endswith(".json"):
         made, _ = calibrate(folder / step)
     else:
         limit = f"one of {', '.join(PRESETS)}, a file *.json of `quire bench step`, or a table of coefficients"
         raise ConfigError.of_field("fleet.step", step, limit)
-    fleet: Fleet = _make(Fleet, "fleet", table, step=made, blocks=num_blocks)
+    fleet: Fleet = _make(Fleet, "fleet", table, step=made, blocks=num_blocks, layer_groups=groups)
     return fleet
+
+
+def _layer_groups_of(given: Any) -> tuple[LayerGroup, ...]:
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise ConfigError.of_field("fleet.layer_groups", given, "a list of tables with kind, layers and window")
+    kinds = tuple(LayerGroupKind)
+    groups = []
+    for index, table in enumerate(given):
+        name = f"fleet.layer_groups[{index}]"
+        group: LayerGroup = _make(LayerGroup, name, table)
+        if group.kind not in kinds:
+            raise ConfigError.of_field(f"{name}.kind", group.kind, f"one of {', '.join(kinds)}")
+        _check(name, group, {"layers": (1, _MOST_INT32), "window": (0, _MOST_INT32)})
+        groups.append(group)
+    return tuple(groups)
+
+
+def _of_preset(name: str, block_size: Any, groups: tuple[LayerGroup, ...]) -> tuple[StepTime, int]:
+    """The times of a preset's steps and copies, and the blocks that it has room for."""
+    _require_type("fleet.block_size", block_size, int)
+    num_layers = PRESETS[name].num_layers
+    given = sum(group.layers for group in groups)
+    if groups and given != num_layers:
+        raise ConfigError(f"fleet.layer_groups has {given} layers: must have {num_layers}, those of {name}")
+    layers_per_block = max((group.layers for group in groups), default=num_layers)
+    return PRESETS[name].pool(max(1, block_size), layers_per_block)

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from quire.client.lab.config import LabConfig
-from quire.client.lab.measures import METRICS, Outcome
+from quire.client.lab.measures import METRICS, Metric, Outcome
 from quire.client.lab.requests import Request
 from quire.client.lab.simulation import OnEnd, Simulation
 
@@ -67,6 +67,12 @@ class Comparison:
         """The seeds."""
         return [outcome.seed for outcome in self.outcomes[0]]
 
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The figures to show: those of the host tier if a configuration has one."""
+        has_host_tier = any(config.fleet.host_blocks for config in self.configs)
+        return {name: metric for name, metric in METRICS.items() if has_host_tier or not metric.is_of_host_tier}
+
     def estimate(self, index: int, metric: str) -> Estimate:
         """A metric of a configuration."""
         return Estimate.of([outcome.metrics[metric] for outcome in self.outcomes[index]])
@@ -78,13 +84,14 @@ class Comparison:
 
     def describe(self) -> dict[str, Any]:
         """Everything, as values for JSON."""
+        metrics = self.metrics
         return {
             "seeds": self.seeds,
             "configurations": [
                 {
                     "name": config.name,
-                    "estimates": {metric: _as_json(self.estimate(index, metric)) for metric in METRICS},
-                    "changes": {metric: _as_json(self.change(index, metric)) for metric in METRICS} if index else {},
+                    "estimates": {metric: _as_json(self.estimate(index, metric)) for metric in metrics},
+                    "changes": {metric: _as_json(self.change(index, metric)) for metric in metrics} if index else {},
                     "runs": [outcome.describe() for outcome in outcomes],
                 }
                 for index, (config, outcomes) in enumerate(zip(self.configs, self.outcomes, strict=True))

@@ -63,12 +63,16 @@ def _known(at_s: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of the report: its name, its unit, and if more of it is better, worse, or neither."""
+    """A figure of the report: its name, its unit, and if more of it is better, worse, or neither.
+
+    is_of_host_tier   it says something only about pools with a host tier
+    """
 
     title: str
     unit: str
     better: str = ""
     digits: int = 0
+    is_of_host_tier: bool = False
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
@@ -90,6 +94,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "hit_ratio": Metric("prompt tokens found in the cache", "%", "more", 2),
         "evicted_blocks": Metric("evicted blocks", "", "less"),
         "preemptions": Metric("preemptions", "", "less"),
+        "offloads": Metric("of these, kept in the host tier", "", is_of_host_tier=True),
+        "restores": Metric("restored from the host tier", "", is_of_host_tier=True),
+        "copied_blocks": Metric("blocks copied to the host tier and back", "", "less", is_of_host_tier=True),
+        "copying_ratio": Metric("time in which a worker copies", "%", "less", 1, is_of_host_tier=True),
         "computed_tokens": Metric("computed tokens", "", "less"),
         "recomputed_tokens": Metric("of these, computed before and evicted since", "", "less"),
         "busy_ratio": Metric("time in which a worker computes", "%", digits=1),
@@ -110,6 +118,7 @@ class Outcome:
     quantiles   0 to 100 %, of the times that the pictures show
     tenants     figures by tenant
     pools       figures by pool
+    layer_groups    blocks by layer group, of all pools; empty with one group
     """
 
     name: str
@@ -120,6 +129,7 @@ class Outcome:
     quantiles: dict[str, list[float]]
     tenants: dict[str, dict[str, float]]
     pools: list[dict[str, float]]
+    layer_groups: dict[str, dict[str, float]]
 
     def describe(self) -> dict[str, Any]:
         """All of it."""
@@ -170,6 +180,10 @@ def summarise(records: Sequence[Record], limits: Limits, *, counters: Mapping[st
         "hit_ratio": ratio(sum(record.num_cached for record in served), num_prompt),
         "evicted_blocks": counters["evicted_blocks"],
         "preemptions": counters["preemptions"],
+        "offloads": counters["offloads"],
+        "restores": counters["restores"],
+        "copied_blocks": counters["copied_blocks"],
+        "copying_ratio": ratio(counters["copying_s"], duration_s * counters["workers"]),
         "computed_tokens": counters["computed_tokens"],
         "recomputed_tokens": counters["recomputed_tokens"],
         "busy_ratio": ratio(counters["busy_s"], duration_s * counters["workers"]),

@@ -4,7 +4,7 @@ The books are cachemgr's (Ledger) and the scheduler is the engine's (Scheduler),
 messages of the contract. The turns are those of engine.py: up to two steps are in flight, a step is planned before
 the tokens of the one before it are back, and nothing is planned between those moments. Left out: gRPC, the texts and
 everything about failures. The worker's model is replaced by the time of a step (step_times.py), and tokens by those
-of the requests.
+of the requests. A step first does its copies to the host tier and back, one block after the other, then it computes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import messages
 from quire.cachemgr._core import Ledger
 from quire.cachemgr.eviction import EvictionPolicy
-from quire.cachemgr.geometry import Geometry
 from quire.client.channel import RetryPolicy
-from quire.client.engine.messages import decode_outcome, encode_plan
-from quire.client.engine.plans import SchedulerLimits, Step
+from quire.client.engine.messages import decode_outcome, encode_plan, limits_of
+from quire.client.engine.plans import Step
 from quire.client.engine.policy import Policy
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduler import Scheduler, SchedulerStatistics
 from quire.client.engine.sequence import Sequence as EngineSequence
+from quire.client.engine.tier import TierCosts
 from quire.client.gateway.choosing import PoolLoad, PoolUse
 from quire.client.lab.config import Fleet
-from quire.client.lab.tokens import UNUSED_TOKEN, VOCABULARY_SIZE
+from quire.client.lab.tokens import UNUSED_TOKEN
 
-_EPOCH, _LEASE, _MODEL = 1, "lab", "lab"
+_EPOCH, _LEASE = 1, "lab"
 _MAX_STEPS_IN_FLIGHT = 2
 # The engine's pauses between plans that ran nothing, without their random part.
 _PAUSES = RetryPolicy(first_delay_s=0.0005, max_delay_s=0.05)
@@ -56,10 +56,17 @@ class Job:
 
 @dataclass(slots=True)
 class _Sent:
-    """A step in flight. sampler_ids: the runs that the worker samples a token for."""
+    """A step in flight.
+
+    sampler_ids   the runs that the worker samples a token for
+    compute_s     the time of the runs; num_copied blocks are copied to the host tier or back in copy_s, before them
+    """
 
     step: Step
     sampler_ids: list[int]
+    compute_s: float
+    num_copied: int
+    copy_s: float
     ends_at_s: float
     asked_to_compute: bool
 
@@ -75,27 +82,13 @@ class SimulatedPool:
         self.eviction = eviction
         self.use = PoolUse()
         self._fleet = fleet
-        geometry = Geometry(
-            block_size=fleet.block_size,
-            num_blocks=fleet.blocks + 1,
-            block_bytes=1,
-            max_sequences=fleet.max_running_sequences,
-            max_sequence_tokens=fleet.max_sequence_tokens,
-            vocab_size=VOCABULARY_SIZE,
-            model=_MODEL,
-            model_fingerprint=_MODEL,
-        )
-        self._ledger = Ledger(name, _EPOCH, geometry, policy=eviction, verify=verify)
+        self._layer_parts = fleet.layer_parts
+        geometry = fleet.geometry
+        self._ledger = Ledger(name, _EPOCH, messages.decode_geometry(geometry), policy=eviction, verify=verify)
         self._ledger.open_lease(_LEASE, ttl_s=1.0, now=0.0)
         self._ledger.keep_contents(False)  # nothing here reads the tokens of blocks
-        limits = SchedulerLimits(
-            max_step_tokens=fleet.max_step_tokens,
-            max_running_sequences=fleet.max_running_sequences,
-            block_size=fleet.block_size,
-            num_blocks=fleet.blocks,
-            max_sequence_tokens=fleet.max_sequence_tokens,
-            vocabulary_size=VOCABULARY_SIZE,
-            block_bytes=1,
+        limits = limits_of(
+            geometry, max_step_tokens=fleet.max_step_tokens, max_running_sequences=fleet.max_running_sequences
         )
         self._scheduler = Scheduler(limits, policy=policy, by_tenant=fleet.separate_tenants, verify=verify)
         self._jobs: dict[int, Job] = {}
@@ -106,6 +99,7 @@ class SimulatedPool:
         self._num_found: int | None = None
         self.wakes_at_s: float | None = None
         self.busy_s = 0.0
+        self.copying_s = 0.0
         self.num_steps = 0
         self.num_computed = 0
 
@@ -156,8 +150,9 @@ class SimulatedPool:
         while self._scheduler.has_work:
             if len(self._flight) < _MAX_STEPS_IN_FLIGHT and self._plan(now_s, on_end):
                 if self._has_run_nothing():
-                    self._settle(now_s, on_first, on_end)
-                    return now_s + self._next_pause_s()
+                    ends_at_s = self._flight[0].ends_at_s
+                    self._settle(ends_at_s, on_first, on_end)
+                    return ends_at_s + self._next_pause_s()
                 continue
             if not self._flight:
                 raise RuntimeError("there is work, nothing to plan and nothing to wait for")
@@ -178,17 +173,27 @@ class SimulatedPool:
         step = self._scheduler.on_planned(plan, decode_outcome(answer))
         for failed in step.failed:
             self._end(self._jobs.pop(failed.sequence.request_id), failed.sequence, now_s, on_end)
-        seconds = self._fleet.step.seconds(step.starts, step.counts) if step.seq_ids else 0.0
-        self._free_at_s = max(now_s, self._free_at_s) + seconds
-        self.busy_s += seconds
-        self.num_computed += sum(step.counts)
-        sampler_ids = list(step.samplers)
-        if planned.has_refusals:  # a sequence may have given way at once: it runs, and its result is dropped
+        sampler_ids, num_copied = list(step.samplers), 0
+        if planned.has_refusals or plan.offload_ids or plan.restore_ids:
             grant = grant_pb2.StepGrant.FromString(planned.encode_grant(self.name, _EPOCH, 1, _LEASE))
+            # A sequence may have given way at once: it runs, and its result is dropped.
             sampler_ids = [i for i, samples in zip(grant.run_sequence_ids, grant.run_samples, strict=True) if samples]
-        sent = _Sent(step, sampler_ids, self._free_at_s, plan.asks_to_compute)
-        self._flight.append(sent)
+            num_copied = len(grant.offload_source_block_ids) + len(grant.restore_source_host_block_ids)
+        self._send(step, sampler_ids, num_copied, now_s, asked_to_compute=plan.asks_to_compute)
         return True
+
+    def _send(
+        self, step: Step, sampler_ids: list[int], num_copied: int, now_s: float, *, asked_to_compute: bool
+    ) -> None:
+        """Let the worker begin with a step when it is free."""
+        times = self._fleet.step
+        compute_s = times.seconds(step.starts, step.counts, self._layer_parts) if step.seq_ids else 0.0
+        copy_s = times.copy_s * num_copied
+        self._free_at_s = max(now_s, self._free_at_s) + copy_s + compute_s
+        self.busy_s += compute_s
+        self.copying_s += copy_s
+        self.num_computed += sum(step.counts)
+        self._flight.append(_Sent(step, sampler_ids, compute_s, num_copied, copy_s, self._free_at_s, asked_to_compute))
 
     def _has_run_nothing(self) -> bool:
         """True if the plan asked for tokens, got none, and nothing else is in flight: blocks are on the way back."""
@@ -202,6 +207,7 @@ class SimulatedPool:
         """Take the tokens of the oldest step in flight."""
         sent = self._flight.popleft()
         step, jobs = sent.step, self._jobs
+        self._observe_costs(sent)
         tokens = [self._token_of(step.samplers.get(seq_id)) for seq_id in sent.sampler_ids]
         report = attach_pb2.StepReport(
             lease_id=_LEASE,
@@ -224,6 +230,16 @@ class SimulatedPool:
                 self._end(job, sequence, now_s, on_end)
             elif len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
                 self._note_first(jobs[sequence.request_id], sequence, now_s, on_first)
+
+    def _observe_costs(self, sent: _Sent) -> None:
+        """Let the scheduler learn the costs of a preemption's two ways, as the engine does."""
+        if self._fleet.host_blocks:
+            self._scheduler.costs.observe_step(
+                sent.step.counts,
+                compute_s=sent.compute_s,
+                num_copied_bytes=sent.num_copied * self._scheduler.limits.block_bytes,
+                copy_s=sent.copy_s,
+            )
 
     def _token_of(self, sequence: EngineSequence | None) -> int:
         """The next token of a sequence's answer; any token if the result is dropped."""
@@ -248,6 +264,11 @@ class SimulatedPool:
     def scheduler_statistics(self) -> SchedulerStatistics:
         """The scheduler's counters and present numbers."""
         return self._scheduler.statistics()
+
+    @property
+    def scheduler_costs(self) -> TierCosts:
+        """The costs of computing and copying, as the scheduler has learned them."""
+        return self._scheduler.costs
 
     def pool_statistics(self) -> cache_service_pb2.PoolStatistics:
         """The books' counters and present numbers. Cost: O(sequences)."""

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from quire.client.lab.config import LabConfig
 from quire.client.lab.experiment import Comparison, Estimate
-from quire.client.lab.measures import METRICS, Metric, Outcome
+from quire.client.lab.measures import Metric, Outcome
 
 _COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d", "#666666")
 _STYLE = """
@@ -56,6 +56,7 @@ def make_page(comparison: Comparison) -> str:
             *_pictures(comparison),
             "<h2>Tenants</h2>" if _has_tenants(comparison) else "",
             *(_tenant_table(comparison) if _has_tenants(comparison) else ()),
+            *_layer_group_table(comparison),
             "<h2>Configurations</h2>",
             *(
                 f"<h3>{html.escape(config.name)}</h3><pre>{html.escape(_describe(config))}</pre>"
@@ -94,7 +95,7 @@ def _introduction(comparison: Comparison) -> Iterator[str]:
 def _metric_table(comparison: Comparison) -> str:
     names = [html.escape(config.name) for config in comparison.configs]
     head = "".join(f"<th>{name}</th>{'<th>change</th>' * bool(index)}" for index, name in enumerate(names))
-    rows = "".join(_metric_row(comparison, name, metric) for name, metric in METRICS.items())
+    rows = "".join(_metric_row(comparison, name, metric) for name, metric in comparison.metrics.items())
     return f"<table><tr><th></th>{head}</tr>{rows}</table>"
 
 
@@ -149,6 +150,25 @@ def _tenant_table(comparison: Comparison) -> Iterator[str]:
     yield "</table>"
 
 
+def _layer_group_table(comparison: Comparison) -> Iterator[str]:
+    """A table of the pools with several layer groups; nothing if there is none."""
+    rows = [
+        f"<tr><td>{html.escape(group)}</td><td>{html.escape(config.name)}</td><td>{figures['found_blocks']:,}</td>"
+        f"<td>{figures['evicted_blocks']:,}</td><td>{figures['passed_blocks']:,}</td></tr>"
+        for config, runs in zip(comparison.configs, comparison.outcomes, strict=True)
+        for group, figures in runs[0].layer_groups.items()
+    ]
+    if not rows:
+        return
+    yield (
+        f'<h2>Layer groups</h2><p class="small">Blocks of all workers, of seed {comparison.seeds[0]}. Found: in the '
+        "cache. Let go: behind the window of a sequence that runs.</p>"
+    )
+    yield "<table><tr><th>layer group</th><th></th><th>found</th><th>evicted</th><th>let go</th></tr>"
+    yield from rows
+    yield "</table>"
+
+
 def _describe(config: LabConfig) -> str:
     load, fleet = config.load, config.fleet
     requests = f"trace {load.trace.name}" if load.trace is not None else f"sessions: {load.sessions}"
@@ -157,7 +177,9 @@ def _describe(config: LabConfig) -> str:
             f"load     {requests}",
             f"         requests {load.requests or 'all'}, rate {load.rate:g}, speed {load.speed:g}, "
             f"lengths {load.lengths}, tenants {dict(load.tenants)}",
-            f"workers  {fleet.workers}, each with {fleet.blocks:,} blocks of {fleet.block_size} tokens",
+            f"workers  {fleet.workers}, each with {fleet.blocks:,} blocks of {fleet.block_size} tokens"
+            + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else ""),
+            *(f"layers   {group}" for group in fleet.layer_groups),
             f"eviction {fleet.eviction}",
             f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step",
             f"step     {fleet.step}",
@@ -253,17 +275,22 @@ def _draw_arrivals(runs: Sequence[Outcome]) -> Figure:
 
 
 def _draw_series(runs: Sequence[Outcome]) -> Figure:
-    figure, axes = _axes(3, 2)
+    has_host_tier = any("host_blocks" in run.series for run in runs)
+    figure, axes = _axes(4 if has_host_tier else 3, 2)
     for run, style in _lines(runs):
         at_s = run.series["at_s"]
         for each, name in ((axes[0], "running"), (axes[1], "waiting"), (axes[2], "used_blocks")):
             each.plot(at_s, run.series[name], **style)
         for each, name in ((axes[3], "generated_tokens"), (axes[4], "evicted_blocks"), (axes[5], "preemptions")):
             each.plot(at_s[1:], _rates(at_s, run.series[name]), **style)
+        if "host_blocks" in run.series:
+            axes[6].plot(at_s, run.series["host_blocks"], **style)
+            axes[7].plot(at_s[1:], _rates(at_s, run.series["copied_blocks"]), **style)
     titles = (
         "sequences that run", "sequences that wait", "blocks that sequences hold", "generated tokens a second",
-        "evicted blocks a second", "preemptions a second",
-    )  # fmt: skip
+        "evicted blocks a second", "preemptions a second", "used blocks of the host tier",
+        "blocks copied to it and back a second",
+    )[: len(axes)]  # fmt: skip
     for each, title in zip(axes, titles, strict=True):
         each.set_title(title, fontsize=10)
         each.set_ylim(bottom=0)

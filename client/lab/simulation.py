@@ -7,10 +7,11 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
+from quire.cache.v1.cache_service_pb2 import LayerGroupStatistics, PoolStatistics
 from quire.cachemgr._core import WrongVictims
 from quire.client.errors import InvalidRequest
 from quire.client.gateway.choosing import OpenRequest, OutputLength
-from quire.client.lab.config import LabConfig
+from quire.client.lab.config import LabConfig, LayerGroup
 from quire.client.lab.load import make_requests
 from quire.client.lab.measures import (
     Outcome,
@@ -184,7 +185,7 @@ class Simulation:
             "computed_tokens": sum(pool.num_computed for pool in self.pools),
             "busy_s": sum(pool.busy_s for pool in self.pools),
             "ended": self._num_ended,
-        }
+        } | (_host_sample(books) if self.config.fleet.host_blocks else {})
 
     def _outcome(self) -> Outcome:
         limits, fleet = self.config.limits, self.config.fleet
@@ -193,6 +194,10 @@ class Simulation:
         counters = {
             "evicted_blocks": last["evicted_blocks"],
             "preemptions": last["preemptions"],
+            "offloads": sum(each.offload_count for each in books),
+            "restores": sum(each.restore_count for each in books),
+            "copied_blocks": sum(_num_copied(each) for each in books),
+            "copying_s": sum(pool.copying_s for pool in self.pools),
             "computed_tokens": last["computed_tokens"],
             "recomputed_tokens": sum(each.recomputed_token_count for each in books),
             "busy_s": last["busy_s"],
@@ -211,6 +216,7 @@ class Simulation:
             quantiles=quantiles_of(self.records),
             tenants=by_tenant(served, limits),
             pools=[self._figures_of(index, metrics["duration_s"]) for index in range(len(self.pools))],
+            layer_groups=_by_layer_group(fleet.layer_groups, [each.layer_groups for each in books]),
         )
 
     def _figures_of(self, index: int, duration_s: float) -> dict[str, float]:
@@ -223,6 +229,33 @@ class Simulation:
             "evicted_blocks": books.evicted_block_count,
             "preemptions": pool.scheduler_statistics().preemptions,
         }
+
+
+def _host_sample(books: Sequence[PoolStatistics]) -> dict[str, float]:
+    return {
+        "host_blocks": sum(each.host_block_counts.held_count + each.host_block_counts.retired_count for each in books),
+        "copied_blocks": sum(map(_num_copied, books)),
+    }
+
+
+def _num_copied(books: PoolStatistics) -> int:
+    """Blocks copied to the host tier and back."""
+    return books.offloaded_block_count + books.restored_block_count
+
+
+def _by_layer_group(
+    groups: Sequence[LayerGroup], by_pool: Sequence[Sequence[LayerGroupStatistics]]
+) -> dict[str, dict[str, float]]:
+    """The counters of each group. The books count none in a pool with one group."""
+    by_group = zip(*by_pool, strict=True)
+    return {
+        f"{number}: {groups[number]}": {
+            "found_blocks": sum(each.found_block_count for each in pools),
+            "passed_blocks": sum(each.passed_block_count for each in pools),
+            "evicted_blocks": sum(each.evicted_block_count for each in pools),
+        }
+        for number, pools in enumerate(by_group)
+    }
 
 
 def _ignore(_: int) -> None:

@@ -7,6 +7,8 @@ tokens are computed in the step; keys are the tokens that its sequences attend t
 token and a key that it attends to. The roofline says that weights are read while products are computed: base is the
 time to read them all, token and pair the time of the arithmetic. It has the form of a GPU's step. A small CPU is
 described better by the additive form.
+
+A layer with a window reads fewer keys than one that sees all. keys and pairs are means over the model's layers.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import mul
+from dataclasses import dataclass, fields, replace
+from operator import add, mul
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from quire.client.engine.layer_groups import FULL, LayerGroup, LayerGroupKind
 from quire.client.lab.errors import ConfigError
 
 _FORMS = ("additive", "roofline")
+_ALL_FULL: Mapping[LayerGroup, float] = MappingProxyType({FULL: 1.0})
 _CELL = re.compile(
     r"(?:decode (?P<decodes>\d+) x (?P<cached>\d+)|prompt (?P<prompts>\d+) x (?P<new>\d+)(?: on (?P<on>\d+))?)$"
 )
@@ -32,7 +36,7 @@ _CELL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The coefficients, in seconds."""
+    """The coefficients, in seconds. copy_s is the time to copy a block to the host tier, or back; 0: unknown."""
 
     form: str
     base_s: float
@@ -41,6 +45,7 @@ class StepTime:
     pair_s: float = 0.0
     sequence_s: float = 0.0
     overhead_s: float = 0.0
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.form not in _FORMS:
@@ -51,32 +56,70 @@ class StepTime:
         if self.base_s + self.token_s + self.sequence_s + self.overhead_s <= 0:
             raise ConfigError.of_field("fleet.step.base_s", self.base_s, "above 0, if no other part of a step is")
 
-    def seconds(self, starts: Sequence[int], counts: Sequence[int]) -> float:
-        """The time of a step that computes counts[i] tokens of a sequence after its first starts[i]."""
-        num_tokens = sum(counts)
-        num_keys = sum(starts) + num_tokens
-        num_pairs = sum(map(mul, starts, counts)) + sum(map(mul, counts, counts)) / 2
-        return self._seconds(num_tokens, num_keys, num_pairs, len(counts))
+    def seconds(
+        self, starts: Sequence[int], counts: Sequence[int], parts: Mapping[LayerGroup, float] = _ALL_FULL
+    ) -> float:
+        """The time of a step that computes counts[i] tokens of a sequence after its first starts[i], without copies.
 
-    def _seconds(self, num_tokens: int, num_keys: int, num_pairs: float, num_sequences: int) -> float:
+        parts: the part of the model's layers in each layer group; all together are 1.
+        """
+        num_keys, num_pairs = 0.0, 0.0
+        for group, part in parts.items():
+            keys, pairs = _seen(group, starts, counts)
+            num_keys += part * keys
+            num_pairs += part * pairs
+        return self._seconds(sum(counts), num_keys, num_pairs, len(counts))
+
+    def _seconds(self, num_tokens: int, num_keys: float, num_pairs: float, num_sequences: int) -> float:
         arithmetic = self.token_s * num_tokens + self.pair_s * num_pairs
         products = self.base_s + arithmetic if self.form == "additive" else max(self.base_s, arithmetic)
         return self.overhead_s + products + self.context_s * num_keys + self.sequence_s * num_sequences
+
+
+def _seen(group: LayerGroup, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
+    """The keys that a layer of a group reads for these runs, and the pairs.
+
+    A run reads all that its first token sees, and its own tokens.
+    """
+    if group.kind is LayerGroupKind.FULL:
+        return sum(starts) + sum(counts), sum(map(mul, starts, counts)) + sum(map(mul, counts, counts)) / 2
+    ends = list(map(add, starts, counts))
+    num_keys = sum(ends) - sum(map(group.first_seen, starts))
+    return num_keys, sum(_pairs_before(group, end) for end in ends) - sum(_pairs_before(group, at) for at in starts)
+
+
+def _pairs_before(group: LayerGroup, position: int) -> float:
+    """The pairs of all tokens before a position in a layer with a window. A token with itself is half a pair."""
+    window = group.num_window_tokens
+    if group.kind is LayerGroupKind.SLIDING:
+        begin = min(position, window)
+        return begin * begin / 2 + (position - begin) * (window - 0.5)
+    num_chunks, rest = divmod(position, window)
+    return (num_chunks * window * window + rest * rest) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A device with a model.
 
-    block_bytes_per_token   keys and values of all layers
-    pool_tokens             tokens that the pool has room for beside the weights
-    source                  the derivation, for people
+    kv_bytes_per_token   keys and values of all layers
+    pool_tokens          tokens that the pool has room for beside the weights, with all layers in one group
+    copy_bytes_per_s     between the pool and the host tier
+    source               the derivation, for people
     """
 
     time: StepTime
+    num_layers: int
     kv_bytes_per_token: int
     pool_tokens: int
+    copy_bytes_per_s: float
     source: str
+
+    def pool(self, block_size: int, layers_per_block: int) -> tuple[StepTime, int]:
+        """The times of a pool with such blocks, and the number of blocks that there is room for."""
+        block_bytes = block_size * layers_per_block * self.kv_bytes_per_token // self.num_layers
+        time = replace(self.time, copy_s=block_bytes / self.copy_bytes_per_s)
+        return time, self.pool_tokens * self.kv_bytes_per_token // block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +148,8 @@ class _Model:
 # the bandwidth, products at 60 % of the peak, attention at 40 %.
 _BANDWIDTH_PART, _PRODUCT_PART, _ATTENTION_PART = 0.75, 0.60, 0.40
 _OVERHEAD_S, _SEQUENCE_S = 0.5e-3, 2e-6
+_BUS_BYTES_PER_S = 64e9
+"""PCIe 5.0 with 16 lanes, each way: half of the 128 GB/s in NVIDIA's datasheets. Assumed to reach the memory's part."""
 _MEMORY_PART = 0.9
 """Of the memory, for weights and pool."""
 
@@ -130,9 +175,17 @@ def _preset(device: _Device, model: _Model) -> Preset:
         f"{model.name} on {device.name}: {read / 1e9:.2f} G weights of {model.bytes_per_weight} B read per step at "
         f"{_BANDWIDTH_PART:.0%} of {device.bytes_per_s / 1e12:.2f} TB/s, {kv_bytes} B of keys and values a token at "
         f"the same rate, products at {_PRODUCT_PART:.0%} and attention at {_ATTENTION_PART:.0%} of "
-        f"{device.flops_per_s / 1e12:.0f} TFLOP/s, {_OVERHEAD_S * 1e3:g} ms a step. The parts are assumptions."
+        f"{device.flops_per_s / 1e12:.0f} TFLOP/s, {_OVERHEAD_S * 1e3:g} ms a step, copies to a host tier and back at "
+        f"{_BANDWIDTH_PART:.0%} of {_BUS_BYTES_PER_S / 1e9:.0f} GB/s. The parts are assumptions."
     )
-    return Preset(time, kv_bytes, int(room / kv_bytes), source)
+    return Preset(
+        time=time,
+        num_layers=model.num_layers,
+        kv_bytes_per_token=kv_bytes,
+        pool_tokens=int(room / kv_bytes),
+        copy_bytes_per_s=_BANDWIDTH_PART * _BUS_BYTES_PER_S,
+        source=source,
+    )
 
 
 # NVIDIA's datasheets of H100 SXM and H200 SXM: dense products, without sparsity. Shapes: the models' config.json.

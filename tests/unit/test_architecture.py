@@ -33,7 +33,7 @@ MAY_IMPORT = {
     # It runs cachemgr's books in its own process: a policy tried on other books would be another policy.
     "client/lab": (
         "quire.client",
-        *(f"quire.cachemgr.{module}" for module in ("_core", "eviction", "geometry", "messages")),
+        *(f"quire.cachemgr.{module}" for module in ("_core", "errors", "eviction", "geometry", "messages")),
         *PROTOS,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -43,13 +43,19 @@ class Lru:
 """
 
 
-def config(eviction: str, folder: Path, **load: Any) -> LabConfig:
+def config(eviction: str, folder: Path, *, layer_groups: Sequence[Any] = (), **load: Any) -> LabConfig:
     """Conversations in two pools that are too small for them."""
     sessions = {"kind": "chat", "rate": 4.0, "system_tokens": 64, "most_tokens": 1024, "think_s": 2.0}
     step = {"form": "additive", "base_s": 0.01, "token_s": 1e-4}
     table = {
         "load": {"sessions": sessions, "requests": 80} | load,
-        "fleet": {"workers": 2, "blocks": 120, "step": step, "eviction": eviction},
+        "fleet": {
+            "workers": 2,
+            "blocks": 120 * max(1, len(layer_groups)),
+            "step": step,
+            "eviction": eviction,
+            "layer_groups": list(layer_groups),
+        },
     }
     return config_of(table, name="test", folder=folder)
 
@@ -66,10 +72,18 @@ class Watched(Simulation):
         super()._finish(number)
 
 
-@pytest.mark.parametrize("tenants", [{"": 1.0}, {"a": 3.0, "b": 1.0}])
-def test_lru_in_python_equals_the_built_in_one_request_by_request(tmp_path: Path, tenants: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tenants": {"a": 3.0, "b": 1.0}},
+        {"layer_groups": [{"kind": "full", "layers": 1}, {"kind": "sliding", "window": 48, "layers": 1}]},
+    ],
+    ids=["one tenant", "two tenants", "layer groups"],
+)
+def test_lru_in_python_equals_the_built_in_one_request_by_request(tmp_path: Path, given: dict[str, Any]) -> None:
     (tmp_path / "mine.py").write_text(LRU)
-    mine, lru = (Watched(config(each, tmp_path, tenants=tenants)) for each in ("mine.py:Lru", "lru"))
+    mine, lru = (Watched(config(each, tmp_path, **given)) for each in ("mine.py:Lru", "lru"))
     figures = [each.run().describe() for each in (mine, lru)]
     assert figures[0] == figures[1]
     assert mine.records == lru.records

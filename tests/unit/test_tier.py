@@ -45,6 +45,15 @@ def test_a_copy_is_taken_if_there_and_back_is_faster_than_computing() -> None:
     assert costs.prefers_offload(num_lost_tokens=2, num_bytes=100_000)
 
 
+def test_a_step_shows_what_prompts_and_copies_cost_but_decodes_do_not_count_as_prompts() -> None:
+    costs = TierCosts()
+    costs.observe_step([1] * 8 + [8], compute_s=1.0, num_copied_bytes=0, copy_s=0.0)
+    assert costs.prefill.per_s == DEFAULT_PREFILL_TOKENS_PER_S
+    assert costs.copy.per_s == DEFAULT_COPY_BYTES_PER_S
+    costs.observe_step([1] * 8 + [92], compute_s=0.5, num_copied_bytes=300, copy_s=2.0)
+    assert (costs.prefill.per_s, costs.copy.per_s) == (200, 150)
+
+
 def test_before_anything_was_measured_the_defaults_stand() -> None:
     costs = TierCosts()
     num_tokens = 100
