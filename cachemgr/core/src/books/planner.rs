@@ -739,7 +739,7 @@ impl<'a> StepPlanner<'a> {
         let num_guaranteed = self.num_guaranteed(admission.reserved_tokens, &ends, &hit, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
-        let num_recomputed = self.pool.losses().num_evicted(&hashes[num_found..num_sharable]);
+        let num_recomputed = self.num_recomputed(&hashes[num_found..num_sharable]);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         self.count_found(&hit);
         self.pool.acquire(&found, 1)?;
@@ -790,6 +790,14 @@ impl<'a> StepPlanner<'a> {
     /// Tells the eviction policy the blocks of a sequence's first table, of which so many were found.
     fn enter_admission(&mut self, table: &BlockTable, num_found: usize, hashes: &[Hash]) {
         self.pool.enter_admission(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
+    }
+
+    /// Of these blocks, which are not found, the leading ones with content that was computed before: in each group it was
+    /// evicted, or is cached.
+    fn num_recomputed(&self, hashes: &[Hash]) -> usize {
+        let is_known = |hash: &Hash| self.pool.index().lookup(hash).is_some() || self.pool.losses().was_evicted(hash);
+        let was_computed = |hash: &&Hash| self.geometry.groups().all(|(group, _)| is_known(&identity(hash, group)));
+        hashes.iter().take_while(was_computed).count()
     }
 
     fn count_found(&mut self, hit: &Hit) {
@@ -1565,6 +1573,24 @@ mod tests {
         assert_eq!((plan.write_groups, plan.write_first_indexes), (vec![], vec![0, 1]), "of the full group alone");
         assert_eq!(plan.write_block_ids, bench.blocks(1)[..2], "those of the other lease");
         assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn tokens_are_computed_again_if_the_window_before_them_was_evicted() {
+        let mut bench = Bench::with_groups(13, &[Span::Full, Span::Sliding(3)]);
+        bench.admit(1, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        bench.settle();
+        assert_eq!(bench.plan(StepRequest::default()).passed_counts, [3]);
+        bench.settle();
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], b"", b""), 4);
+        bench.admit(2, &[50, 51, 52, 53, 54]);
+        bench.settle();
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], b"", b""), 0, "the window was evicted");
+        assert_eq!(bench.0.counters().recomputed_tokens, 0);
+        bench.admit(3, &[1, 2, 3, 4, 60]);
+        assert_eq!(bench.0.counters().recomputed_tokens, 4);
     }
 
     #[test]

@@ -66,14 +66,13 @@ impl Losses {
         self.places[self.place(hash)].as_ref().filter(|loss| loss.hash == *hash)
     }
 
-    /// The number of evicted hashes of these, none of which is in the index: up to the first with an unknown loss.
-    pub fn num_evicted(&self, hashes: &[Hash]) -> usize {
-        let is_evicted = |hash: &&Hash| self.find(hash).is_some_and(|loss| loss.cause != Cause::Reset);
-        hashes.iter().take_while(is_evicted).count()
+    /// True if the content of this hash, which is not in the index, was evicted and not reset.
+    pub fn was_evicted(&self, hash: &Hash) -> bool {
+        self.find(hash).is_some_and(|loss| loss.cause != Cause::Reset)
     }
 
     fn place(&self, hash: &Hash) -> usize {
-        let bits = u64::from_le_bytes(hash[8..16].try_into().expect("a hash is 32 bytes"));
+        let bits = u64::from_le_bytes(hash[..8].try_into().expect("a hash is 32 bytes"));
         bits as usize & (self.places.len() - 1)
     }
 }
@@ -116,6 +115,7 @@ impl Roots {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::groups::identity;
     use crate::cache::prefix::digest_of;
 
     const ASKER: Asker = Asker { tenant: 3, lease: *b"abcdefgh", now: 5.0 };
@@ -149,12 +149,19 @@ mod tests {
     }
 
     #[test]
-    fn what_was_evicted_counts_up_to_the_first_that_was_not() {
+    fn what_was_reset_was_not_evicted() {
         let mut losses = Losses::new(8);
-        [1, 2, 4].iter().for_each(|name| losses.evicted(&hash(*name), &ASKER));
-        losses.reset(&hash(5), 0.0);
-        let count = |names: &[i32]| losses.num_evicted(&names.iter().map(|name| hash(*name)).collect::<Vec<_>>());
-        assert_eq!([count(&[1, 2, 3, 4]), count(&[2, 4, 5, 1]), count(&[3, 1]), count(&[])], [2, 2, 0, 0]);
+        losses.evicted(&hash(1), &ASKER);
+        losses.reset(&hash(2), 0.0);
+        assert_eq!([1, 2, 3].map(|name| losses.was_evicted(&hash(name))), [true, false, false]);
+    }
+
+    #[test]
+    fn losses_of_all_groups_at_one_place_are_remembered() {
+        let mut losses = Losses::new(8);
+        let lost = [0, 1, 2].map(|group| identity(&hash(1), group));
+        lost.iter().for_each(|hash| losses.evicted(hash, &ASKER));
+        assert!(lost.iter().all(|hash| losses.was_evicted(hash)));
     }
 
     #[test]
