@@ -1,11 +1,11 @@
 //! Candidates for the order of eviction, tried beside LRU on a sample of the blocks.
 //!
-//! 1. Each use gives a segment a place from 0 to 15: its worth. A candidate is a threshold. Segments at places below it are
-//!    kept for a short time, the others for a long one. No place is below the first candidate's threshold, so it keeps
-//!    all equally long: it is LRU.
+//! 1. Each use gives a segment a place from 0 to 15: its worth. A candidate is a time for each place: segments are kept
+//!    longer by it than those one place lower. The first candidate's time is 0, so it keeps all equally long: it is LRU.
 //! 2. Each candidate has a shadow: a small cache of keys, without blocks, for a sample of the prompts' blocks, chosen by
 //!    their hash, with the same share of the pool's room. So the hits of each are measured, whichever is followed.
-//! 3. A candidate is followed while its shadow finds more than LRU's. It has to find clearly more to begin with.
+//! 3. A candidate is followed while its shadow finds more than LRU's, lately too. It has to find clearly more to begin
+//!    with.
 //!
 //! The order of a pool changes at once with the candidate, because every list of segments at one place is in LRU order.
 //!
@@ -20,15 +20,11 @@ use crate::cache::rings::Rings;
 
 pub const NUM_PLACES: usize = 16;
 
-/// By candidate, the place from which on segments are kept long. The first candidate is LRU.
-const THRESHOLDS: [usize; 4] = [0, 3, 6, 11];
+/// By candidate, the time of a place beyond that of the place below it, in quarters of a pool. The first candidate is LRU.
+const QUARTERS: [i64; 4] = [0, 1, 4, 32];
 
-pub const NUM_CANDIDATES: usize = THRESHOLDS.len();
+pub const NUM_CANDIDATES: usize = QUARTERS.len();
 pub const LRU: usize = 0;
-
-// In pools: a short and a long time.
-const SHORT_DIVISOR: i64 = 4;
-const LONG_FACTOR: i64 = 64;
 
 /// Knuth's multiplier: spreads keys before a share of them is chosen.
 const MIX: u64 = 2_654_435_761;
@@ -42,12 +38,15 @@ pub const MOST_USES: u8 = 5;
 const SHADOW_BLOCKS: usize = 512;
 
 /// Turnovers of a shadow in which a hit's weight falls to about a third.
-const FADE_TURNOVERS: f64 = 6.0;
+const FADE_TURNOVERS: f64 = 12.0;
+
+/// The same for the latest hits, in turnovers of prompts: as many blocks as the shadow has, new or found.
+const LATELY_TURNOVERS: f64 = 0.5;
 
 /// Part of a turnover for a block that was found: gains fade a little even where LRU finds everything.
 const FOUND_WEIGHT: f64 = 0.1;
 
-const SHOWN_DEVIATIONS: f64 = 1.5;
+const SHOWN_DEVIATIONS: f64 = 2.0;
 const LEAST_SHOWN_GAIN: f64 = 0.02;
 const CLEARLY_BETTER: f64 = 1.1;
 
@@ -72,9 +71,9 @@ pub fn place_of(key: u64, num_uses: u8, gap: i64, num_blocks: i64) -> u8 {
     (level + by_uses + by_gap).clamp(0, NUM_PLACES as i8 - 1) as u8
 }
 
-/// The time that a candidate keeps what is at a place, in blocks allocated since it was used.
+/// The time that a candidate keeps what is at a place, in blocks allocated since it was used: beyond that of place 0.
 fn time_of(candidate: usize, place: usize, num_blocks: i64) -> i64 {
-    if place < THRESHOLDS[candidate] { num_blocks / SHORT_DIVISOR } else { num_blocks * LONG_FACTOR }
+    QUARTERS[candidate] * place as i64 * num_blocks / 4
 }
 
 /// The place of the ring with the head that ends first: used at, and its place's time. `sentinel` is that of place 0.
@@ -158,7 +157,8 @@ pub struct Trial {
     unsampled: u64, // bits of a key that are 0 in the sample
     shadows: Vec<Shadow>,
     gains: [f64; NUM_CANDIDATES],   // hits that each candidate had more than LRU,
-    squares: [f64; NUM_CANDIDATES], // and the sum of their squares, by prompt
+    squares: [f64; NUM_CANDIDATES], // the sum of their squares, by prompt,
+    lately: [f64; NUM_CANDIDATES],  // and those of the latest prompts
     lru_hits: f64,
 }
 
@@ -173,6 +173,7 @@ impl Trial {
             shadows: (0..NUM_CANDIDATES).map(|candidate| Shadow::new(candidate, num_slots)).collect(),
             gains: [0.0; NUM_CANDIDATES],
             squares: [0.0; NUM_CANDIDATES],
+            lately: [0.0; NUM_CANDIDATES],
             lru_hits: 0.0,
         }
     }
@@ -202,25 +203,35 @@ impl Trial {
             self.shadows.iter_mut().map(|shadow| shadow.enter(prompt, now, self.num_blocks)).collect();
         let (lru_hits, num_new) = results[LRU];
         let num_turned = num_new as f64 + FOUND_WEIGHT * prompt.len() as f64;
-        let fade = 1.0 / (1.0 + num_turned / (FADE_TURNOVERS * self.shadows[LRU].keys.len() as f64));
+        let num_slots = self.shadows[LRU].keys.len() as f64;
+        let fade = 1.0 / (1.0 + num_turned / (FADE_TURNOVERS * num_slots));
+        let fade_lately = 1.0 / (1.0 + prompt.len() as f64 / (LATELY_TURNOVERS * num_slots));
         self.lru_hits = self.lru_hits * fade + lru_hits as f64;
         for (candidate, (hits, _)) in results.iter().enumerate() {
             let gain = *hits as f64 - lru_hits as f64;
             self.gains[candidate] = self.gains[candidate] * fade + gain;
             self.squares[candidate] = self.squares[candidate] * fade * fade + gain * gain;
+            self.lately[candidate] = self.lately[candidate] * fade_lately + gain;
         }
         self.choose();
     }
 
-    /// Leaves a candidate that gains nothing any more; follows one that gains clearly more.
+    /// Leaves a candidate that gains nothing any more, or lost lately; follows one that gains clearly more.
+    ///
+    /// After a loss it may be followed again as soon as it has made up for that.
     fn choose(&mut self) {
-        if self.followed != LRU && self.gains[self.followed] <= 0.0 {
-            (self.gains[self.followed], self.squares[self.followed]) = (0.0, 0.0);
+        let followed = self.followed;
+        if followed != LRU && self.gains[followed] <= 0.0 {
+            (self.gains[followed], self.squares[followed]) = (0.0, 0.0);
+            self.followed = LRU;
+        }
+        if self.lately[followed] < 0.0 {
             self.followed = LRU;
         }
         for candidate in 0..NUM_CANDIDATES {
             let gain = self.gains[candidate];
-            if gain > SHOWN_DEVIATIONS * self.squares[candidate].sqrt()
+            if self.lately[candidate] >= 0.0
+                && gain > SHOWN_DEVIATIONS * self.squares[candidate].sqrt()
                 && gain > LEAST_SHOWN_GAIN * self.lru_hits
                 && gain > CLEARLY_BETTER * self.gains[self.followed]
             {
@@ -370,7 +381,7 @@ mod tests {
     fn a_candidate_has_to_show_a_gain_before_it_is_followed() {
         let cases: [(f64, f64, f64, usize); 5] = [
             (10.0, 1.0, 100.0, 1),
-            (1.4, 1.0, 10.0, LRU),   // less than 1.5 deviations
+            (1.9, 1.0, 10.0, LRU),   // less than 2 deviations
             (10.0, 1.0, 501.0, LRU), // less than 2 % of LRU's hits
             (0.0, 0.0, 0.0, LRU),
             (-5.0, 1.0, 10.0, LRU),
@@ -381,6 +392,20 @@ mod tests {
             trial.choose();
             assert_eq!(trial.followed, followed, "{gain}, {square}, {lru_hits}");
         }
+    }
+
+    #[test]
+    fn what_lost_lately_is_not_followed_and_is_again_once_it_has_made_up_for_that() {
+        let mut trial = Trial::new(20);
+        (trial.followed, trial.gains[1], trial.squares[1], trial.lru_hits) = (1, 10.0, 1.0, 100.0);
+        for (lately, followed) in [(0.0, 1), (-0.1, LRU), (0.1, 1)] {
+            trial.lately[1] = lately;
+            trial.choose();
+            assert_eq!((trial.followed, trial.gains[1]), (followed, 10.0));
+        }
+        (trial.gains[2], trial.lately[1]) = (9.0, -0.1);
+        trial.choose();
+        assert_eq!(trial.followed, 2, "the next best is followed meanwhile");
     }
 
     #[test]
@@ -405,7 +430,10 @@ mod tests {
     fn old_hits_fade_with_the_blocks_that_are_new() {
         let mut trial = Trial::new(20);
         trial.lru_hits = 1.0;
-        (0..120).for_each(|key| trial.enter(&[(key, LOW)], key as i64));
+        trial.lately[1] = 1.0;
+        (0..10).for_each(|key| trial.enter(&[(key, LOW)], key as i64));
+        assert!((0.3..0.4).contains(&trial.lately[1]), "{}", trial.lately[1]);
+        (10..240).for_each(|key| trial.enter(&[(key, LOW)], key as i64));
         assert!((0.3..0.4).contains(&trial.lru_hits), "{}", trial.lru_hits);
     }
 }
