@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import matplotlib
 from matplotlib import pyplot
-from replay import GroupsOutcome, Outcome, Replay, expectations, load
+from replay import GroupsOutcome, GroupsReplay, expectations, load
 from report import save_svg
 from rich.console import Console
 from rich.progress import Progress
@@ -28,6 +28,7 @@ from rich.table import Table
 
 from quire.cachemgr._core import DEFAULT_POLICY
 from quire.cachemgr.geometry import LayerGroup, LayerGroupKind
+from quire.client.lab.replay import Outcome, Replay
 
 matplotlib.use("svg")
 
@@ -101,7 +102,7 @@ def measure_windows(name: str, capacity: int) -> list[WindowedMeasurement]:
         WindowedMeasurement(
             *(name.partition(".")[0], capacity, policy),
             Replay(capacity, block_size=block_size, policy=policy).run(requests),
-            Replay(capacity, block_size=block_size, policy=policy, layer_groups=GROUPS).run_groups(requests),
+            GroupsReplay(capacity, block_size=block_size, policy=policy, layer_groups=GROUPS).run_groups(requests),
         )
         for policy in ("lru", DEFAULT_POLICY)
     ]

@@ -1,47 +1,26 @@
-"""Recorded requests, driven one at a time through the ledger: what its prefix cache finds under a policy."""
+"""The recorded requests of benchmarks/traces, and their replay in a pool with layer groups."""
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr import messages
-from quire.cachemgr._core import Ledger
-from quire.cachemgr.geometry import Geometry, LayerGroup
+from quire.client.lab.replay import Replay
+from quire.client.lab.requests import Prompt
+from quire.client.lab.traces import read_prompts
 
 TRACES = Path(__file__).parent / "traces"
-EPOCH = 1
-VOCAB = 2**31 - 1
-TAIL = VOCAB - 1
 STRANDED_EVERY = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt: its tokens, and the ids of its full blocks."""
-
-    num_tokens: int
-    block_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Blocks that were found instead of computed, and blocks that were evicted."""
-
-    num_hits: int
-    num_evicted: int
-
-
-@dataclass(frozen=True, slots=True)
 class GroupsOutcome:
-    """The same in a pool with layer groups.
+    """The outcome in a pool with layer groups.
 
     num_hits       blocks of the prompts' positions that were found
     num_found      blocks that were found, by group
@@ -61,57 +40,19 @@ def expectations() -> dict[str, Any]:
     return files
 
 
-def load(name: str) -> list[Request]:
-    """The requests of a trace, in file order."""
-    with gzip.open(TRACES / name, "rt") as lines:
-        return [Request(record["input_length"], list(full_blocks(record))) for record in map(json.loads, lines)]
+def load(name: str) -> list[Prompt]:
+    """The prompts of a trace, in file order."""
+    return read_prompts(TRACES / name)[1]
 
 
-def full_blocks(record: dict[str, Any]) -> Iterator[int]:
-    if "hash_ids" in record:
-        yield from record["hash_ids"][: record["input_length"] // 512]
-        return
-    for first, count in record["block_runs"]:
-        yield from range(first, first + count)
+class GroupsReplay(Replay):
+    """A replay that counts by layer group."""
 
-
-class Replay:
-    """A pool of `capacity` blocks for each layer group and one for a partial tail, which the rules in expected.json do
-    not count.
-
-    Every prompt is given a tail of one token, so that the tail's block is taken and given back each time. A prompt that
-    is longer than the capacity is admitted with its first blocks only.
-    """
-
-    def __init__(
-        self, capacity: int, *, block_size: int, policy: str, layer_groups: tuple[LayerGroup, ...] = ()
-    ) -> None:
-        self._capacity = capacity
-        self._block_size = block_size
-        geometry = Geometry(
-            block_size=block_size,
-            num_blocks=max(1, len(layer_groups)) * (capacity + 1) + 1,
-            block_bytes=1,
-            max_sequences=2,
-            max_sequence_tokens=2**31 - 1,
-            vocab_size=VOCAB,
-            model="trace",
-            model_fingerprint="trace",
-            layer_groups=layer_groups,
-        )
-        self._ledger = Ledger("trace", EPOCH, geometry, policy=policy)
-        self._ledger.open_lease("lease", ttl_s=1.0, now=0.0)
-
-    def run(self, requests: list[Request]) -> Outcome:
-        """All of them, each released before the next begins."""
-        num_hits = sum([self._serve(request) for request in requests])
-        return Outcome(num_hits, messages.statistics_of(self._ledger).evicted_block_count)
-
-    def run_groups(self, requests: list[Request]) -> GroupsOutcome:
-        """All of them, as run() does, in a pool with layer groups."""
+    def run_groups(self, prompts: Iterable[Prompt]) -> GroupsOutcome:
+        """All of them, as run() does."""
         num_hits, stranded = 0, []
-        for number, request in enumerate(requests):
-            num_hits += self._serve(request)
+        for number, prompt in enumerate(prompts):
+            num_hits += self.serve(prompt)
             if number % STRANDED_EVERY == 0:
                 stranded.append(self.num_stranded())
         statistics = messages.statistics_of(self._ledger)
@@ -133,31 +74,3 @@ class Replay:
         while first is not None:
             page, first = self._ledger.list_blocks(first, 1_000, state=None, tenant=None, lease_id=None)
             yield from cache_service_pb2.ListBlocksResponse.FromString(page).blocks
-
-    def _serve(self, request: Request) -> int:
-        prompt = [*tokens_of(request.block_ids[: self._capacity], self._block_size), TAIL]
-        step = cache_service_pb2.PlanStepRequest(lease_id="lease", epoch=EPOCH, release_sequence_ids=[1])
-        step.admissions.add(sequence_id=1, token_ids=prompt)
-        plan = self._ledger.plan(step.SerializeToString(), now=0.0)
-        if plan.has_refusals:
-            raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
-        answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
-        report = attach_pb2.StepReport(
-            lease_id="lease",
-            step_number=answer.step_number,
-            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-            sequence_ids=[1],
-            computed_token_counts=[len(prompt)],
-            sampled_sequence_ids=[1],
-            sampled_token_ids=[0],
-        )
-        self._ledger.settle(report.SerializeToString())
-        found = answer.admitted_cached_token_counts[0] // self._block_size
-        return min(found, (request.num_tokens - 1) // self._block_size)
-
-
-def tokens_of(block_ids: list[int], block_size: int) -> list[int]:
-    """Different tokens for different ids."""
-    first = np.array(block_ids, dtype="<i4")[:, None] * block_size
-    tokens: list[int] = (first + np.arange(block_size, dtype="<i4")).ravel().tolist()
-    return tokens

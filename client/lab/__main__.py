@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -12,8 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from quire.cachemgr._core import DEFAULT_POLICY
 from quire.client.lab.config import LabConfig, read_config
 from quire.client.lab.errors import ConfigError
+from quire.client.lab.eviction import judge
+from quire.client.lab.eviction_loads import choose_recipes
+from quire.client.lab.eviction_report import tables, write_judgement
 from quire.client.lab.experiment import Comparison, Estimate, compare
 from quire.client.lab.load import make_requests
 from quire.client.lab.measures import Metric
@@ -22,6 +27,8 @@ from quire.client.lab.step_times import calibrate, describe_presets
 
 _CONFIG_WIDTH = 56
 """Characters that a configuration's two columns of the table take at most."""
+_EVICTION_WIDTH = 110
+_CHECKOUT_TRACES = Path(__file__).resolve().parents[2] / "benchmarks" / "traces"
 _CONFIG = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = click.option(
     "--output",
@@ -127,12 +134,76 @@ def show_calibration(result: Path, model: str | None, dtype: str | None) -> None
         click.echo(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.6g}")
 
 
+@main.command("eviction")
+@click.option(
+    "--policy",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    metavar="NAME|FILE.py:CLASS",
+    help="The eviction policy that is judged.",
+)
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    show_default="benchmarks/traces of the checkout",
+    help="Recorded traces: files *.jsonl or *.jsonl.gz with ids of blocks.",
+)
+@click.option("--loads", default="*", metavar="PATTERN", help="Only loads with such names, as 'lab *'.")
+@click.option(
+    "--hashes",
+    type=click.IntRange(1, 100),
+    default=5,
+    show_default=True,
+    metavar="COUNT",
+    help="Sets of hashes that each pair is run with.",
+)
+@_JOBS
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Where eviction_loads.json and eviction_loads.svg go; by default nothing is written.",
+)
+def judge_eviction(policy: str, traces: Path | None, loads: str, hashes: int, jobs: int, output: Path | None) -> None:
+    """Judge an eviction policy beside LRU, on recorded and made loads in pools of many sizes.
+
+    A figure is the policy's hits in the prefix cache relative to LRU's, at most 2.
+
+    \b
+    Examples:
+      quire lab eviction --jobs 2
+      quire lab eviction --policy mine.py:Mine --loads 'lab *' --hashes 1
+    """
+    began = perf_counter()
+    errors = Console(stderr=True)
+    if traces is None and not _CHECKOUT_TRACES.is_dir():
+        errors.print("there are no recorded traces here: only the made loads are run; --traces names a folder")
+    folder = traces or (_CHECKOUT_TRACES if _CHECKOUT_TRACES.is_dir() else None)
+    recipes = choose_recipes(folder, loads)
+    with _progress("loads", errors) as progress:
+        task = progress.add_task("loads", total=len(recipes))
+        judged = judge(recipes, policy, Path(), num_hashes=hashes, jobs=jobs, on_end=lambda: progress.advance(task))
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(console.width, _EVICTION_WIDTH))
+    for table in tables(judged):
+        console.print(table)
+        console.print()
+    console.print(f"{len(judged):,} pairs of load and pool size, {perf_counter() - began:,.0f} s", soft_wrap=True)
+    if output is not None:
+        paths = write_judgement(judged, output, policy=policy, command=" ".join(["quire lab", *sys.argv[1:]]))
+        console.print("written: " + " and ".join(str(path) for path in paths), soft_wrap=True)
+
+
+def _progress(unit: str, errors: Console) -> Progress:
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=errors, disable=not errors.is_terminal)
+
+
 def _experiment(configs: Sequence[LabConfig], num_seeds: int, jobs: int, output: Path) -> None:
     began = perf_counter()
     total = num_seeds * sum(len(make_requests(config.load, seed=1)) for config in configs)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+    with _progress("requests", Console(stderr=True)) as progress:
         task = progress.add_task("requests", total=total)
         seeds = range(1, num_seeds + 1)
         comparison = compare(configs, seeds, jobs=jobs, on_end=lambda count: progress.advance(task, count))

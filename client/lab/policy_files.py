@@ -66,13 +66,15 @@ def scheduling_policies(choice: str, folder: Path) -> Callable[[], Policy]:
     return make
 
 
-def eviction_policies(choice: str, folder: Path, num_blocks: int) -> Callable[[], str | EvictionPolicy]:
-    """A function that makes the eviction policy of one more pool, with so many blocks. Both raise ConfigError."""
+def eviction_policies(
+    choice: str, folder: Path, *, field: str = "fleet.eviction"
+) -> Callable[[int], str | EvictionPolicy]:
+    """A function that makes the eviction policy of one more pool, by its number of blocks. Both raise ConfigError."""
     if choice in POLICIES:
-        return lambda: choice
-    kind = _class_of("fleet.eviction", choice, folder, _EVICTION, tuple(POLICIES))
+        return lambda num_blocks: choice
+    kind = _class_of(field, choice, folder, _EVICTION, tuple(POLICIES))
 
-    def make() -> EvictionPolicy:
+    def make(num_blocks: int) -> EvictionPolicy:
         with errors_of(choice, folder):
             policy: EvictionPolicy = kind(num_blocks)
         return policy

@@ -202,10 +202,10 @@ def _pictures(comparison: Comparison) -> Iterator[str]:
         ("Each worker, in order of the figure: a flat line means that all workers are alike.", _draw_pools),
     )
     for caption, draw in pictures:
-        yield f"<figure>{_svg(draw(runs))}<figcaption>{caption} Seed {seed}.</figcaption></figure>"
+        yield f"<figure>{svg_of(draw(runs))}<figcaption>{caption} Seed {seed}.</figcaption></figure>"
 
 
-def _svg(figure: Figure) -> str:
+def svg_of(figure: Figure) -> str:
     """A figure as an element of HTML. The same figure gives the same text."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none", "font.size": 10}):

@@ -1,4 +1,4 @@
-"""One request of a load. Pure."""
+"""One request of a load, or only the blocks of its prompt. Pure."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ class Request:
     session: int
     tenant: str = ""
     after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as blocks: its tokens, and the ids of its full blocks; an id stands for the prefix up to its block."""
+
+    num_tokens: int
+    block_ids: list[int]

@@ -48,11 +48,17 @@ class Simulation:
         self.requests = make_requests(config.load, seed) if requests is None else requests
         self._router = make_router(config.policy.router, config.folder, random.Random(seed))
         make_policy = scheduling_policies(config.policy.scheduler, config.folder)
-        make_eviction = eviction_policies(config.fleet.eviction, config.folder, config.fleet.blocks)
+        make_eviction = eviction_policies(config.fleet.eviction, config.folder)
         verify = os.environ.get("QUIRE_VERIFY") == "1"
         width = len(str(config.fleet.workers))
         self.pools = [
-            SimulatedPool(f"worker-{number:0{width}}", config.fleet, make_policy(), make_eviction(), verify=verify)
+            SimulatedPool(
+                f"worker-{number:0{width}}",
+                config.fleet,
+                make_policy(),
+                make_eviction(config.fleet.blocks),
+                verify=verify,
+            )
             for number in range(1, config.fleet.workers + 1)
         ]
         self._index = {pool.name: index for index, pool in enumerate(self.pools)}

@@ -16,6 +16,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -26,7 +27,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from quire.client.lab.errors import ConfigError
-from quire.client.lab.requests import TRACE_STREAMS, Request
+from quire.client.lab.requests import TRACE_STREAMS, Prompt, Request
 from quire.client.lab.tokens import Content, Integers
 
 _MOONCAKE_BLOCK, _QUIRE_BLOCK = 512, 16
@@ -51,13 +52,29 @@ def read_trace(path: Path, *, most: int | None = None) -> list[Request]:
 
     A conversation of ShareGPT has no times: its first request arrives at 0, the others when the one before has ended.
     """
+    with _opened(path) as (form, file):
+        if form is _conversations:
+            return list(islice(form(file), most))
+        return _requests_of(sorted(islice(form(file), most), key=lambda record: record.at_s))
+
+
+def read_prompts(path: Path) -> tuple[int, list[Prompt]]:
+    """The block size of a file with ids of blocks, and its prompts in the order of the file. Raises ConfigError."""
+    with _opened(path) as (form, file):
+        if form is not _json_lines:
+            raise ValueError("expected hash_ids or block_runs in each line")
+        records = list(form(file))
+        return records[0].block_size, [Prompt(record.num_prompt, list(record.block_ids)) for record in records]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Callable[[TextIO], Iterator[Any]], TextIO]]:
+    """The form of a trace, and its file. What can't be read becomes a ConfigError."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             form = _form_of(file.read(1024))
             file.seek(0)
-            if form is _conversations:
-                return list(islice(form(file), most))
-            return _requests_of(sorted(islice(form(file), most), key=lambda record: record.at_s))
+            yield form, file
     except OSError as error:
         raise ConfigError(f"load.trace is {str(path)!r}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

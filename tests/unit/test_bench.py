@@ -20,6 +20,7 @@ import torch
 from click.testing import CliRunner
 
 from quire.client.cli import bench
+from quire.client.lab.requests import Prompt
 from quire.kernels import reference
 from quire.worker.attention import AttentionStep, attention_step, paged_attention
 from quire.worker.kv_pool import KVPool
@@ -210,10 +211,9 @@ def test_of_windows_more_sequences_fit_in_the_same_bytes() -> None:
 
 def test_windowed_groups_find_as_much_and_leave_nothing_that_is_never_found() -> None:
     requests = [
-        replay.Request(64, [number % 7 * 100, *range(number % 7 * 100 + 1, number % 7 * 100 + 4)])
-        for number in range(60)
+        Prompt(64, [number % 7 * 100, *range(number % 7 * 100 + 1, number % 7 * 100 + 4)]) for number in range(60)
     ]
-    pool = replay.Replay(12, block_size=16, policy="lru", layer_groups=eviction.GROUPS)
+    pool = replay.GroupsReplay(12, block_size=16, policy="lru", layer_groups=eviction.GROUPS)
     assert pool.num_stranded() == 0
     outcome = pool.run_groups([*requests, requests[-1]])
     assert (

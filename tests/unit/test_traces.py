@@ -10,9 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from replay import Outcome, Replay, Request, expectations, load
+from replay import expectations, load
 
 from quire.cachemgr._core import DEFAULT_POLICY
+from quire.client.lab.replay import Outcome, Replay
+from quire.client.lab.requests import Prompt
 
 FILES = expectations()
 CASES = [(name, int(capacity)) for name, file in FILES.items() for capacity in file["capacity"]]
@@ -25,7 +27,7 @@ CASES_BY_TIER = [
 
 
 @cache
-def requests(name: str) -> list[Request]:
+def requests(name: str) -> list[Prompt]:
     return load(name)
 
 
