@@ -870,7 +870,11 @@ mod tests {
     fn what_is_worth_more_is_kept_longer() {
         let mut lineage = placed(LAST, &[(&[1, 2, 3], 15), (&[11, 12], 1), (&[5], 12), (&[6], 0)]);
         assert_eq!(lineage.parked(), [6, 12, 11, 5, 3, 2, 1], "the highest place last");
-        assert_eq!(evict(&mut lineage, 5), [6, 12, 11, 5, 3], "the lowest place first, a chain's end before its beginning");
+        assert_eq!(
+            evict(&mut lineage, 5),
+            [6, 12, 11, 5, 3],
+            "the lowest place first, a chain's end before its beginning"
+        );
     }
 
     #[test]
