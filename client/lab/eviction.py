@@ -22,7 +22,7 @@ from quire.client.lab.requests import Prompt
 
 FIELD = "--policy"
 MOST_RATIO = 2.0
-"""Where LRU finds next to nothing, more hits count no more than this."""
+"""The highest ratio that counts, for pools where LRU finds next to nothing."""
 FITS_RATIO = 0.5
 TURNOVERS = (2, 3, 4)
 

@@ -36,7 +36,7 @@ _PAIRS = ((0, 1), (1, 0), (2, 3), (3, 2), (0, 3), (2, 0), (1, 2))
 
 
 class Kind(StrEnum):
-    """What was done to make a load."""
+    """The way that a load is made."""
 
     WHOLE = "whole traces"
     PART = "parts of traces"
