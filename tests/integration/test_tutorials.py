@@ -26,11 +26,11 @@ SHARING = (
     "docs/tutorials/why-did-my-prefix-miss.md",
 )
 
-# Those of `quire lab`, which need no services. The last two take half a minute of processor time and more.
+# Those of `quire lab`, which need no services, and half a minute of processor time and more.
 LAB = (
     "docs/tutorials/try-a-router.md",
-    pytest.param("docs/tutorials/try-a-scheduler.md", marks=pytest.mark.verify),
-    pytest.param("docs/tutorials/try-an-eviction-policy.md", marks=pytest.mark.verify),
+    "docs/tutorials/try-a-scheduler.md",
+    "docs/tutorials/try-an-eviction-policy.md",
 )
 
 
@@ -71,6 +71,7 @@ def test_which_pool(folder: Path) -> None:
     follow("docs/tutorials/which-pool.md", test=THIS, folder=folder)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("page", LAB)
 def test_a_tutorial_in_virtual_time(page: str, folder: Path) -> None:
     follow(page, test=THIS, folder=folder)
