@@ -31,7 +31,7 @@ import click
 import psutil
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from replay import TRACES, full_blocks
+from replay import TRACES, load
 from report import Findings, benchmark, plain, summary, table
 from rich.progress import Progress
 from rich.table import Table
@@ -108,9 +108,9 @@ def write_requests(path: Path, count: int) -> None:
                     "input_length": min(record["input_length"], MAX_PROMPT_TOKENS),
                     "output_length": max(1, record["output_length"]),
                     "block_tokens": block_tokens,
-                    "block_ids": [block << 8 | number for block in full_blocks(record)],
+                    "block_ids": [block << 8 | number for block in prompt.block_ids],
                 }
-                for record in records
+                for record, prompt in zip(records, load(name), strict=True)
             ]
         )
     turns = [each[index % len(each)] for index in range(count) for each in recorded][:count]
