@@ -666,10 +666,10 @@ class Scheduler:
         The first sequence of each tenant that was refused by its quota waits too; other tenants do not wait for it.
         """
         is_of_tenant = self._is_of_tenant(error)
-        running = [each for each in self._queues.running if not is_of_tenant or each.tenant == newcomer.tenant]
+        # With no other sequence that could give it blocks, it asks for fewer below.
+        is_alone = not any(not is_of_tenant or each.tenant == newcomer.tenant for each in self._queues.running)
         if is_of_tenant:
-            # Without a running sequence of the tenant, waiting alone gives it no blocks: ask for fewer below.
-            if newcomer.tenant in self._room.short_tenants and running:
+            if newcomer.tenant in self._room.short_tenants and not is_alone:
                 return
         elif self._room.awaited is not None:
             return
@@ -682,7 +682,7 @@ class Scheduler:
             coming = self._coming(self._room.spare(error))
             unscheduled = frozenset(outcome.run_ids)
             made = self._make_room(newcomer, needed - coming, unscheduled=unscheduled, of_tenant=is_of_tenant)
-            if needed > coming + made and not running:
+            if needed > coming + made and is_alone:
                 self._shorten_chunks(newcomer, plan, needed=needed, coming=coming + made)
 
     def _shorten_longest(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan, room: int) -> bool:

@@ -177,15 +177,15 @@ def judge_eviction(policy: str, traces: Path | None, loads: str, hashes: int, jo
     """
     began = perf_counter()
     errors = Console(stderr=True)
-    if traces is None and not _CHECKOUT_TRACES.is_dir():
+    if traces is None and _CHECKOUT_TRACES.is_dir():
+        traces = _CHECKOUT_TRACES
+    elif traces is None:
         errors.print("there are no recorded traces here: only the made loads are run; --traces names a folder")
-    folder = traces or (_CHECKOUT_TRACES if _CHECKOUT_TRACES.is_dir() else None)
-    recipes = choose_recipes(folder, loads)
+    recipes = choose_recipes(traces, loads)
     with _progress("loads", errors) as progress:
         task = progress.add_task("loads", total=len(recipes))
         judged = judge(recipes, policy, Path(), num_hashes=hashes, jobs=jobs, on_end=lambda: progress.advance(task))
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, _EVICTION_WIDTH))
+    console = _wide_console(_EVICTION_WIDTH)
     for table in tables(judged):
         console.print(table)
         console.print()
@@ -193,6 +193,10 @@ def judge_eviction(policy: str, traces: Path | None, loads: str, hashes: int, jo
     if output is not None:
         paths = write_judgement(judged, output, policy=policy, command=" ".join(["quire lab", *sys.argv[1:]]))
         console.print("written: " + " and ".join(str(path) for path in paths), soft_wrap=True)
+
+
+def _wide_console(least: int) -> Console:
+    return Console(highlight=False, width=max(Console().width, least))
 
 
 def _progress(unit: str, errors: Console) -> Progress:
@@ -208,8 +212,7 @@ def _experiment(configs: Sequence[LabConfig], num_seeds: int, jobs: int, output:
         seeds = range(1, num_seeds + 1)
         comparison = compare(configs, seeds, jobs=jobs, on_end=lambda count: progress.advance(task, count))
     page, data = write_report(comparison, output)
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, _CONFIG_WIDTH * (1 + len(configs))))
+    console = _wide_console(_CONFIG_WIDTH * (1 + len(configs)))
     console.print(_table(comparison))
     seconds = perf_counter() - began
     virtual_s = sum(outcome.metrics["duration_s"] for runs in comparison.outcomes for outcome in runs)

@@ -5,9 +5,7 @@ Hashes differ by set, so a policy that samples by hash is judged on several samp
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ from quire.cachemgr._core import WrongVictims
 from quire.cachemgr.eviction import EvictionPolicy
 from quire.client.lab.eviction_loads import BLOCK_SIZE, Kind, Load, Recipe
 from quire.client.lab.policy_files import errors_of, eviction_policies, wrong_result
+from quire.client.lab.processes import run_in_processes
 from quire.client.lab.replay import Replay
 from quire.client.lab.requests import Prompt
 
@@ -112,24 +111,9 @@ def judge(
             judged.append(judge_load(recipe, policy, folder, num_hashes))
             on_end()
     else:
-        judged = _judge_in_processes(recipes, policy, folder, num_hashes, jobs, on_end)
+        tasks = [(recipe, policy, folder, num_hashes) for recipe in recipes]
+        judged = run_in_processes(judge_load, tasks, jobs, lambda _: on_end())
     return [pair for pairs in judged for pair in pairs]
-
-
-def _judge_in_processes(
-    recipes: Sequence[Recipe], policy: str, folder: Path, num_hashes: int, jobs: int, on_end: Callable[[], None]
-) -> list[list[Pair]]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(recipes)), mp_context=context) as executor:
-        running = [executor.submit(judge_load, recipe, policy, folder, num_hashes) for recipe in recipes]
-        try:
-            for ended in as_completed(running):
-                ended.result()
-                on_end()
-        except BaseException:
-            executor.shutdown(cancel_futures=True)
-            raise
-        return [each.result() for each in running]
 
 
 def judge_load(recipe: Recipe, policy: str, folder: Path, num_hashes: int) -> list[Pair]:

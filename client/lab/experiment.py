@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from quire.client.lab.config import LabConfig
 from quire.client.lab.measures import METRICS, Metric, Outcome
+from quire.client.lab.processes import run_in_processes
 from quire.client.lab.requests import Request
 from quire.client.lab.simulation import OnEnd, Simulation
 
@@ -119,19 +118,6 @@ def compare(
     if jobs == 1 or len(tasks) == 1:
         outcomes = [run(config, seed, on_end=told) for config, seed in tasks]
     else:
-        outcomes = _run_in_processes(tasks, jobs, told)
+        outcomes = run_in_processes(run, tasks, jobs, lambda outcome: told(int(outcome.metrics["requests"])))
     rows = [tuple(outcomes[at : at + len(seeds)]) for at in range(0, len(outcomes), len(seeds))]
     return Comparison(tuple(configs), tuple(rows))
-
-
-def _run_in_processes(tasks: Sequence[tuple[LabConfig, int]], jobs: int, told: OnEnd) -> list[Outcome]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as executor:
-        running = [executor.submit(run, config, seed) for config, seed in tasks]
-        try:
-            for ended in as_completed(running):
-                told(int(ended.result().metrics["requests"]))
-        except BaseException:
-            executor.shutdown(cancel_futures=True)
-            raise
-        return [each.result() for each in running]
