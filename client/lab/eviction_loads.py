@@ -280,12 +280,11 @@ def _loop(generator: random.Random, *, num_prompts: int) -> Iterator[list[int]]:
         yield _pieces(number % num_prompts, lengths[number % num_prompts])
 
 
-def _two_loops(generator: random.Random) -> Iterator[list[int]]:
+def _two_loops(_: random.Random) -> Iterator[list[int]]:
     """A loop of 400 prompts, then one of 30, four times."""
     for number in range(MADE_PROMPTS):
         is_small = number // (MADE_PROMPTS // 8) % 2
         yield _pieces(5000 + number % 30 if is_small else number % 400, 6)
-    generator.random()
 
 
 def _uniform(generator: random.Random) -> Iterator[list[int]]:
