@@ -38,7 +38,7 @@ PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
 WAITING = $(PARALLEL) --numprocesses 3
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
-record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $@ $(1) env)
+record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $(1) $(2) env)
 
 # The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
 PLUGINS = $(CURDIR)/$(GO_TOOLS)
@@ -46,7 +46,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify verify-builds verify-searches tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,21 +59,27 @@ demo: venv  ## start both services with the demo model, generate, show the use o
 check: venv  ## a minute's check: style of what changed, the crate's tests, unit tests without torch, a short state machine
 	@$(if $(ARGS),exit 0;) changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
 	  [ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
-	@$(if $(ARGS),true,$(call record,crate) $(CRATE_TESTS))
-	@$(call record,python) QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
+	@$(if $(ARGS),true,$(call record,check,crate) $(CRATE_TESTS))
+	@$(call record,check,python) QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
 	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py))
 
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
-	@$(if $(ARGS),true,$(call record,crate) $(CRATE_TESTS))
-	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) -m sample)
-	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
+	@$(if $(ARGS),true,$(call record,test,crate) $(CRATE_TESTS))
+	@$(if $(ARGS),true,$(call record,test,kernels) $(KERNEL_TESTS) -m sample)
+	@$(call record,test,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
 
 verify: venv typecheck-links  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
-	@$(if $(ARGS),true,$(call record,model) python3 tests/model/check.py)
-	@$(if $(ARGS),true,$(call record,packages) $(BIN)/python tests/deploy/check_packages.py)
-	@$(if $(ARGS),true,$(call record,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py)
-	@$(if $(ARGS),true,$(call record,kernels) $(KERNEL_TESTS) $(PARALLEL))
-	@$(call record,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m verify)
+	@$(if $(ARGS),true,$(MAKE) --no-print-directory --jobs 2 verify-builds verify-searches)
+	@$(call record,verify,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m verify)
+
+# Beside each other: what is built mostly waits for downloads, what is searched keeps a core busy.
+verify-builds:
+	@$(call record,verify,packages) $(BIN)/python tests/deploy/check_packages.py
+	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py
+
+verify-searches:
+	@$(call record,verify,model) python3 tests/model/check.py
+	@$(call record,verify,kernels) $(KERNEL_TESTS) $(PARALLEL)
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/tiers.py show
@@ -219,7 +225,7 @@ $(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE
 	  ! [ -e $(CORE)/target/release/lib_core.$$built ] || install -m 755 $(CORE)/target/release/lib_core.$$built $@; done
 
 # Takes the first Python that runs and is new enough. A name may exist but not run, so each is
-# tried.
+# tried. What is imported is compiled then: of all that is installed it is a small part.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v cargo >/dev/null 2>&1 || { \
 	  echo "Quire's core is built with Rust 1.88 or newer, and there is no cargo: install it from https://rustup.rs" >&2; exit 1; }
@@ -239,7 +245,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    echo "This Python can't make virtual environments; on Debian and Ubuntu install python3-venv." >&2; exit 1; }; \
 	fi
 	@echo "venv: installing; the first time this takes minutes, most of them for torch"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(PACKAGING)/.installed:

@@ -29,8 +29,11 @@ def environment(name: str, *packages: str) -> Path:
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not mark.exists() or mark.read_text().split() != [*packages]:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], timeout=INSTALL_S, check=True)
-            pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, *packages], timeout=INSTALL_S, check=True)
+            make = [sys.executable, "-m", "venv", "--clear", "--without-pip", folder]
+            subprocess.run(make, timeout=INSTALL_S, check=True)
+            # What is compiled at the first import is a small part of what pip would compile.
+            pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
+            flags = ["install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+            subprocess.run([*pip, *flags, *packages], timeout=INSTALL_S, check=True)
             mark.write_text("\n".join(packages))
     return folder / "bin"

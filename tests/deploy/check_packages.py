@@ -139,22 +139,27 @@ class Environment:
     @classmethod
     def make(cls, folder: Path, *requirements: str) -> Environment:
         """With these installed."""
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         made = cls(folder)
-        made.pip("install", *requirements)
+        made.install(*requirements)
         return made
 
-    def pip(self, *arguments: str) -> str:
+    def install(self, *arguments: str) -> str:
         """With the versions the tests run with."""
-        flags = ("--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
-        return run(self.program("python"), "-m", "pip", *arguments, *flags, timeout_s=BUILD_TIMEOUT_S)
+        constraint = ("--constraint", str(ROOT / "constraints.txt"))
+        return self.pip("install", "--quiet", "--no-compile", *constraint, *arguments)
+
+    def pip(self, *arguments: str) -> str:
+        """The pip of this process's environment, for this one."""
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.program("python"))
+        return run(*pip, *arguments, timeout_s=BUILD_TIMEOUT_S)
 
     def program(self, name: str) -> Path:
         return self.folder / "bin" / name
 
     def distributions(self) -> set[str]:
         """Names of all that is installed."""
-        listed = json.loads(run(self.program("python"), "-m", "pip", "list", "--format=json"))
+        listed = json.loads(self.pip("list", "--format=json"))
         return {entry["name"].lower().replace("_", "-") for entry in listed}
 
 
@@ -241,8 +246,8 @@ def extras_have_no_torch(scratch: Scratch) -> None:
 
 def the_worker_extra_has_torch(scratch: Scratch) -> None:
     """quire-kv[worker] can be resolved, and has torch, transformers, and what cachemgr's extra has."""
-    report = Environment(scratch.folder / "alone").pip(
-        "install", "--dry-run", "--ignore-installed", "--report=-", scratch.requirement("worker")
+    report = Environment(scratch.folder / "alone").install(
+        "--dry-run", "--ignore-installed", "--report=-", scratch.requirement("worker")
     )
     names = {entry["metadata"]["name"].lower().replace("_", "-") for entry in json.loads(report)["install"]}
     if lacking := {"torch", "transformers", "safetensors", "psutil", "prometheus-client", "uvloop"} - names:
