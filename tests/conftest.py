@@ -27,6 +27,8 @@ TESTS = Path(__file__).parent
 VERIFY = (
     "conformance/test_docs_go.py",
     "conformance/test_go.py",
+    "conformance/test_grpcurl.py",
+    "conformance/test_reasons.py",
     "deploy",
     "faults",
     "fuzz",
@@ -44,6 +46,10 @@ BEGIN = pytest.StashKey[tuple[float, float]]()
 
 # What begins first, the longest before the others: no process is left with a long file when the others have ended.
 FIRST = (
+    "faults/test_faults.py",
+    "gpu_desk/test_start_and_steps.py",
+    "gateway/test_clients.py",
+    "unit/test_mutants.py",
     "integration/test_warm_restart.py",
     "integration/test_grammars.py",
     "integration/test_tensor_parallel.py",
@@ -55,7 +61,6 @@ FIRST = (
     "integration/test_equality.py",
     "integration/test_bad_input.py",
     "unit/test_engine.py",
-    "conformance/test_reasons.py",
     "integration/test_demo.py",
     "unit/test_grammars.py",
     "integration/test_stuck_step.py",

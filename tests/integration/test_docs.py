@@ -77,11 +77,14 @@ COMMAND_PAGES = (
     "docs/how-to/operations.md",
 )
 COMMANDS = [
-    each for page in COMMAND_PAGES for each in pages.blocks(page) if each.test == THIS and each.language in SHELL
+    pytest.param(each, id=each.place, marks=[pytest.mark.verify] if "grpcurl" in each.text else [])
+    for page in COMMAND_PAGES
+    for each in pages.blocks(page)
+    if each.test == THIS and each.language in SHELL
 ]
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.place)
+@pytest.mark.parametrize("block", COMMANDS)
 def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None:
     """All but `quire up`, which does not end; tests/unit/test_docs.py reads its flags."""
     text = re.sub(r"^quire up .*$", "", block.text, flags=re.M)
