@@ -30,9 +30,9 @@ from faults.schedule import (
     make_schedule,
 )
 
-SEEDS = range(1, 21)
+SEEDS = range(1, 13)
 RANK_SEEDS = (2, 7, 11)
-WINDOW_SEEDS = range(501, 509)
+WINDOW_SEEDS = range(501, 505)
 TIMEOUT_S = 600.0
 
 

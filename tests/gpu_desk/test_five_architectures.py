@@ -28,10 +28,10 @@ def attention_matrix() -> Iterator[tuple[GPU, Shape]]:
     for gpu in GPUS:
         for head_dim in (64, 128, 256):
             yield gpu, replace(LLAMA, head_dim=head_dim)
-    for gpu in WITH_FP8:
-        for head_dim in (128, 256):
+    for gpu, head_dims in zip(WITH_FP8, ((128,), (128,), (128, 256), (128, 256)), strict=True):
+        for head_dim in head_dims:
             yield gpu, replace(LLAMA, head_dim=head_dim, kv_dtype=FP8)
-    for gpu, head_dims in ((RTX_5090, (72, 80, 96, 120, 192)), (H100, (72, 120)), (A100, (120,))):
+    for gpu, head_dims in ((RTX_5090, (72, 120, 192)), (H100, (72,)), (A100, (120,))):
         for head_dim in head_dims:
             yield gpu, replace(LLAMA, head_dim=head_dim)
     yield RTX_5090, replace(LLAMA, dtype=torch.float16)
@@ -41,6 +41,8 @@ def attention_matrix() -> Iterator[tuple[GPU, Shape]]:
 def name(value: object) -> str:
     if isinstance(value, GPU):
         return value.arch
+    if isinstance(value, int):
+        return f"d{value}"
     assert isinstance(value, Shape)
     dtypes = [str(dtype).removeprefix("torch.") for dtype in (value.dtype, value.kv_dtype) if dtype is not None]
     return "-".join([f"d{value.head_dim}", *dtypes])
@@ -70,8 +72,7 @@ def test_prefill_of_short_prompts_is_fast(gpu: GPU, head_dim: int) -> None:
     check_fast(*compile_prefill(shape, gpu, num_tokens=SHORT), shape)
 
 
-@pytest.mark.parametrize("gpu", [L4, H100], ids=name)
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(("gpu", "head_dim"), [(L4, 256), (H100, 128), (H100, 256)], ids=name)
 def test_attention_in_float32_fits(gpu: GPU, head_dim: int) -> None:
     """With the least and the most shared memory. It has no tensor cores, so it is slow anyway."""
     shape = replace(LLAMA, head_dim=head_dim, dtype=torch.float32)
