@@ -38,6 +38,8 @@ VERIFY = (
     "gpu_desk/test_start_and_steps.py",
     "gpu_desk/test_warm_up.py",
     "integration/test_bench.py",
+    "integration/test_how_to_pages.py",
+    "integration/test_tutorials.py",
     "kernels",
     "unit/test_mutants.py",
 )

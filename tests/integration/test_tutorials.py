@@ -71,7 +71,6 @@ def test_which_pool(folder: Path) -> None:
     follow("docs/tutorials/which-pool.md", test=THIS, folder=folder)
 
 
-@pytest.mark.verify
 @pytest.mark.parametrize("page", LAB)
 def test_a_tutorial_in_virtual_time(page: str, folder: Path) -> None:
     follow(page, test=THIS, folder=folder)
