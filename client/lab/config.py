@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.cache.v1 import attach_pb2
 from quire.cachemgr import messages
-from quire.cachemgr._core import DEFAULT_POLICY
+from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.geometry import LayerGroupKind
 from quire.client.engine import layer_groups as engine_groups
@@ -173,6 +173,12 @@ class Fleet:
         for group in self.layer_groups:
             num_layers[group.sees] += group.layers
         return {sees: count / num_layers.total() for sees, count in num_layers.items()} or {engine_groups.FULL: 1.0}
+
+    @property
+    def eviction_in_use(self) -> str:
+        """The eviction policy: those of the crate are all `lru` in a pool with windows."""
+        has_windows = any(sees != engine_groups.FULL for sees in self.layer_parts)
+        return "lru" if has_windows and self.eviction in POLICIES else self.eviction
 
 
 @dataclass(frozen=True, slots=True)

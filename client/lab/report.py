@@ -180,7 +180,7 @@ def _describe(config: LabConfig) -> str:
             f"workers  {fleet.workers}, each with {fleet.blocks:,} blocks of {fleet.block_size} tokens"
             + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else ""),
             *(f"layers   {group}" for group in fleet.layer_groups),
-            f"eviction {fleet.eviction}",
+            f"eviction {fleet.eviction_in_use}",
             f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step",
             f"step     {fleet.step}",
             f"router   {config.policy.router}",

@@ -295,9 +295,12 @@ def test_a_report_shows_the_host_tier_and_the_groups_where_they_are(tmp_path: Pa
     assert "host tier" not in page
     assert "Layer groups" not in page
     assert "copied_blocks" not in data["configurations"][0]["estimates"]
+    assert "eviction lineage" in page
     page, data = report(plain, tier, groups)
     assert "blocks copied to the host tier and back" in page
     assert page.count("<svg") == 4
+    assert page.count("eviction lineage") == 2, "in a pool with windows, it is another one"
+    assert page.count("eviction lru") == 1
     assert "<td>0: full, 2 layers</td><td>groups</td>" in page
     assert "<td>1: sliding 32, 2 layers</td><td>groups</td>" in page
     assert [each["estimates"]["offloads"]["mean"] > 0 for each in data["configurations"]] == [False, True, False]

@@ -345,8 +345,10 @@ impl<'a> StepPlanner<'a> {
             && num_children > 0
         {
             let parent = self.table.get_mut(row);
-            let shared = parent.blocks_of(fork.num_tokens as usize, self.geometry.block_size);
-            self.pool.acquire(&shared, num_children)?;
+            let end = self.geometry.num_blocks_for(fork.num_tokens as usize);
+            for table in &parent.tables {
+                self.pool.acquire(table.range(0..end), num_children)?;
+            }
             parent.num_writable = 0;
             self.counters.forks += u64::from(num_children);
             self.update_reservation(row);
@@ -358,8 +360,7 @@ impl<'a> StepPlanner<'a> {
     fn refuse_unguaranteed(&self, row: Row, num_tokens: usize) -> Option<Refusal> {
         let sequence = self.table.get(row);
         let end = self.geometry.num_blocks_for(num_tokens);
-        let shared: Vec<BlockTable> = sequence.tables.iter().map(|table| table.beginning(end)).collect();
-        let needed = self.num_newly_at_risk(row, &shared);
+        let needed = self.num_newly_at_risk(row, &sequence.tables, end);
         self.room_for(sequence.tenant).refuse(sequence.seq_id.into(), needed, 0, 0)
     }
 
@@ -822,12 +823,12 @@ impl<'a> StepPlanner<'a> {
             num_guaranteed += hit.tables.iter().map(unpublished).sum::<usize>();
         }
         let rows = self.lease.reserved.iter();
-        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, &hit.tables)).sum::<usize>()
+        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, &hit.tables, hit.num_blocks)).sum::<usize>()
     }
 
-    fn num_newly_at_risk(&self, row: Row, shared: &[BlockTable]) -> usize {
+    fn num_newly_at_risk(&self, row: Row, shared: &[BlockTable], end: usize) -> usize {
         let sequence = self.table.get(row);
-        self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared)
+        self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared, end)
     }
 
     /// Enters the advice for a sequence's blocks; returns the advice for its later blocks.

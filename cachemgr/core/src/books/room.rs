@@ -109,15 +109,16 @@ impl Room<'_> {
         sequence.tables.iter().map(at_risk).sum()
     }
 
-    /// Blocks from the first not computed on that others will share from now on: those of its tables that only it holds
-    /// so far.
-    pub fn num_newly_at_risk(&self, sequence: &Sequence, shared: &[BlockTable]) -> usize {
+    /// Blocks from the first not computed on that others will share from now on, of tables up to an index: those of its
+    /// tables that only it holds so far.
+    pub fn num_newly_at_risk(&self, sequence: &Sequence, shared: &[BlockTable], end: usize) -> usize {
         if sequence.reserved_tokens == 0 {
             return 0;
         }
-        let first = sequence.num_computed / self.geometry.block_size;
+        let indexes = sequence.num_computed / self.geometry.block_size..end;
         let newly_at_risk = |(own, shared): (&BlockTable, &BlockTable)| {
-            let both = shared.entries().filter(|(index, block)| *index >= first && own.get(*index) == Some(*block));
+            let both =
+                shared.entries().filter(|(index, block)| indexes.contains(index) && own.get(*index) == Some(*block));
             both.filter(|(_, block)| !self.is_at_risk(*block)).count()
         };
         sequence.tables.iter().zip(shared).map(newly_at_risk).sum()
