@@ -37,6 +37,7 @@ KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest te
 PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
 WAITING = $(PARALLEL) --numprocesses 3
+VERIFY_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING)
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
 record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $(1) $(2) env)
 
@@ -46,7 +47,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-searches tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,17 +70,17 @@ test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases
 	@$(call record,test,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
 
 verify: venv typecheck-links  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
-	@$(if $(ARGS),true,$(MAKE) --no-print-directory --jobs 2 verify-builds verify-searches)
-	@$(call record,verify,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m verify)
+	@$(if $(ARGS),$(VERIFY_TESTS) $(ARGS),$(MAKE) --no-print-directory --jobs 2 verify-builds verify-tests)
 
-# Beside each other: what is built mostly waits for downloads, what is searched keeps a core busy.
+# Beside each other: builds mostly wait for downloads, and end long before the tests.
 verify-builds:
 	@$(call record,verify,packages) $(BIN)/python tests/deploy/check_packages.py
 	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py
 
-verify-searches:
+verify-tests:
 	@$(call record,verify,model) python3 tests/model/check.py
 	@$(call record,verify,kernels) $(KERNEL_TESTS) $(PARALLEL)
+	@$(call record,verify,python) $(VERIFY_TESTS) -m verify
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/tiers.py show

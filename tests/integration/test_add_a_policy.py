@@ -32,7 +32,7 @@ def test_the_policy_of_the_page(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
-        env={**os.environ, "CARGO_TARGET_DIR": str(ROOT / "build/policy-target")},
+        env={**os.environ, "CARGO_TARGET_DIR": str(ROOT / "cachemgr/core/target")},
         capture_output=True,
         text=True,
         check=False,
