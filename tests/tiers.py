@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -128,14 +128,24 @@ def path_of(name: str) -> str:
     return next(path for path in paths if (ROOT / path).exists())
 
 
-def parts_of(folder: Path) -> dict[str, Taken]:
-    """Return the costs of the parts of a tier, in the order in which they ended."""
+def parts_of(folder: Path) -> dict[str, tuple[float, Taken]]:
+    """Return when the parts of a tier ended, in seconds, and their costs, in this order."""
     parts = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+    for ended_s, path in sorted((path.stat().st_mtime, path) for path in folder.glob("*.json")):
         told = json.loads(path.read_text())
         status = told.pop("status")
-        parts[path.stem + (f" (failed: {status})" if status else "")] = Taken(**told)
+        parts[path.stem + (f" (failed: {status})" if status else "")] = ended_s, Taken(**told)
     return parts
+
+
+def sum_of(parts: Iterable[tuple[float, Taken]]) -> Taken:
+    """Return the cost of all parts. Time in which several of them ran beside each other counts once."""
+    parts = list(parts)
+    wall_s = last_s = 0.0
+    for began_s, ended_s in sorted((ended_s - each.wall_s, ended_s) for ended_s, each in parts):
+        wall_s += max(0.0, ended_s - max(began_s, last_s))
+        last_s = max(last_s, ended_s)
+    return replace(sum((each for _, each in parts), NOTHING), wall_s=wall_s)
 
 
 def row(*cells: object) -> str:
@@ -155,10 +165,10 @@ def lines_to_show(folder: Path) -> Iterator[str]:
     taken: dict[tuple[str, str], Taken] = {}
     for tier in TIERS:
         parts = parts_of(folder / tier)
-        for part, each in parts.items():
+        for part, (_, each) in parts.items():
             yield row_of(tier, part, each)
         if parts:
-            yield row_of(f"**{tier}**", "all", sum(parts.values(), NOTHING))
+            yield row_of(f"**{tier}**", "all", sum_of(parts.values()))
         for results in (folder / tier).glob("*.xml"):
             for path, each in files_of(results).items():
                 taken[tier, path] = each

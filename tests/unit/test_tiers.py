@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import files_of
+from tiers import Taken, files_of, sum_of
 
 TESTS = Path(__file__).parents[1]
 BURN = "import time\nwhile time.process_time() < 0.2: pass\n"
@@ -44,6 +44,12 @@ def test_a_part_and_its_tests_are_shown(tmp_path: Path) -> None:
 def test_a_child_that_outlives_the_command_is_counted(tmp_path: Path) -> None:
     tiers(tmp_path, "record", "test", "left", sys.executable, "-c", LEFT)
     assert json.loads((tmp_path / "test" / "left.json").read_text())["processor_s"] > 0.2
+
+
+def test_the_time_of_parts_beside_each_other_counts_once() -> None:
+    parts = [(130.0, Taken(1, 2, 30.0, 5.0)), (120.0, Taken(2, 0, 10.0, 6.0)), (135.0, Taken(0, 0, 10.0, 7.0))]
+    assert sum_of([*parts, (900.0, Taken(0, 0, 4.0, 1.0))]) == Taken(3, 2, 39.0, 19.0)
+    assert sum_of(reversed(parts)).wall_s == 35.0
 
 
 def test_a_command_that_fails_is_said(tmp_path: Path) -> None:
