@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 from deadlines import DEADLINE_S
@@ -16,6 +17,16 @@ FOLDER = Path(__file__).parents[1] / ".venv-clients"
 INSTALL_S = 5 * DEADLINE_S
 SMG = "smg==1.13.0"
 """Shepherd Model Gateway, for environment("smg", SMG)."""
+
+
+def pip_for(folder: Path) -> list[str]:
+    """Return our own pip, as a command, for an environment that may have none."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin/python")]
+
+
+def installing(folder: Path) -> list[str]:
+    """Return the command that installs into it. What is compiled at the first import is a small part of it all."""
+    return [*pip_for(folder), "install", "--quiet", "--no-compile"]
 
 
 def environment(name: str, *packages: str) -> Path:
@@ -29,11 +40,7 @@ def environment(name: str, *packages: str) -> Path:
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not mark.exists() or mark.read_text().split() != [*packages]:
-            make = [sys.executable, "-m", "venv", "--clear", "--without-pip", folder]
-            subprocess.run(make, timeout=INSTALL_S, check=True)
-            # What is compiled at the first import is a small part of what pip would compile.
-            pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
-            flags = ["install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-            subprocess.run([*pip, *flags, *packages], timeout=INSTALL_S, check=True)
+            venv.create(folder, clear=True, symlinks=True)
+            subprocess.run([*installing(folder), *packages], timeout=INSTALL_S, check=True)
             mark.write_text("\n".join(packages))
     return folder / "bin"

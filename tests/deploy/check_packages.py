@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # isort: split
 from deadlines import DEADLINE_S
+from package_environments import installing, pip_for
 
 ROOT = Path(__file__).parents[2]
 BUILD_TIMEOUT_S = 1800.0
@@ -147,19 +148,14 @@ class Environment:
     def install(self, *arguments: str) -> str:
         """With the versions the tests run with."""
         constraint = ("--constraint", str(ROOT / "constraints.txt"))
-        return self.pip("install", "--quiet", "--no-compile", *constraint, *arguments)
-
-    def pip(self, *arguments: str) -> str:
-        """The pip of this process's environment, for this one."""
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.program("python"))
-        return run(*pip, *arguments, timeout_s=BUILD_TIMEOUT_S)
+        return run(*installing(self.folder), *constraint, *arguments, timeout_s=BUILD_TIMEOUT_S)
 
     def program(self, name: str) -> Path:
         return self.folder / "bin" / name
 
     def distributions(self) -> set[str]:
         """Names of all that is installed."""
-        listed = json.loads(self.pip("list", "--format=json"))
+        listed = json.loads(run(*pip_for(self.folder), "list", "--format=json"))
         return {entry["name"].lower().replace("_", "-") for entry in listed}
 
 
