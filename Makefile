@@ -36,8 +36,7 @@ KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest te
 # A file's tests run in one process, one after the other: they share services. tests/conftest.py has their order.
 PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
-WAITING = $(PARALLEL) --numprocesses 3
-VERIFY_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING)
+PYTHON_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) --numprocesses 3
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
 record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $(1) $(2) env)
 
@@ -67,10 +66,10 @@ check: venv  ## a minute's check: style of what changed, the crate's tests, unit
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
 	@$(if $(ARGS),true,$(call record,test,crate) $(CRATE_TESTS))
 	@$(if $(ARGS),true,$(call record,test,kernels) $(KERNEL_TESTS) -m sample)
-	@$(call record,test,python) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(WAITING) $(or $(ARGS),-m 'not verify')
+	@$(call record,test,python) $(PYTHON_TESTS) $(or $(ARGS),-m 'not verify')
 
 verify: venv typecheck-links  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
-	@$(if $(ARGS),$(VERIFY_TESTS) $(ARGS),$(MAKE) --no-print-directory --jobs 2 verify-builds verify-tests)
+	@$(if $(ARGS),$(PYTHON_TESTS) $(ARGS),$(MAKE) --no-print-directory --jobs 2 verify-builds verify-tests)
 
 # Beside each other: builds mostly wait for downloads, and end long before the tests.
 verify-builds:
@@ -80,7 +79,7 @@ verify-builds:
 verify-tests:
 	@$(call record,verify,model) python3 tests/model/check.py
 	@$(call record,verify,kernels) $(KERNEL_TESTS) $(PARALLEL)
-	@$(call record,verify,python) $(VERIFY_TESTS) -m verify
+	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/tiers.py show
@@ -226,7 +225,7 @@ $(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE
 	  ! [ -e $(CORE)/target/release/lib_core.$$built ] || install -m 755 $(CORE)/target/release/lib_core.$$built $@; done
 
 # Takes the first Python that runs and is new enough. A name may exist but not run, so each is
-# tried. What is imported is compiled then: of all that is installed it is a small part.
+# tried. pip compiles nothing: Python compiles what is imported, a small part of what is installed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v cargo >/dev/null 2>&1 || { \
 	  echo "Quire's core is built with Rust 1.88 or newer, and there is no cargo: install it from https://rustup.rs" >&2; exit 1; }

@@ -3,7 +3,7 @@
     python tests/mutants.py                  all of them
     python tests/mutants.py fork "host tier" those with such words in their idea or name
     python tests/mutants.py --suite machine  by the state machine alone
-    python tests/mutants.py --sample         a few, in some two minutes of one core
+    python tests/mutants.py --sample         a few, in some minutes of one core
 
 The tree is never changed. A copy of the package with the bug stands in for the real one in a process of its own, forked
 from one that has imported what takes long and is not ours. For a bug in the core, each job has a copy of the crate. It
@@ -309,7 +309,7 @@ def main() -> int:
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only these tests; default: all, in this order"
     )
-    parser.add_argument("--sample", action="store_true", help="some, in two minutes of one core")
+    parser.add_argument("--sample", action="store_true", help="a few, in some minutes of one core")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]

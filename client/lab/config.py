@@ -177,8 +177,8 @@ class Fleet:
     @property
     def eviction_in_use(self) -> str:
         """The eviction policy: those of the crate are all `lru` in a pool with windows."""
-        has_windows = any(sees != engine_groups.FULL for sees in self.layer_parts)
-        return "lru" if has_windows and self.eviction in POLICIES else self.eviction
+        tables = engine_groups.BlockTables(self.block_size, [group.sees for group in self.layer_groups])
+        return "lru" if tables.has_windows and self.eviction in POLICIES else self.eviction
 
 
 @dataclass(frozen=True, slots=True)

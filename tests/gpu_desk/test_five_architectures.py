@@ -20,7 +20,6 @@ from quire.kernels.paged_decode import RESIDENT
 
 FP8 = torch.float8_e4m3fn
 LLAMA = Shape(32, 8, 128)
-WITH_FP8 = (L4, H100, B200, RTX_5090)
 
 
 def attention_matrix() -> Iterator[tuple[GPU, Shape]]:
@@ -28,7 +27,7 @@ def attention_matrix() -> Iterator[tuple[GPU, Shape]]:
     for gpu in GPUS:
         for head_dim in (64, 128, 256):
             yield gpu, replace(LLAMA, head_dim=head_dim)
-    for gpu, head_dims in zip(WITH_FP8, ((128,), (128,), (128, 256), (128, 256)), strict=True):
+    for gpu, head_dims in ((L4, (128,)), (H100, (128,)), (B200, (128, 256)), (RTX_5090, (128, 256))):
         for head_dim in head_dims:
             yield gpu, replace(LLAMA, head_dim=head_dim, kv_dtype=FP8)
     for gpu, head_dims in ((RTX_5090, (72, 120, 192)), (H100, (72,)), (A100, (120,))):
