@@ -1,6 +1,7 @@
 //! Sizes of a pool, and values derived from them.
 
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 
 use crate::cache::groups::{Group, Span};
 
@@ -53,7 +54,7 @@ impl Geometry {
     }
 
     /// By group, the index after the last block of a table: see `end_of_table`.
-    pub fn ends_of_tables(&self, num_tokens: usize, num_scheduled: usize) -> Vec<usize> {
+    pub fn ends_of_tables(&self, num_tokens: usize, num_scheduled: usize) -> SmallVec<[usize; 1]> {
         self.groups.iter().map(|span| self.end_of_table(*span, num_tokens, num_scheduled)).collect()
     }
 

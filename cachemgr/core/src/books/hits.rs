@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::books::geometry::Geometry;
-use crate::books::tables::BlockTable;
+use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, Span, identity};
 use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
 
@@ -13,7 +13,7 @@ pub struct Hit {
     /// Its full blocks.
     pub num_blocks: usize,
     /// By group, the blocks that the next token sees.
-    pub tables: Vec<BlockTable>,
+    pub tables: Tables,
 }
 
 impl Hit {
@@ -62,7 +62,7 @@ impl Prefix<'_> {
     /// The longest prefix that all full groups have; the tables of the others are empty.
     pub fn find_full(&self) -> Hit {
         let mut num_blocks = self.hashes.len();
-        let mut tables = Vec::with_capacity(self.geometry.groups.len());
+        let mut tables = Tables::with_capacity(self.geometry.groups.len());
         for (group, span) in self.geometry.groups() {
             let found = match (span, group) {
                 (Span::Full, 0) => self.index.find(self.hashes),

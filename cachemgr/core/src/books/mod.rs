@@ -38,7 +38,7 @@ use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
-use crate::books::tables::BlockTable;
+use crate::books::tables::{BlockTable, Tables};
 use crate::cache::accounts::Share;
 use crate::cache::groups::Span;
 use crate::cache::host::HostPool;
@@ -378,7 +378,7 @@ impl Books {
             parent = hashes[hashes.len() - 1];
         }
         if self.geometry.groups == [Span::Full] {
-            return Hit { num_blocks: found.len(), tables: vec![BlockTable::new(0, found)] };
+            return Hit { num_blocks: found.len(), tables: Tables::from([BlockTable::new(0, found)]) };
         }
         Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes }.find()
     }

@@ -12,6 +12,8 @@
 
 use std::collections::HashMap;
 
+use smallvec::SmallVec;
+
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
@@ -23,7 +25,7 @@ use crate::books::plans::{
 use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
-use crate::books::tables::{BlockTable, tail_first};
+use crate::books::tables::{BlockTable, Tables, tail_first};
 use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
 use crate::cache::groups::{Group, Span, identity};
 use crate::cache::host::{HostBlockId, HostPool};
@@ -776,12 +778,7 @@ impl<'a> StepPlanner<'a> {
     }
 
     /// Extends tables by fresh blocks up to these indexes. There is room.
-    fn allocate_tables(
-        &mut self,
-        mut tables: Vec<BlockTable>,
-        ends: &[usize],
-        asker: &Asker,
-    ) -> Result<Vec<BlockTable>> {
+    fn allocate_tables(&mut self, mut tables: Tables, ends: &[usize], asker: &Asker) -> Result<Tables> {
         for (group, (table, end)) in tables.iter_mut().zip(ends).enumerate() {
             table.extend(self.pool.allocate(end - table.end(), group as Group, asker)?);
         }
@@ -872,8 +869,8 @@ impl<'a> StepPlanner<'a> {
     }
 
     /// The blocks of all groups at this index of a table, known or being filled by a step in flight of the lease.
-    fn find_shareable(&mut self, index: usize, hash: &Hash) -> Option<Vec<BlockId>> {
-        let mut blocks = Vec::with_capacity(self.geometry.groups.len());
+    fn find_shareable(&mut self, index: usize, hash: &Hash) -> Option<SmallVec<[BlockId; 1]>> {
+        let mut blocks = SmallVec::new();
         for (group, _) in self.geometry.groups() {
             let known = self.pool.index().lookup(&identity(hash, group));
             let block = known.or_else(|| self.find_filled(index, group, hash))?;

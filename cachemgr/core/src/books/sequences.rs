@@ -12,7 +12,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::books::plans::{CacheUse, StepPlan};
-use crate::books::tables::{BlockTable, tail_first};
+use crate::books::tables::{BlockTable, Tables, tail_first};
 use crate::cache::advice::Advice;
 use crate::cache::groups::{Group, identity};
 use crate::cache::host::HostBlockId;
@@ -35,7 +35,7 @@ pub struct Sequence {
     pub salt: Vec<u8>,
     pub cache_use: CacheUse,
     /// By layer group.
-    pub tables: Vec<BlockTable>,
+    pub tables: Tables,
     /// Those that are known.
     pub tokens: Vec<i32>,
     /// Known ones, and those being sampled.
@@ -79,7 +79,7 @@ impl Sequence {
         tenant: TenantId,
         root: Hash,
         tokens: Vec<i32>,
-        tables: Vec<BlockTable>,
+        tables: Tables,
         hashes: &[Hash],
         num_cached_blocks: usize,
         num_published: usize,
@@ -194,7 +194,7 @@ impl Sequence {
     /// Returns to the pool with these tables: the first `num_found` blocks were found in the index, the others are its
     /// own.
     /// `hashes` are those of all its full blocks.
-    pub fn restore(&mut self, tables: Vec<BlockTable>, num_found: usize, hashes: &[Hash], block_size: usize) {
+    pub fn restore(&mut self, tables: Tables, num_found: usize, hashes: &[Hash], block_size: usize) {
         let num_valid = num_found * block_size;
         self.tables = tables;
         self.host_counts = Vec::new();
@@ -432,8 +432,8 @@ pub(crate) mod tests {
         hashes
     }
 
-    pub(crate) fn one_table(blocks: Vec<BlockId>) -> Vec<BlockTable> {
-        vec![BlockTable::new(0, blocks)]
+    pub(crate) fn one_table(blocks: Vec<BlockId>) -> Tables {
+        Tables::from([BlockTable::new(0, blocks)])
     }
 
     /// A sequence with these tokens and blocks 1 to 40, none of them computed.
@@ -546,7 +546,7 @@ pub(crate) mod tests {
                 let num_known = num_tokens.min(tokens.len());
                 assert_eq!((child.seq_id, child.root, child.released, child.num_writable), (2, ROOT, false, 0));
                 assert_eq!((&child.tokens[..], child.num_tokens), (&tokens[..num_known], num_tokens));
-                assert_eq!(child.tables, [parent.table(0).beginning(num_tokens.div_ceil(size))]);
+                assert_eq!(child.tables[..], [parent.table(0).beginning(num_tokens.div_ceil(size))]);
                 assert_eq!(child.num_scheduled, num_tokens - 1);
                 assert_eq!(child.num_computed, num_computed.min(num_tokens - 1));
                 assert_eq!(child.num_cached, size.min(num_tokens - 1));

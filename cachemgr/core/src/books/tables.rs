@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 
 use crate::cache::prefix::BlockId;
 
@@ -90,6 +91,9 @@ impl BlockTable {
         self.blocks.drain(..count).collect()
     }
 }
+
+/// The tables of a sequence by layer group. Most models have one group: its table needs no allocation of its own.
+pub type Tables = SmallVec<[BlockTable; 1]>;
 
 /// The blocks of a range of indexes of all tables, those of the last index first: children before their parents.
 pub fn tail_first(tables: &[BlockTable], range: Range<usize>) -> Vec<BlockId> {

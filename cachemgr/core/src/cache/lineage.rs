@@ -13,11 +13,12 @@
 //!
 //! Sources: protection by uses and ghosts (S3-FIFO, SOSP 2023; ARC, FAST 2003). Nothing is random.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::eviction::EvictionPolicy;
+use crate::cache::mixing::NumberMap;
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::rings::Rings;
 use crate::cache::trial::{MOST_USES, NUM_PLACES, Trial, first_to_end, place_of};
@@ -55,7 +56,7 @@ struct Ghost {
 /// Ghosts by key, and which is the oldest.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Ghosts {
-    by_key: HashMap<u64, (u64, Ghost)>,
+    by_key: NumberMap<(u64, Ghost)>,
     order: VecDeque<(u64, u64)>, // number and key; out of date where the key's ghost has another number
     next_number: u64,
 }
@@ -310,7 +311,12 @@ impl Lineage {
             return unknown;
         }
         let parked_at = |block: u32| self.segments[self.segment_of(block) as usize].parked_at;
-        let place = first_to_end(&self.rings, self.num_blocks as u32, parked_at, |place| self.trial.time(place));
+        let end = |place| {
+            let head = self.rings.first((self.num_blocks + place) as u32);
+            let is_block = (head as usize) < self.num_blocks;
+            is_block.then(|| parked_at(head) + self.trial.time(place))
+        };
+        let place = first_to_end(end);
         place.map_or(unknown, |place| (self.num_blocks + place) as u32)
     }
 
@@ -435,7 +441,7 @@ impl EvictionPolicy for Lineage {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::{HashMap, HashSet};
 
     use super::*;
     use crate::cache::policies::{POLICIES, Policy};

@@ -10,6 +10,7 @@ pub mod journal;
 pub mod lineage;
 pub mod losses;
 pub mod lru;
+pub mod mixing;
 pub mod parking;
 pub mod policies;
 pub mod pool;

@@ -488,15 +488,16 @@ impl BlockPool {
     }
 
     /// Evicts the content of a block for the asker.
+    #[inline]
     fn lose(&mut self, block: BlockId, asker: &Asker) {
-        let hash = self.index.hash(block).copied();
-        if let Some(hash) = &hash {
+        if let Some(hash) = self.index.hash(block) {
             self.losses.evicted(hash, asker);
         }
+        let found_by = self.groups.are_several().then(|| self.index.hash(block).copied());
         self.contents.forget(block);
         self.touch_content(block);
         self.index.forget(block);
-        if let Some(hash) = hash.filter(|_| self.groups.are_several()) {
+        if let Some(Some(hash)) = found_by {
             self.groups.lose(block, &hash, &self.index);
         }
     }

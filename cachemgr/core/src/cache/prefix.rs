@@ -3,13 +3,13 @@
 //! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, salt and model: equal hashes mean
 //! equal tokens from position 0 on, so a hit needs no verification.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::hint::black_box;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+
+use crate::cache::mixing::mixing_key;
 
 pub type BlockId = u32;
 pub type Hash = [u8; 32];
@@ -128,7 +128,7 @@ impl PrefixIndex {
             past: vec![Past::None; num_blocks],
             entries: vec![0; num_entries],
             mask: num_entries - 1,
-            mix_key: RandomState::new().build_hasher().finish() | 1,
+            mix_key: mixing_key(),
             num_indexed: 0,
             num_forgotten: 0,
         }

@@ -46,6 +46,11 @@ impl Rings {
         after != node && self.next[before as usize] == node && self.prev[after as usize] == node
     }
 
+    /// The node after this one, the sentinel after the last.
+    pub fn next(&self, node: u32) -> u32 {
+        self.next[node as usize]
+    }
+
     /// The first node of a ring; the sentinel if there is none.
     pub fn first(&self, sentinel: u32) -> u32 {
         self.next[sentinel as usize]

@@ -12,10 +12,9 @@
 //! Sources: spatial sampling by hash (SHARDS, FAST 2015), sampled candidates that compete (set dueling, ISCA 2007).
 //! Nothing is random.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
 
+use crate::cache::mixing::NumberMap;
 use crate::cache::rings::Rings;
 
 pub const NUM_PLACES: usize = 16;
@@ -76,76 +75,154 @@ fn time_of(candidate: usize, place: usize, num_blocks: i64) -> i64 {
     QUARTERS[candidate] * place as i64 * num_blocks / 4
 }
 
-/// The place of the ring with the head that ends first: used at, and its place's time. `sentinel` is that of place 0.
+/// The place with the earliest end, by the end of each place that has one; of equal ones the lowest, which is the child's
+/// if one is.
+pub fn first_to_end(end: impl Fn(usize) -> Option<i64>) -> Option<usize> {
+    let ends = (0..NUM_PLACES).filter_map(|place| Some((end(place)?, place)));
+    ends.min().map(|(_, place)| place)
+}
+
+/// The shadows: caches of keys, one in the order of each candidate, all of the same number of keys.
 ///
-/// Of equal ends it is the lowest place, which is the child's if one is.
-pub fn first_to_end(
-    rings: &Rings,
-    sentinel: u32,
-    used_at: impl Fn(u32) -> i64,
-    time: impl Fn(usize) -> i64,
-) -> Option<usize> {
-    let head = |place: usize| rings.first(sentinel + place as u32);
-    let places = (0..NUM_PLACES).filter(|place| head(*place) != sentinel + *place as u32);
-    places.min_by_key(|place| used_at(head(*place)) + time(*place))
-}
-
-/// A cache of keys in the order of one candidate.
+/// All have the same lists, one for each place, with the latest uses at the end. A candidate evicts from the front, so
+/// what its shadow holds of a list is the end of that list, from its head on. A key is there while a shadow holds it.
 #[derive(Debug, Serialize, Deserialize)]
-struct Shadow {
-    candidate: usize,
-    rings: Rings, // of slots, one per place; the last nodes are their sentinels
-    slots: BTreeMap<u64, u32>,
-    keys: Vec<u64>, // by slot
+struct Shadows {
+    num_slots: usize, // keys of each
+    rings: Rings,     // of nodes, one per place; the last nodes are their sentinels
+    nodes: NumberMap<u32>,
+    keys: Vec<u64>, // by node
     used_at: Vec<i64>,
+    places: Vec<u8>,
+    stamps: Vec<u64>, // rise along a list; a sentinel has the highest
+    next_stamp: u64,
     free: Vec<u32>,
+    heads: [[u32; NUM_PLACES]; NUM_CANDIDATES], // sentinels where nothing is held
+    num_held: [usize; NUM_CANDIDATES],
 }
 
-impl Shadow {
-    fn new(candidate: usize, num_slots: usize) -> Shadow {
-        Shadow {
-            candidate,
-            rings: Rings::new(num_slots + NUM_PLACES),
-            slots: BTreeMap::new(),
-            keys: vec![0; num_slots],
-            used_at: vec![0; num_slots],
-            free: (0..num_slots as u32).rev().collect(),
+impl Shadows {
+    fn new(num_slots: usize) -> Shadows {
+        let num_nodes = NUM_CANDIDATES * num_slots;
+        let mut stamps = vec![0; num_nodes];
+        stamps.resize(num_nodes + NUM_PLACES, u64::MAX);
+        Shadows {
+            num_slots,
+            rings: Rings::new(num_nodes + NUM_PLACES),
+            nodes: NumberMap::default(),
+            keys: vec![0; num_nodes],
+            used_at: vec![0; num_nodes],
+            places: vec![0; num_nodes],
+            stamps,
+            next_stamp: 0,
+            free: (0..num_nodes as u32).rev().collect(),
+            heads: [std::array::from_fn(|place| (num_nodes + place) as u32); NUM_CANDIDATES],
+            num_held: [0; NUM_CANDIDATES],
         }
     }
 
-    fn sentinel(&self) -> u32 {
-        self.keys.len() as u32
+    fn sentinel(&self, place: usize) -> u32 {
+        (self.keys.len() + place) as u32
     }
 
-    /// Enters a prompt's keys with their places. Returns how many are found from the beginning on, and how many are new.
-    fn enter(&mut self, prompt: &[(u64, u8)], now: i64, num_blocks: i64) -> (usize, usize) {
-        let known: Vec<Option<u32>> = prompt.iter().map(|(key, _)| self.slots.get(key).copied()).collect();
-        known.iter().flatten().for_each(|slot| self.rings.remove(*slot));
-        for ((key, place), slot) in prompt.iter().zip(&known).rev() {
-            if let Some(slot) = slot.or_else(|| self.take(*key, num_blocks)) {
-                self.used_at[slot as usize] = now;
-                self.rings.append(slot, self.sentinel() + u32::from(*place));
+    fn is_held(&self, candidate: usize, node: u32) -> bool {
+        let head = self.heads[candidate][usize::from(self.places[node as usize])];
+        self.stamps[node as usize] >= self.stamps[head as usize]
+    }
+
+    /// Enters a prompt's keys with their places: the first ones, as many as a shadow has room for.
+    ///
+    /// Returns how many each candidate finds from the beginning on, and how many are new to LRU.
+    fn enter(&mut self, prompt: &[(u64, u8)], now: i64, num_blocks: i64) -> ([usize; NUM_CANDIDATES], usize) {
+        let known: Vec<Option<u32>> = prompt.iter().map(|(key, _)| self.nodes.get(key).copied()).collect();
+        let is_found = |candidate, node: &Option<u32>| node.is_some_and(|node| self.is_held(candidate, node));
+        let num_found =
+            std::array::from_fn(|candidate| known.iter().take_while(|node| is_found(candidate, node)).count());
+        let num_new = known.iter().filter(|node| !is_found(LRU, node)).count();
+        let num_entered = prompt.len().min(self.num_slots);
+        known[..num_entered].iter().flatten().for_each(|node| self.take_out(*node));
+        for candidate in 0..NUM_CANDIDATES {
+            let num_evicted = (self.num_held[candidate] + num_entered).saturating_sub(self.num_slots);
+            self.evict(candidate, num_evicted, num_blocks);
+        }
+        for ((key, place), node) in prompt[..num_entered].iter().zip(&known).rev() {
+            let node = node.unwrap_or_else(|| self.node_of(*key));
+            if !self.rings.contains(node) {
+                self.append(node, usize::from(*place), now);
             }
         }
-        let num_found = known.iter().take_while(|slot| slot.is_some()).count();
-        (num_found, known.iter().filter(|slot| slot.is_none()).count())
+        (num_found, num_new)
     }
 
-    /// A slot for a key: a free one, or that of the first to end. None if this prompt has all.
-    fn take(&mut self, key: u64, num_blocks: i64) -> Option<u32> {
-        let slot = self.free.pop().or_else(|| self.evict(num_blocks))?;
-        self.keys[slot as usize] = key;
-        self.slots.insert(key, slot);
-        Some(slot)
+    /// A new node for a key that was not known, or the one made before for an equal key of the same prompt.
+    fn node_of(&mut self, key: u64) -> u32 {
+        *self.nodes.entry(key).or_insert_with(|| {
+            let node = self.free.pop().expect("there is one for each slot of each shadow");
+            self.keys[node as usize] = key;
+            node
+        })
     }
 
-    fn evict(&mut self, num_blocks: i64) -> Option<u32> {
-        let time = |place| time_of(self.candidate, place, num_blocks);
-        let place = first_to_end(&self.rings, self.sentinel(), |slot| self.used_at[slot as usize], time)?;
-        let slot = self.rings.first(self.sentinel() + place as u32);
-        self.rings.remove(slot);
-        self.slots.remove(&self.keys[slot as usize]);
-        Some(slot)
+    /// Takes a node out of its list and of all shadows, if it was not: a prompt may have equal keys.
+    fn take_out(&mut self, node: u32) {
+        if !self.rings.contains(node) {
+            return;
+        }
+        let place = usize::from(self.places[node as usize]);
+        let next = self.rings.next(node);
+        for candidate in 0..NUM_CANDIDATES {
+            self.num_held[candidate] -= usize::from(self.is_held(candidate, node));
+            let head = &mut self.heads[candidate][place];
+            if *head == node {
+                *head = next;
+            }
+        }
+        self.rings.remove(node);
+    }
+
+    /// Puts a node at the end of a list: all shadows hold it.
+    fn append(&mut self, node: u32, place: usize, now: i64) {
+        let sentinel = self.sentinel(place);
+        self.places[node as usize] = place as u8;
+        self.used_at[node as usize] = now;
+        self.stamps[node as usize] = self.next_stamp;
+        self.next_stamp += 1;
+        self.rings.append(node, sentinel);
+        for candidate in 0..NUM_CANDIDATES {
+            self.num_held[candidate] += 1;
+            let head = &mut self.heads[candidate][place];
+            if *head == sentinel {
+                *head = node;
+            }
+        }
+    }
+
+    /// Evicts so many keys from a candidate's shadow, which has them.
+    fn evict(&mut self, candidate: usize, mut count: usize, num_blocks: i64) {
+        while count > 0 {
+            let end = |place| {
+                let used_at = self.used_at.get(self.heads[candidate][place] as usize)?;
+                Some(used_at + time_of(candidate, place, num_blocks))
+            };
+            let place = first_to_end(end).expect("it has as many");
+            let used_at = self.used_at[self.heads[candidate][place] as usize];
+            while count > 0 && self.used_at.get(self.heads[candidate][place] as usize) == Some(&used_at) {
+                self.pass(candidate, place);
+                count -= 1;
+            }
+        }
+    }
+
+    /// A candidate holds the head of its list at a place no more.
+    fn pass(&mut self, candidate: usize, place: usize) {
+        let node = self.heads[candidate][place];
+        self.heads[candidate][place] = self.rings.next(node);
+        self.num_held[candidate] -= 1;
+        if !(0..NUM_CANDIDATES).any(|candidate| self.is_held(candidate, node)) {
+            self.rings.remove(node);
+            self.nodes.remove(&self.keys[node as usize]);
+            self.free.push(node);
+        }
     }
 }
 
@@ -155,7 +232,7 @@ pub struct Trial {
     pub followed: usize,
     num_blocks: i64,
     unsampled: u64, // bits of a key that are 0 in the sample
-    shadows: Vec<Shadow>,
+    shadows: Shadows,
     gains: [f64; NUM_CANDIDATES],   // hits that each candidate had more than LRU,
     squares: [f64; NUM_CANDIDATES], // the sum of their squares, by prompt,
     lately: [f64; NUM_CANDIDATES],  // and those of the latest prompts
@@ -170,7 +247,7 @@ impl Trial {
             followed: LRU,
             num_blocks: num_blocks as i64,
             unsampled: (1 << halvings) - 1,
-            shadows: (0..NUM_CANDIDATES).map(|candidate| Shadow::new(candidate, num_slots)).collect(),
+            shadows: Shadows::new(num_slots),
             gains: [0.0; NUM_CANDIDATES],
             squares: [0.0; NUM_CANDIDATES],
             lately: [0.0; NUM_CANDIDATES],
@@ -199,16 +276,15 @@ impl Trial {
         if prompt.is_empty() {
             return;
         }
-        let results: Vec<(usize, usize)> =
-            self.shadows.iter_mut().map(|shadow| shadow.enter(prompt, now, self.num_blocks)).collect();
-        let (lru_hits, num_new) = results[LRU];
+        let (num_found, num_new) = self.shadows.enter(prompt, now, self.num_blocks);
+        let lru_hits = num_found[LRU] as f64;
         let num_turned = num_new as f64 + FOUND_WEIGHT * prompt.len() as f64;
-        let num_slots = self.shadows[LRU].keys.len() as f64;
+        let num_slots = self.shadows.num_slots as f64;
         let fade = 1.0 / (1.0 + num_turned / (FADE_TURNOVERS * num_slots));
         let fade_lately = 1.0 / (1.0 + prompt.len() as f64 / (LATELY_TURNOVERS * num_slots));
-        self.lru_hits = self.lru_hits * fade + lru_hits as f64;
-        for (candidate, (hits, _)) in results.iter().enumerate() {
-            let gain = *hits as f64 - lru_hits as f64;
+        self.lru_hits = self.lru_hits * fade + lru_hits;
+        for (candidate, hits) in num_found.into_iter().enumerate() {
+            let gain = hits as f64 - lru_hits;
             self.gains[candidate] = self.gains[candidate] * fade + gain;
             self.squares[candidate] = self.squares[candidate] * fade * fade + gain * gain;
             self.lately[candidate] = self.lately[candidate] * fade_lately + gain;
@@ -243,6 +319,8 @@ impl Trial {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::cache::pool::tests::Random;
 
@@ -297,50 +375,95 @@ mod tests {
         })
     }
 
+    /// One candidate's cache of keys as the module's text describes it, by searching.
+    struct Model {
+        candidate: usize,
+        uses: Vec<(u64, u8, i64)>, // key, place, used at; the latest last
+    }
+
+    impl Model {
+        fn enter(&mut self, prompt: &[(u64, u8)], now: i64, num_slots: usize) -> (usize, usize) {
+            let is_known = |key: &u64| self.uses.iter().any(|(known, ..)| known == key);
+            let num_found = prompt.iter().take_while(|(key, _)| is_known(key)).count();
+            let num_new = prompt.iter().filter(|(key, _)| !is_known(key)).count();
+            let entered = &prompt[..prompt.len().min(num_slots)];
+            self.uses.retain(|(key, ..)| entered.iter().all(|(other, _)| other != key));
+            while self.uses.len() + entered.len() > num_slots {
+                let end = |(_, place, used_at): &(u64, u8, i64)| used_at + time_of(self.candidate, (*place).into(), 20);
+                let first = (0..self.uses.len()).min_by_key(|at| (end(&self.uses[*at]), self.uses[*at].1)).unwrap();
+                self.uses.remove(first);
+            }
+            self.uses.extend(entered.iter().rev().map(|(key, place)| (*key, *place, now)));
+            (num_found, num_new)
+        }
+    }
+
+    impl Shadows {
+        /// The keys that a candidate's shadow holds.
+        fn held(&self, candidate: usize) -> BTreeSet<u64> {
+            let held = self.nodes.iter().filter(|(_, node)| self.is_held(candidate, **node));
+            let keys: BTreeSet<u64> = held.map(|(key, _)| *key).collect();
+            assert_eq!(keys.len(), self.num_held[candidate]);
+            keys
+        }
+    }
+
     #[test]
-    fn the_first_shadow_finds_what_a_list_in_lru_order_finds() {
-        for seed in 0..4 {
-            let (mut shadow, mut list) = (Shadow::new(LRU, 20), Vec::<u64>::new());
-            for (now, prompt) in prompts(seed).enumerate() {
-                let known: Vec<bool> = prompt.iter().map(|(key, _)| list.contains(key)).collect();
-                let num_found = known.iter().take_while(|known| **known).count();
-                let num_new = known.iter().filter(|known| !**known).count();
-                assert_eq!(shadow.enter(&prompt, now as i64, 20), (num_found, num_new));
-                list.retain(|key| !prompt.iter().any(|(other, _)| other == key));
-                list.drain(..(list.len() + prompt.len()).saturating_sub(20));
-                list.extend(prompt.iter().rev().map(|(key, _)| key));
+    fn each_shadow_is_a_cache_in_its_candidates_order() {
+        let (mut num_evicted, mut num_apart) = (0, 0);
+        for (seed, num_slots) in (0..12).zip([1, 3, 20].into_iter().cycle()) {
+            let mut shadows = Shadows::new(num_slots);
+            let mut models: Vec<Model> =
+                (0..NUM_CANDIDATES).map(|candidate| Model { candidate, uses: Vec::new() }).collect();
+            for (number, prompt) in prompts(seed).enumerate() {
+                let now = 3 * number as i64 / 4;
+                let (found, num_new) = shadows.enter(&prompt, now, 20);
+                let told: Vec<_> = models.iter_mut().map(|model| model.enter(&prompt, now, num_slots)).collect();
+                assert_eq!((found.to_vec(), num_new), (told.iter().map(|told| told.0).collect(), told[LRU].1));
+                let held: Vec<_> = (0..NUM_CANDIDATES).map(|candidate| shadows.held(candidate)).collect();
+                for (model, held) in models.iter().zip(&held) {
+                    assert_eq!(model.uses.iter().map(|(key, ..)| *key).collect::<BTreeSet<_>>(), *held);
+                }
+                let all: BTreeSet<u64> = held.iter().flatten().copied().collect();
+                assert_eq!(shadows.nodes.keys().copied().collect::<BTreeSet<_>>(), all, "what nobody holds is gone");
+                num_evicted += usize::from(held[LRU].len() == num_slots);
+                num_apart += usize::from(held[LRU] != held[NUM_CANDIDATES - 1]);
             }
         }
+        assert!(num_evicted > 1000 && num_apart > 1000, "it gets somewhere: {num_evicted} {num_apart}");
     }
 
     #[test]
     fn a_shadow_keeps_what_is_at_a_high_place() {
-        let mut shadow = Shadow::new(NUM_CANDIDATES - 1, 8);
-        shadow.enter(&keys(1..5, HIGH), 0, 8);
-        (1..20).for_each(|number| assert_eq!(shadow.enter(&keys(100 * number..100 * number + 3, LOW), 9, 8).1, 3));
-        assert_eq!(shadow.enter(&keys(1..5, HIGH), 30, 8), (4, 0));
-        let mut lru = Shadow::new(LRU, 8);
-        lru.enter(&keys(1..5, HIGH), 0, 8);
+        let mut shadows = Shadows::new(8);
+        shadows.enter(&keys(1..5, HIGH), 0, 8);
         for number in 1..20 {
-            lru.enter(&keys(100 * number..100 * number + 3, LOW), 9, 8);
+            assert_eq!(shadows.enter(&keys(100 * number..100 * number + 3, LOW), 9, 8).1, 3);
         }
-        assert_eq!(lru.enter(&keys(1..5, HIGH), 30, 8), (0, 4));
+        assert_eq!(shadows.enter(&keys(1..5, HIGH), 30, 8), ([0, 4, 4, 4], 4));
     }
 
     #[test]
-    fn a_prompt_that_is_longer_than_a_shadow_fills_it() {
-        let mut shadow = Shadow::new(LRU, 4);
-        shadow.enter(&keys(1..4, LOW), 0, 4);
-        assert_eq!(shadow.enter(&keys(1..9, LOW), 1, 4), (3, 5));
-        assert_eq!(shadow.enter(&keys(1..9, LOW), 2, 4).0, 4);
-        assert_eq!(shadow.slots.len(), 4);
+    fn a_prompt_that_is_longer_than_a_shadow_fills_it_with_its_beginning() {
+        let mut shadows = Shadows::new(4);
+        shadows.enter(&keys(1..4, LOW), 0, 4);
+        assert_eq!(shadows.enter(&keys(1..9, LOW), 1, 4), ([3; NUM_CANDIDATES], 5));
+        assert_eq!(shadows.enter(&keys(1..9, LOW), 2, 4), ([4; NUM_CANDIDATES], 4));
+        assert_eq!((shadows.held(LRU), shadows.free.len()), ((1..5).collect(), 12));
+    }
+
+    #[test]
+    fn equal_keys_of_a_prompt_are_one() {
+        let mut shadows = Shadows::new(4);
+        (0..3).for_each(|now| _ = shadows.enter(&keys([7, 1, 7, 7], LOW), now, 4));
+        assert_eq!((shadows.held(LRU), shadows.held(1), shadows.free.len()), ([1, 7].into(), [1, 7].into(), 14));
     }
 
     #[test]
     fn hits_after_the_first_missing_block_do_not_count() {
-        let mut shadow = Shadow::new(LRU, 8);
-        shadow.enter(&keys([2, 3], LOW), 0, 8);
-        assert_eq!(shadow.enter(&keys([1, 2, 3], LOW), 1, 8), (0, 1));
+        let mut shadows = Shadows::new(8);
+        shadows.enter(&keys([2, 3], LOW), 0, 8);
+        assert_eq!(shadows.enter(&keys([1, 2, 3], LOW), 1, 8), ([0; NUM_CANDIDATES], 1));
     }
 
     // -- the choice ---------------------------------------------------------------------------------------------------
@@ -351,7 +474,7 @@ mod tests {
             [(1, 1, 0), (60, 60, 0), (1023, 1023, 0), (1024, 512, 1), (3000, 750, 3), (1 << 20, 512, 2047)]
         {
             let trial = Trial::new(num_blocks);
-            assert_eq!((trial.shadows[LRU].keys.len(), trial.unsampled), (num_slots, unsampled), "{num_blocks}");
+            assert_eq!((trial.shadows.num_slots, trial.unsampled), (num_slots, unsampled), "{num_blocks}");
             assert!(trial.is_sampled(unsampled + 1) && (unsampled == 0 || !trial.is_sampled(unsampled)));
         }
     }

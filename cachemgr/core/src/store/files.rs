@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -760,6 +760,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (10, vec![38198557, 2144407514]));
+        assert_eq!((VERSION, sums), (11, vec![262884116, 1023931577]));
     }
 }
