@@ -490,7 +490,7 @@ BUGS = [
     rust(
         "layer groups",
         "a sequence comes back from the host tier with the blocks of another group",
-        ("copy_back", "num_before += sequence.host_counts[group];", "num_before += first - num_passed;"),
+        ("copy_back", "num_before += counts[group];", "num_before += first - num_passed;"),
     ),
     # -- tenants and quotas
     rust(

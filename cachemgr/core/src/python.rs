@@ -303,8 +303,8 @@ struct PyLedger {
     verify: bool,
     /// The functions that are called after every change.
     listeners: Py<PyAny>,
-    /// The first error of an eviction policy in Python, if the books have one.
-    policy_error: PolicyError,
+    /// The first error of an eviction policy, if that is in Python.
+    policy_error: Option<PolicyError>,
 }
 
 impl PyLedger {
@@ -320,7 +320,7 @@ impl PyLedger {
             let log = py.import("logging")?.call_method1("getLogger", ("quire.cachemgr",))?;
             log.call_method1("error", ("state given up, a restart will begin new epochs: %s", loss))?;
         }
-        match self.policy_error.take() {
+        match self.policy_error.as_ref().and_then(PolicyError::take) {
             Some(error) => Err(error),
             None => changed.map_err(|failure| to_python(py, failure)),
         }
@@ -419,7 +419,7 @@ impl PyLedger {
             tables: tables_of(sequence),
             has_groups: sequence.tables.len() > 1 || self.stored.books().geometry().has_windows(),
             is_offloaded: sequence.is_offloaded(),
-            host_blocks: sequence.host_blocks.clone().unwrap_or_default(),
+            host_blocks: sequence.in_host.as_ref().map_or_else(Vec::new, |tables| tables.blocks.clone()),
             cache_use: cache_use_number(sequence.cache_use),
         }
     }
@@ -428,7 +428,7 @@ impl PyLedger {
 /// See SequenceView.
 fn tables_of(sequence: &Sequence) -> Vec<(usize, usize)> {
     let held = |group: usize| sequence.tables[group].blocks().len();
-    let count = |group: usize| if sequence.is_offloaded() { sequence.host_counts[group] } else { held(group) };
+    let count = |group: usize| sequence.in_host.as_ref().map_or_else(|| held(group), |tables| tables.counts[group]);
     sequence.tables.iter().enumerate().map(|(group, table)| (table.num_passed(), count(group))).collect()
 }
 
@@ -482,15 +482,15 @@ impl PyLedger {
         directory: Option<PathBuf>,
     ) -> PyResult<PyLedger> {
         let sizes = geometry_of(&geometry)?;
-        let policy_error = PolicyError::default();
-        let (books, begin) = match policy {
+        let (books, begin, policy_error) = match policy {
             PolicyChoice::Named(name) => {
                 let begin = Change::Begin { geometry: Cow::Owned(sizes), policy: name.clone().into() };
-                (begin.begin().ok_or_else(|| PyKeyError::new_err(name))?, Some(begin))
+                (begin.begin().ok_or_else(|| PyKeyError::new_err(name))?, Some(begin), None)
             }
             PolicyChoice::Given(object) => {
-                let policy = PyPolicy::new(object, sizes.num_blocks, policy_error.clone());
-                (Books::with_policy(sizes, Policy::Given(Box::new(policy))), None)
+                let error = PolicyError::default();
+                let policy = PyPolicy::new(object, sizes.num_blocks, error.clone());
+                (Books::with_policy(sizes, Policy::Given(Box::new(policy))), None, Some(error))
             }
         };
         let mut ledger = PyLedger {
@@ -527,7 +527,7 @@ impl PyLedger {
         books.resume(now);
         let listeners = listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind());
         let stored = StoredBooks::new(pool, epoch, books, Some(store));
-        Ok(PyLedger { stored, geometry, verify, listeners, policy_error: PolicyError::default() })
+        Ok(PyLedger { stored, geometry, verify, listeners, policy_error: None })
     }
 
     #[getter]

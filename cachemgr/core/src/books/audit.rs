@@ -62,17 +62,18 @@ impl Books {
     /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
     fn audit_host(&self, wrong: &mut Vec<String>) {
         let blocks = 0..self.host.len() as BlockId;
-        let holders = occurrences(&blocks, self.sequences().filter_map(|sequence| sequence.host_blocks.as_deref()));
+        let held = self.sequences().filter_map(|sequence| sequence.in_host.as_deref());
+        let holders = occurrences(&blocks, held.map(|tables| &tables.blocks[..]));
         let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
         let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host).map(Vec::as_slice));
         self.host.audit(&holders, &steps, wrong);
-        for sequence in self.sequences().filter(|sequence| sequence.is_offloaded()) {
-            let (num_host_blocks, num_blocks) =
-                (sequence.host_blocks.as_ref().map_or(0, Vec::len), sequence.blocks().count());
+        for sequence in self.sequences() {
+            let Some(in_host) = &sequence.in_host else { continue };
+            let (num_host_blocks, num_blocks) = (in_host.blocks.len(), sequence.blocks().count());
             let end = self.geometry.num_blocks_for(sequence.num_scheduled);
-            let mut counts = sequence.tables.iter().zip(&sequence.host_counts);
+            let mut counts = sequence.tables.iter().zip(&in_host.counts);
             let is_short = counts.any(|(table, count)| table.num_passed() + count < end);
-            if num_blocks > 0 || is_short || sequence.host_counts.iter().sum::<usize>() != num_host_blocks {
+            if num_blocks > 0 || is_short || in_host.counts.iter().sum::<usize>() != num_host_blocks {
                 let seq_id = sequence.seq_id;
                 wrong.push(format!("sequence {seq_id} has {num_host_blocks} host blocks and {num_blocks} of the pool"));
             }
@@ -268,7 +269,7 @@ fn bounds(sequence: &Sequence) -> impl Debug {
     let Sequence { seq_id, number, tenant, root, tables, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
     let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_withheld, sequence.cache_use);
-    let tables = (tables, &sequence.host_blocks, &sequence.host_counts, tokens, root, sequence.last_hash());
+    let tables = (tables, &sequence.in_host, tokens, root, sequence.last_hash());
     (
         seq_id,
         number,
@@ -363,7 +364,7 @@ mod tests {
             (
                 |bench| {
                     bench.offload(1);
-                    bench.sequence(1).host_blocks = Some(vec![1]);
+                    bench.sequence(1).in_host.as_mut().unwrap().blocks = vec![1];
                 },
                 &["host block 0 is held, and of 0 sequences", "sequence 1 has 1 host blocks and 0 of the pool"],
             ),

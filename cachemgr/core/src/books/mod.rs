@@ -176,7 +176,7 @@ impl Books {
             let sequence = self.table.leave(row);
             self.pool.reserve(sequence.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
-            self.host.release(&sequence.host_blocks.unwrap_or_default())?;
+            self.host.release(&sequence.in_host.unwrap_or_default().blocks)?;
         }
         Ok(())
     }
@@ -401,8 +401,8 @@ impl Books {
         }
         if fills.keys().any(|block| self.pool.ref_count(*block) > 1) {
             for (sequence, num_tokens) in sequences() {
-                for block in &sequence.blocks_of(num_tokens / size * size, size) {
-                    fills.entry(*block).and_modify(|fill| *fill = size);
+                for block in sequence.blocks_of(num_tokens / size * size, size) {
+                    fills.entry(block).and_modify(|fill| *fill = size);
                 }
             }
         }

@@ -25,7 +25,7 @@ use crate::books::plans::{
 use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
-use crate::books::tables::{BlockTable, Tables, tail_first};
+use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
 use crate::cache::groups::{Group, Span, identity};
 use crate::cache::host::{HostBlockId, HostPool};
@@ -176,8 +176,9 @@ impl<'a> StepPlanner<'a> {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
-        let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).len();
-        let host_blocks = sequence.host_blocks.as_mut().map(std::mem::take).unwrap_or_default();
+        let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).count();
+        let host_blocks =
+            sequence.in_host.as_mut().map(|tables| std::mem::take(&mut tables.blocks)).unwrap_or_default();
         self.plan.released_ids.push(sequence.seq_id);
         let blocks = self.end(row);
         self.let_go(blocks.clone())?;
@@ -597,17 +598,17 @@ impl<'a> StepPlanner<'a> {
         let sequence = self.table.get(row);
         let end = self.geometry.num_blocks_for(sequence.num_scheduled).max(1);
         let sources: Vec<&[BlockId]> = sequence.tables.iter().map(|table| table.range(0..end)).collect();
-        let host_counts: Vec<usize> = sources.iter().map(|blocks| blocks.len()).collect();
-        let num_copied = host_counts.iter().sum();
+        let counts: Vec<usize> = sources.iter().map(|blocks| blocks.len()).collect();
+        let num_copied = counts.iter().sum();
         refuse_if!(self.host.refuse(seq_id, num_copied));
-        let host_blocks = self.host.allocate(num_copied)?;
+        let blocks = self.host.allocate(num_copied)?;
         self.plan.offloaded_ids.push(sequence.seq_id);
         sources.iter().for_each(|blocks| self.plan.offload_sources.extend_from_slice(blocks));
-        self.plan.offload_targets.extend_from_slice(&host_blocks);
+        self.plan.offload_targets.extend_from_slice(&blocks);
         self.counters.offloads += 1;
         self.counters.offloaded_blocks += num_copied as u64;
-        let (num_tokens, offloaded) =
-            (sequence.num_tokens, sequence.offload(host_blocks, host_counts, self.pool.index()));
+        let in_host = HostTables { blocks, counts };
+        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(in_host, self.pool.index()));
         let blocks = self.end(row);
         let heir = self.table.enter(offloaded);
         self.lease.sequences.insert(seq_id as i32, heir);
@@ -698,7 +699,7 @@ impl<'a> StepPlanner<'a> {
     /// Copies the computed blocks that were not found, in each table from an index of `firsts` on, to fresh ones. All host
     /// blocks of the sequence are free when the step has ended.
     fn copy_back(&mut self, row: Row, tables: &[BlockTable], firsts: &[usize]) -> Result<()> {
-        let host_blocks = self.table.take_host_blocks(row).unwrap_or_default();
+        let HostTables { blocks: host_blocks, counts } = self.table.take_from_host(row);
         let sequence = self.table.get(row);
         let end = self.geometry.num_blocks_for(sequence.num_scheduled);
         let mut num_before = 0; // host blocks of the groups before
@@ -710,7 +711,7 @@ impl<'a> StepPlanner<'a> {
                 self.plan.restore_targets.extend_from_slice(table.range(*first..end));
                 self.counters.restored_blocks += sources.len() as u64;
             }
-            num_before += sequence.host_counts[group];
+            num_before += counts[group];
         }
         self.host.retire(&host_blocks)?;
         self.step.pinned_in_host.push(host_blocks);

@@ -12,10 +12,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::books::plans::{CacheUse, StepPlan};
-use crate::books::tables::{BlockTable, Tables, tail_first};
+use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;
 use crate::cache::groups::{Group, identity};
-use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
 use crate::cache::tenants::TenantId;
 
@@ -63,11 +62,8 @@ pub struct Sequence {
     pub num_reserved: usize,
     /// The advice for the blocks that it will get.
     pub tail_advice: Option<Advice>,
-    /// Its blocks while it is in the host tier, with no blocks in its tables: by group, from the first one on that was in
-    /// the table.
-    pub host_blocks: Option<Vec<HostBlockId>>,
-    /// Of these, the number of each group.
-    pub host_counts: Vec<usize>,
+    /// While it is in the host tier, with no blocks in its tables. Boxed: this is rare, and all others are smaller for it.
+    pub in_host: Option<Box<HostTables>>,
     last_hash: Hash,   // of the last published block
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
@@ -107,8 +103,7 @@ impl Sequence {
             reserved_tokens: 0,
             num_reserved: 0,
             tail_advice: None,
-            host_blocks: None,
-            host_counts: Vec::new(),
+            in_host: None,
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
         }
@@ -148,16 +143,14 @@ impl Sequence {
             reserved_tokens: 0,
             num_reserved: 0,
             tail_advice: self.tail_advice,
-            host_blocks: None,
-            host_counts: Vec::new(),
+            in_host: None,
             last_hash,
             hashes,
         }
     }
 
-    /// The sequence as it is in the host tier, in these blocks, of which each group has so many: without published
-    /// blocks, and without a token that the worker has sampled.
-    pub fn offload(&self, host_blocks: Vec<HostBlockId>, host_counts: Vec<usize>, index: &PrefixIndex) -> Sequence {
+    /// The sequence as it is in the host tier: without published blocks, and without a token that the worker has sampled.
+    pub fn offload(&self, in_host: HostTables, index: &PrefixIndex) -> Sequence {
         let is_dropped =
             |(at, block): &(usize, BlockId)| *at < self.num_published && index.past(*block) == Past::Dropped;
         let num_dropped_in = |table: &BlockTable| table.entries().rfind(is_dropped).map_or(0, |(last, _)| last + 1);
@@ -184,8 +177,7 @@ impl Sequence {
             reserved_tokens: self.reserved_tokens,
             num_reserved: 0,
             tail_advice: self.tail_advice,
-            host_blocks: Some(host_blocks),
-            host_counts,
+            in_host: Some(Box::new(in_host)),
             last_hash: self.root,
             hashes: Vec::new(),
         }
@@ -197,7 +189,6 @@ impl Sequence {
     pub fn restore(&mut self, tables: Tables, num_found: usize, hashes: &[Hash], block_size: usize) {
         let num_valid = num_found * block_size;
         self.tables = tables;
-        self.host_counts = Vec::new();
         self.num_computed = self.num_computed.max(num_valid);
         self.num_scheduled = self.num_scheduled.max(num_valid);
         self.num_published = num_found.max(self.num_withheld);
@@ -211,7 +202,7 @@ impl Sequence {
     }
 
     pub fn is_offloaded(&self) -> bool {
-        self.host_blocks.is_some()
+        self.in_host.is_some()
     }
 
     pub fn num_known(&self) -> usize {
@@ -229,9 +220,9 @@ impl Sequence {
     }
 
     /// The blocks of its first tokens, as far as it holds them.
-    pub fn blocks_of(&self, num_tokens: usize, block_size: usize) -> Vec<BlockId> {
-        let beginning = |table: &BlockTable| table.range(0..num_tokens.div_ceil(block_size)).to_vec();
-        self.tables.iter().flat_map(beginning).collect()
+    pub fn blocks_of(&self, num_tokens: usize, block_size: usize) -> impl Iterator<Item = BlockId> {
+        let end = num_tokens.div_ceil(block_size);
+        self.tables.iter().flat_map(move |table| table.range(0..end)).copied()
     }
 
     /// All blocks that it holds, group by group.
@@ -402,11 +393,11 @@ impl SequenceTable {
         }
     }
 
-    /// The sequence of this row leaves the host tier: its blocks there, if it was in it.
-    pub fn take_host_blocks(&mut self, row: Row) -> Option<Vec<HostBlockId>> {
-        let blocks = self.get_mut(row).host_blocks.take();
-        self.num_offloaded -= usize::from(blocks.is_some());
-        blocks
+    /// The sequence of this row leaves the host tier: its tables there, empty if it was not in it.
+    pub fn take_from_host(&mut self, row: Row) -> HostTables {
+        let in_host = self.get_mut(row).in_host.take();
+        self.num_offloaded -= usize::from(in_host.is_some());
+        in_host.map_or_else(HostTables::default, |tables| *tables)
     }
 
     /// Nothing needs this row any more.
@@ -519,9 +510,9 @@ pub(crate) mod tests {
     #[test]
     fn blocks_are_told_from_the_front_and_from_the_tail() {
         let sequence = Sequence::begin(1, 0, ROOT, vec![], one_table(vec![1, 2, 3, 4]), &[], 0, 0, 2);
-        let lengths = [0, 1, 2, 3, 7, 8, 9, 100].map(|num_tokens| sequence.blocks_of(num_tokens, 2).len());
+        let lengths = [0, 1, 2, 3, 7, 8, 9, 100].map(|num_tokens| sequence.blocks_of(num_tokens, 2).count());
         assert_eq!(lengths, [0, 1, 1, 2, 4, 4, 4, 4]);
-        assert_eq!(sequence.blocks_of(3, 2), [1, 2]);
+        assert!(sequence.blocks_of(3, 2).eq([1, 2]));
         assert_eq!(sequence.blocks_tail_first(0), [4, 3, 2, 1]);
         assert_eq!(sequence.blocks_tail_first(2), [4, 3]);
         assert_eq!((sequence.blocks_tail_first(4), sequence.blocks_tail_first(5)), (vec![], vec![]));

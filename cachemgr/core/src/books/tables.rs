@@ -5,6 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
+use crate::cache::host::HostBlockId;
 use crate::cache::prefix::BlockId;
 
 /// The blocks of a table by index: block i has the positions from i * block size on. The first ones may have been let go,
@@ -94,6 +95,15 @@ impl BlockTable {
 
 /// The tables of a sequence by layer group. Most models have one group: its table needs no allocation of its own.
 pub type Tables = SmallVec<[BlockTable; 1]>;
+
+/// The tables of a sequence in the host tier.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostTables {
+    /// Its blocks there: by group, from the first one on that was in the table.
+    pub blocks: Vec<HostBlockId>,
+    /// Of these, the number of each group.
+    pub counts: Vec<usize>,
+}
 
 /// The blocks of a range of indexes of all tables, those of the last index first: children before their parents.
 pub fn tail_first(tables: &[BlockTable], range: Range<usize>) -> Vec<BlockId> {

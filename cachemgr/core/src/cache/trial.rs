@@ -130,100 +130,114 @@ impl Shadows {
         self.stamps[node as usize] >= self.stamps[head as usize]
     }
 
-    /// Enters a prompt's keys with their places: the first ones, as many as a shadow has room for.
+    /// Enters a prompt's keys with their places, the last one first: each takes a free slot, or that of the first to end.
     ///
     /// Returns how many each candidate finds from the beginning on, and how many are new to LRU.
     fn enter(&mut self, prompt: &[(u64, u8)], now: i64, num_blocks: i64) -> ([usize; NUM_CANDIDATES], usize) {
-        let known: Vec<Option<u32>> = prompt.iter().map(|(key, _)| self.nodes.get(key).copied()).collect();
-        let is_found = |candidate, node: &Option<u32>| node.is_some_and(|node| self.is_held(candidate, node));
-        let num_found =
-            std::array::from_fn(|candidate| known.iter().take_while(|node| is_found(candidate, node)).count());
-        let num_new = known.iter().filter(|node| !is_found(LRU, node)).count();
-        let num_entered = prompt.len().min(self.num_slots);
-        known[..num_entered].iter().flatten().for_each(|node| self.take_out(*node));
-        for candidate in 0..NUM_CANDIDATES {
-            let num_evicted = (self.num_held[candidate] + num_entered).saturating_sub(self.num_slots);
-            self.evict(candidate, num_evicted, num_blocks);
+        let mut known: Vec<Known> = prompt.iter().map(|(key, _)| self.known(*key)).collect();
+        let count_found = |candidate: usize| known.iter().take_while(|known| known.held_by[candidate]).count();
+        let num_found = std::array::from_fn(count_found);
+        let num_new = known.iter().filter(|known| !known.held_by[LRU]).count();
+        for known in &mut known {
+            known.is_repeated = !self.take_out(known.node);
         }
-        for ((key, place), node) in prompt[..num_entered].iter().zip(&known).rev() {
-            let node = node.unwrap_or_else(|| self.node_of(*key));
-            if !self.rings.contains(node) {
-                self.append(node, usize::from(*place), now);
+        let mut ends = [None; NUM_CANDIDATES];
+        for ((key, place), known) in prompt.iter().zip(&known).rev().filter(|(_, known)| !known.is_repeated) {
+            let mut held_by = known.held_by;
+            for candidate in (0..NUM_CANDIDATES).filter(|candidate| !known.held_by[*candidate]) {
+                held_by[candidate] = self.take_slot(candidate, now, num_blocks, &mut ends[candidate]);
+            }
+            if held_by.contains(&true) {
+                let node = known.node.unwrap_or_else(|| self.node_of(*key));
+                self.append(node, usize::from(*place), now, held_by);
             }
         }
         (num_found, num_new)
     }
 
-    /// A new node for a key that was not known, or the one made before for an equal key of the same prompt.
-    fn node_of(&mut self, key: u64) -> u32 {
-        *self.nodes.entry(key).or_insert_with(|| {
-            let node = self.free.pop().expect("there is one for each slot of each shadow");
-            self.keys[node as usize] = key;
-            node
-        })
+    fn known(&self, key: u64) -> Known {
+        let node = self.nodes.get(&key).copied();
+        let is_held = |candidate| node.is_some_and(|node| self.is_held(candidate, node));
+        Known { node, held_by: std::array::from_fn(is_held), is_repeated: false }
     }
 
-    /// Takes a node out of its list and of all shadows, if it was not: a prompt may have equal keys.
-    fn take_out(&mut self, node: u32) {
+    /// Takes a prompt's node out of its list. False if it is out already: the prompt has its key before.
+    fn take_out(&mut self, node: Option<u32>) -> bool {
+        let Some(node) = node else { return true };
         if !self.rings.contains(node) {
-            return;
+            return false;
         }
-        let place = usize::from(self.places[node as usize]);
         let next = self.rings.next(node);
-        for candidate in 0..NUM_CANDIDATES {
-            self.num_held[candidate] -= usize::from(self.is_held(candidate, node));
-            let head = &mut self.heads[candidate][place];
+        for heads in &mut self.heads {
+            let head = &mut heads[usize::from(self.places[node as usize])];
             if *head == node {
                 *head = next;
             }
         }
         self.rings.remove(node);
+        true
     }
 
-    /// Puts a node at the end of a list: all shadows hold it.
-    fn append(&mut self, node: u32, place: usize, now: i64) {
-        let sentinel = self.sentinel(place);
-        self.places[node as usize] = place as u8;
-        self.used_at[node as usize] = now;
-        self.stamps[node as usize] = self.next_stamp;
-        self.next_stamp += 1;
-        self.rings.append(node, sentinel);
-        for candidate in 0..NUM_CANDIDATES {
+    /// A candidate gets a slot for a key. False if all are taken by later keys of the prompt, which it holds.
+    ///
+    /// `end`: the place that it evicted from last, and the end of what was evicted. What has the same end there is next,
+    /// because the keys that were entered since then end later.
+    fn take_slot(&mut self, candidate: usize, now: i64, num_blocks: i64, end: &mut Option<(usize, i64)>) -> bool {
+        if self.num_held[candidate] < self.num_slots {
             self.num_held[candidate] += 1;
-            let head = &mut self.heads[candidate][place];
-            if *head == sentinel {
-                *head = node;
-            }
+            return true;
         }
-    }
-
-    /// Evicts so many keys from a candidate's shadow, which has them.
-    fn evict(&mut self, candidate: usize, mut count: usize, num_blocks: i64) {
-        while count > 0 {
-            let end = |place| {
-                let used_at = self.used_at.get(self.heads[candidate][place] as usize)?;
-                Some(used_at + time_of(candidate, place, num_blocks))
-            };
-            let place = first_to_end(end).expect("it has as many");
-            let used_at = self.used_at[self.heads[candidate][place] as usize];
-            while count > 0 && self.used_at.get(self.heads[candidate][place] as usize) == Some(&used_at) {
-                self.pass(candidate, place);
-                count -= 1;
-            }
-        }
+        let end_of = |place: usize| {
+            let used_at = self.used_at.get(self.heads[candidate][place] as usize)?;
+            Some(used_at + time_of(candidate, place, num_blocks))
+        };
+        let same = end.filter(|(place, end)| *end < now && end_of(*place) == Some(*end)).map(|(place, _)| place);
+        let Some(place) = same.or_else(|| first_to_end(end_of)) else { return false };
+        *end = end_of(place).map(|end| (place, end));
+        self.pass(candidate, place);
+        true
     }
 
     /// A candidate holds the head of its list at a place no more.
     fn pass(&mut self, candidate: usize, place: usize) {
         let node = self.heads[candidate][place];
         self.heads[candidate][place] = self.rings.next(node);
-        self.num_held[candidate] -= 1;
         if !(0..NUM_CANDIDATES).any(|candidate| self.is_held(candidate, node)) {
             self.rings.remove(node);
             self.nodes.remove(&self.keys[node as usize]);
             self.free.push(node);
         }
     }
+
+    /// A node for a key that has none.
+    fn node_of(&mut self, key: u64) -> u32 {
+        let node = self.free.pop().expect("there is one for each slot of each shadow");
+        self.keys[node as usize] = key;
+        self.nodes.insert(key, node);
+        node
+    }
+
+    /// Puts a node at the end of a list, for the candidates that hold it: the lists of all others are empty.
+    fn append(&mut self, node: u32, place: usize, now: i64, held_by: [bool; NUM_CANDIDATES]) {
+        let sentinel = self.sentinel(place);
+        self.places[node as usize] = place as u8;
+        self.used_at[node as usize] = now;
+        self.stamps[node as usize] = self.next_stamp;
+        self.next_stamp += 1;
+        self.rings.append(node, sentinel);
+        for (heads, _) in self.heads.iter_mut().zip(held_by).filter(|(_, is_held)| *is_held) {
+            if heads[place] == sentinel {
+                heads[place] = node;
+            }
+        }
+    }
+}
+
+/// What the shadows know of a prompt's key.
+struct Known {
+    node: Option<u32>,
+    held_by: [bool; NUM_CANDIDATES],
+    is_repeated: bool,
 }
 
 /// Measures the candidates, and says which one to follow. Some 200 kB, whatever the pool's size.
@@ -386,14 +400,19 @@ mod tests {
             let is_known = |key: &u64| self.uses.iter().any(|(known, ..)| known == key);
             let num_found = prompt.iter().take_while(|(key, _)| is_known(key)).count();
             let num_new = prompt.iter().filter(|(key, _)| !is_known(key)).count();
-            let entered = &prompt[..prompt.len().min(num_slots)];
-            self.uses.retain(|(key, ..)| entered.iter().all(|(other, _)| other != key));
-            while self.uses.len() + entered.len() > num_slots {
-                let end = |(_, place, used_at): &(u64, u8, i64)| used_at + time_of(self.candidate, (*place).into(), 20);
-                let first = (0..self.uses.len()).min_by_key(|at| (end(&self.uses[*at]), self.uses[*at].1)).unwrap();
-                self.uses.remove(first);
+            let is_known: Vec<bool> = prompt.iter().map(|(key, _)| is_known(key)).collect();
+            self.uses.retain(|(key, ..)| prompt.iter().all(|(other, _)| other != key));
+            for (at, (key, place)) in prompt.iter().enumerate().rev() {
+                let num_kept = is_known[..at].iter().filter(|known| **known).count();
+                if !is_known[at] && self.uses.len() + num_kept >= num_slots {
+                    let end =
+                        |(_, place, used_at): &(u64, u8, i64)| used_at + time_of(self.candidate, (*place).into(), 20);
+                    let ends = (0..self.uses.len()).min_by_key(|at| (end(&self.uses[*at]), self.uses[*at].1));
+                    let Some(first) = ends else { continue };
+                    self.uses.remove(first);
+                }
+                self.uses.push((*key, *place, now));
             }
-            self.uses.extend(entered.iter().rev().map(|(key, place)| (*key, *place, now)));
             (num_found, num_new)
         }
     }
@@ -403,7 +422,7 @@ mod tests {
         fn held(&self, candidate: usize) -> BTreeSet<u64> {
             let held = self.nodes.iter().filter(|(_, node)| self.is_held(candidate, **node));
             let keys: BTreeSet<u64> = held.map(|(key, _)| *key).collect();
-            assert_eq!(keys.len(), self.num_held[candidate]);
+            assert!(keys.len() <= self.num_held[candidate] && self.num_held[candidate] <= self.num_slots);
             keys
         }
     }
@@ -421,6 +440,7 @@ mod tests {
                 let told: Vec<_> = models.iter_mut().map(|model| model.enter(&prompt, now, num_slots)).collect();
                 assert_eq!((found.to_vec(), num_new), (told.iter().map(|told| told.0).collect(), told[LRU].1));
                 let held: Vec<_> = (0..NUM_CANDIDATES).map(|candidate| shadows.held(candidate)).collect();
+                assert!(held.iter().map(BTreeSet::len).eq(shadows.num_held));
                 for (model, held) in models.iter().zip(&held) {
                     assert_eq!(model.uses.iter().map(|(key, ..)| *key).collect::<BTreeSet<_>>(), *held);
                 }
@@ -444,19 +464,27 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_that_is_longer_than_a_shadow_fills_it_with_its_beginning() {
+    fn a_prompt_that_is_longer_than_a_shadow_fills_it() {
         let mut shadows = Shadows::new(4);
         shadows.enter(&keys(1..4, LOW), 0, 4);
         assert_eq!(shadows.enter(&keys(1..9, LOW), 1, 4), ([3; NUM_CANDIDATES], 5));
         assert_eq!(shadows.enter(&keys(1..9, LOW), 2, 4), ([4; NUM_CANDIDATES], 4));
         assert_eq!((shadows.held(LRU), shadows.free.len()), ((1..5).collect(), 12));
+        assert_eq!(shadows.enter(&keys(1..6, LOW), 3, 4), ([4; NUM_CANDIDATES], 1));
+        assert_eq!(shadows.held(LRU), (1..5).collect(), "no slot is left for the last key");
     }
 
     #[test]
-    fn equal_keys_of_a_prompt_are_one() {
+    fn equal_keys_of_a_prompt_do_no_harm() {
         let mut shadows = Shadows::new(4);
-        (0..3).for_each(|now| _ = shadows.enter(&keys([7, 1, 7, 7], LOW), now, 4));
+        shadows.enter(&keys([1, 7], LOW), 0, 4);
+        (1..9).for_each(|now| _ = shadows.enter(&keys([7, 1, 7, 7], LOW), now, 4));
         assert_eq!((shadows.held(LRU), shadows.held(1), shadows.free.len()), ([1, 7].into(), [1, 7].into(), 14));
+        for now in 9..99 {
+            shadows.enter(&keys([now, now, 7, now], LOW), now as i64, 4); // not known, and equal
+            let num_nodes = (0..16).filter(|node| shadows.rings.contains(*node)).count();
+            assert_eq!((num_nodes + shadows.free.len(), shadows.num_held), (16, [4; NUM_CANDIDATES]));
+        }
     }
 
     #[test]
