@@ -233,7 +233,7 @@ impl Shadows {
     }
 }
 
-/// What the shadows know of a prompt's key.
+/// A prompt's key as the shadows know it.
 struct Known {
     node: Option<u32>,
     held_by: [bool; NUM_CANDIDATES],
