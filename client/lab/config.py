@@ -41,7 +41,7 @@ def _check(where: str, given: Any, limits: Mapping[str, tuple[float, float]]) ->
     for name, (low, high) in limits.items():
         value = getattr(given, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ConfigError.of_field(f"{where}.{name}", value, f"{low:g} to {high:g}")
+            raise ConfigError.of_field(f"{where}.{name}", value, f"{low:.12g} to {high:.12g}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Sessions:
         }  # fmt: skip
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
-                raise ConfigError.of_field(f"load.sessions.{name}", getattr(self, name), f"{low:g} to {high:g}")
+                raise ConfigError.of_field(f"load.sessions.{name}", getattr(self, name), f"{low:.12g} to {high:.12g}")
         if bool(self.documents) != bool(self.documents_per_request):
             limit = "above 0 with documents, and 0 without"
             raise ConfigError.of_field("load.sessions.documents_per_request", self.documents_per_request, limit)
