@@ -110,7 +110,8 @@ def _check(blocks: BlockRuns, staging: Tensor, block_ids: Sequence[int]) -> None
     if staging.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"staging begins at {staging.data_ptr()}, not a multiple of {ALIGNMENT_BYTES}")
     device = blocks.table.device
-    if staging.device != device and not staging.is_pinned():
+    # Empty memory is never pinned.
+    if staging.numel() and staging.device != device and not staging.is_pinned():
         raise ValueError(f"staging is on {staging.device} and not pinned, the pool on {device}")
     for block_id in block_ids:
         if not 0 <= block_id < blocks.num_blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,7 +38,9 @@ def on_capture_stream() -> Iterator[None]:
 def waits_refused() -> Iterator[None]:
     """Raise CannotCapture, naming the line, if the block waits for the device: a capture would break off there."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except RuntimeError as error:

@@ -225,7 +225,7 @@ def check_traces() -> None:
         with served("--profile", str(path), "--profile-steps", f"{first}:8") as services:
             asyncio.run(complete(services, PROMPTS))
         events = json.loads(path.read_text())["traceEvents"]
-        steps = [event for event in events if re.fullmatch(r"step \d+", str(event.get("name")))]
+        steps = {event["name"] for event in events if re.fullmatch(r"step \d+", str(event.get("name")))}
         kernels = [event for event in events if event.get("cat") == "kernel"]
         say(f"{path.name}: {len(events)} events, {len(steps)} steps, {len(kernels)} kernels")
         if kernels:
